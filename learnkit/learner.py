@@ -23,6 +23,7 @@ from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_finder import LRSearch, valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
+from learnkit.callbacks.training import CastToTensor
 from learnkit.checkpoint.state import begin_resume, find_checkpoint
 from learnkit.core.batch import to_detach
 from learnkit.core.contexts import replacing_yield
@@ -39,7 +40,7 @@ from learnkit.core.html import never_raising
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
-from learnkit.data.dataloaders import as_dataloaders, check_loaders
+from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
@@ -146,7 +147,7 @@ class Learner(Loop):
         wd_bn_bias: bool | None = None,  # weight decay of norm layers and biases; None: see below
         train_bn: bool = True,  # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),  # momentum for schedules
-        default_cbs: bool = True,  # add `defaults.callbacks`
+        default_cbs: bool = True,  # add `defaults.callbacks`, and `CastToTensor` for fastai's data
         microbatch: int | str | None = None,  # maximum samples a microbatch; 'auto': by memory
         weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb) -> weight; see below
         token_func: Callable[..., int] | None = None,  # f(xb, yb); None: counts `input_ids`
@@ -183,7 +184,10 @@ class Learner(Loop):
         self.own_lrs: tuple[Any, Any] = (None, None)
         self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
         self.metrics = metrics
-        self.add_cbs([*(defaults.callbacks if default_cbs else []), *as_list(cbs)])
+        default = list(defaults.callbacks) if default_cbs else []
+        if default and decodes_batches(getattr(self.dls, 'train', None)):
+            default.append(CastToTensor)
+        self.add_cbs([*default, *as_list(cbs)])
         self('after_create')
 
     # -- training ----------------------------------------------------------------------------------
@@ -967,13 +971,14 @@ class Learner(Loop):
         with_opt: bool | None = None,  # load the optimizer's state; None: if the file has it
         device: torch.device | str | int | None = None,  # device to read the file to; None: CPU
         strict: bool = True,  # False: load matching names only, and convert other dtypes
+        weights_only: bool = True,  # ignored, for fastai's code: nothing in a file is ever executed
     ) -> Self:
         """Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner.
 
         Nothing in the file is executed. Values are copied: parameters remain the same objects. All entries are compared
-        before any is copied. An optimizer that does not exist yet is created. An optimizer state that fastai saved has
-        another form: only the weights are loaded then, with a warning. `before_load` fires after the comparison, and
-        `after_load` at the end.
+        before any is copied. An optimizer that does not exist yet is created if a parameter is trained. An
+        optimizer state that fastai saved has another form: only the weights are loaded then, with a warning.
+        `before_load` fires after the comparison, and `after_load` at the end.
 
         Raises `WeightsError` with every name, shape and dtype that differs, or for a file that is damaged or holds more
         than data; weights and optimizer are unchanged then.
@@ -1218,12 +1223,19 @@ class Learner(Loop):
     @property
     def smooth_loss(self) -> Any:
         "The smoothed training loss of the last step, as a 0-dim tensor."
+        if recorder_of(self) is None and 'smooth_loss' in self.__dict__:
+            return self.__dict__['smooth_loss']
         value = self._get_recorder('smooth_loss').smooth_loss.value
         if value is None:
             raise MissingAttribute(
                 'smooth_loss', self, why='It exists from the first training step on.'
             )
         return value
+
+    @smooth_loss.setter
+    def smooth_loss(self, value: Tensor) -> None:
+        "Store the value of fastai's own Recorder, for a Learner without this package's."
+        self.__dict__['smooth_loss'] = value
 
     @property
     def history(self) -> History:
@@ -1302,6 +1314,19 @@ class Learner(Loop):
         from learnkit.callbacks.model_summary import summarize_learner
 
         return summarize_learner(self)
+
+    def gather_args(self) -> dict[str, Any]:
+        """Return the options of the Learner, its data and callbacks, as loggers record them.
+
+        fastai's loggers call this method.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().gather_args()['model']
+        'RegModel'
+        """
+        from learnkit.loggers.values import configuration
+
+        return configuration(self)
 
     def explain(
         self,

@@ -60,6 +60,7 @@ from .mlperf import (
 from .model_summary import (
     Summary as Summary,
     dummy_eval as dummy_eval,
+    layer_info as layer_info,
     model_sizes as model_sizes,
     num_features_model as num_features_model,
     summary as summary,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Sequence
 from io import BytesIO
 from math import inf
 from time import perf_counter
@@ -14,7 +15,7 @@ from learnkit.core.plotting import color, pyplot
 from learnkit.data.checks import epoch_length
 from learnkit.engine.callback import Callback
 
-__all__ = ['LossGraph', 'ShowGraph', 'ShowGraphCallback']
+__all__ = ['LossGraph', 'MasterBar', 'ShowGraph', 'ShowGraphCallback']
 
 PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
 INTERVAL_S = 1.0  # least number of seconds between two plots
@@ -163,6 +164,28 @@ class LossGraph:
             {'image/png': {'width': width, 'height': height}},
         )
         return is_first
+
+
+class MasterBar:
+    "What fastai's own `ShowGraphCallback` calls of fastai's progress bar: it draws in a notebook."
+
+    def __init__(self) -> None:
+        self.graph: LossGraph | None = None
+
+    def update_graph(
+        self,
+        graphs: Sequence[tuple[Any, Any]],  # steps and training losses, steps and validation losses
+        x_bounds: tuple[float, float] | None = None,  # first and last step of the fit
+        y_bounds: tuple[float, float] | None = None,  # ignored: the graph fits its losses
+    ) -> None:
+        "Draw the losses, replacing the previous graph."
+        if not in_notebook():
+            return
+        if self.graph is None:
+            self.graph = LossGraph(int(x_bounds[1]) if x_bounds else None)
+        (_, losses), (steps, valid_losses) = graphs
+        points = [[float(x), float(y)] for x, y in zip(steps, valid_losses, strict=True)]
+        self.graph.draw([float(loss) for loss in losses], {'valid': points})
 
 
 def new_figure() -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
@@ -31,6 +32,7 @@ __all__ = [
     'summary',
     'summarize_learner',
     'dummy_eval',
+    'layer_info',
     'model_sizes',
     'num_features_model',
     'total_params',
@@ -323,6 +325,36 @@ def total_params(m: nn.Module) -> tuple[int, bool]:
     (8, True)
     """
     return sum(p.numel() for p in m.parameters()), any(p.requires_grad for p in m.parameters())
+
+
+def layer_info(
+    learn: LearnerLike,
+    *xb: Any,  # inputs of a batch, of which the first sample passes through the model
+) -> L:
+    """Return what each layer does, in fastai's form; `learn.summary()` shows more.
+
+    An item holds the layer's type, its number of parameters and whether they are trained (both '' without a weight),
+    the shape of its output, and whether that is the shape of its input; or None if the layer was not called.
+
+    >>> from learnkit.testing import synth_learner
+    >>> layer_info(synth_learner(model=nn.Sequential(nn.Linear(1, 1), nn.ReLU())), torch.zeros(4, 1))
+    [('Linear', 2, True, torch.Size([1, 1]), True), ('ReLU', '', '', torch.Size([1, 1]), True)]
+    """
+
+    def record(m: nn.Module, inputs: Any, output: Any) -> tuple[Any, ...]:
+        is_same = any(
+            isinstance(x, Tensor) and x.shape[1:] == y.shape
+            for x, y in zip(inputs, output, strict=False)
+        )
+        count = total_params(m) if hasattr(m, 'weight') else ('', '')
+        return type(m).__name__, *count, map_tensors(output, lambda t: t.shape), is_same
+
+    batch = map_tensors(xb, lambda t: t[:1])
+    model = unwrap_compiled(learn.model)
+    with undisturbed(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
+        options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=_skip_loss)}
+        learn.get_preds(dl=[batch], reorder=False, **options)
+        return hooks.stored
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shutil import get_terminal_size
 from time import perf_counter, time
 from typing import Any, TextIO
 
+from learnkit.callbacks.live_plot import MasterBar
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
 from learnkit.core.time import format_seconds
 from learnkit.data.checks import epoch_length
@@ -264,6 +265,7 @@ class RunProgress:
         self.first_share: float | None = None  # share of the fit done before its first batch here
         self.stopped = False
         self.has_logger = False  # whether this callback replaced `learn.logger`
+        self.mbar = MasterBar()
 
     def draw(self) -> None:
         self.display.draw(self.bar)
@@ -314,6 +316,11 @@ class ProgressCallback(Callback):
         self._shown.has_logger = learn.logger in (print, self._write)
         if self._shown.has_logger:
             learn.logger = self._write
+
+    @property
+    def mbar(self) -> MasterBar:
+        "The graph that fastai's own `ShowGraphCallback` updates."
+        return self._shown.mbar
 
     def before_train(self) -> None:
         "Start this epoch's bar, at the batch that a resumed epoch continues with."

@@ -15,6 +15,7 @@ from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import is_number
+from learnkit.core.plain import as_plain
 from learnkit.data.checks import epoch_length
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -145,14 +146,6 @@ class CastToTensor(Callback):
     def before_batch(self) -> None:
         learn = self.learn
         learn.xb, learn.yb = map_tensors(learn.xb, as_plain), map_tensors(learn.yb, as_plain)
-
-
-def as_plain(t: Tensor) -> Tensor:
-    "Return a view of a tensor without its subclass, unless the class implements its operations."
-    cls = type(t)
-    if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
-        return t
-    return t.as_subclass(Tensor)
 
 
 def before_batch_cb(

@@ -132,6 +132,8 @@ def load(
         # the state is loaded to the device of the parameters, so move them first
         move_to_device(learn)
         learn.opt.load_state_dict(opt_state)
+    elif learn.opt is None and any(p.requires_grad for p in learn.model.parameters()):
+        learn.create_opt()
     learn('after_load')
     return learn
 

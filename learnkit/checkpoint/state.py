@@ -35,7 +35,7 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device, move_to_device
-from learnkit.core.plain import plain
+from learnkit.core.plain import as_plain, plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -146,7 +146,7 @@ def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'done': learn.counters.by_unit(),
         'n_steps': getattr(learn.opt, 'n_steps', 0),
         'seconds': learn.finished('sec'),
-        'loss': loss.detach() if isinstance(loss, Tensor) else None,
+        'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
         'fitting_size': learn.auto_microbatch,
         'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
     }

@@ -184,6 +184,7 @@ def to_device(
 def to_detach(
     b: Any,  # any nesting of tensors
     cpu: bool = True,  # also move the tensors to the CPU
+    gather: bool = True,  # ignored, for fastai's code: nothing is gathered over processes
 ) -> Any:
     """Detach every tensor in `b` from its graph.
 

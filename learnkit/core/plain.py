@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['as_atom', 'plain']
+__all__ = ['as_atom', 'as_plain', 'plain']
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
@@ -43,14 +43,17 @@ def plain(
 ) -> Any:
     """Convert `value` to plain data: tensors, numbers, strings, None, and lists, tuples and dicts of these.
 
-    NumPy scalars become Python numbers. Raises `OptionError`, which names the path, for any other object.
+    NumPy scalars become Python numbers, and subclasses of tensors plain tensors. Raises `OptionError`, which names the
+    path, for any other object.
 
     >>> plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
     {'lr': 0.5, 'sizes': [1, 2]}
     """
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, (NoneType, Tensor, *ATOM_CONVERTERS)):
+    if isinstance(value, Tensor):
+        return as_plain(value)
+    if isinstance(value, (NoneType, *ATOM_CONVERTERS)):
         return as_atom(value)
     if isinstance(value, Mapping):
         return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
@@ -61,3 +64,11 @@ def plain(
         f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
         'strings, and lists, tuples or dicts of them.'
     )
+
+
+def as_plain(t: Tensor) -> Tensor:
+    "Return a view of a tensor without its subclass, unless the class implements its operations."
+    cls = type(t)
+    if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
+        return t
+    return t.as_subclass(Tensor)

@@ -37,6 +37,7 @@ __all__ = [
     'evaluation_loaders',
     'check_loader',
     'check_loaders',
+    'decodes_batches',
     'n_batches',
     'in_order',
 ]
@@ -491,6 +492,11 @@ def as_dataloaders(dls: Any) -> Any:
     raise LoaderError(
         f'A tuple of loaders is (train,) or (train, valid), not {len(dls)} entries: use DataLoaders.'
     )
+
+
+def decodes_batches(dl: Any) -> bool:
+    "Return True for a loader of fastai, whose batches are subclasses of tensors that it can decode and show."
+    return hasattr(type(dl), 'decode_batch')
 
 
 def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:

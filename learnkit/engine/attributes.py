@@ -273,8 +273,25 @@ def _encode(value: Any) -> Any:
 def _encode_tensor(t: Tensor) -> Any:
     if t.requires_grad or t.layout is not torch.strided or t.is_quantized or t.is_meta:
         raise OptionError('This tensor is a part of the model, or of a graph.')
-    t = t.as_subclass(Tensor)
-    return t if t.is_cpu else {_KIND: 'on device', 'of': t}
+    content: Any = t.as_subclass(Tensor)
+    if not t.is_cpu:
+        content = {_KIND: 'on device', 'of': content}
+    if type(t) in (Tensor, nn.Parameter):
+        return content
+    return {_KIND: 'typed', 'type': _name_class(type(t)), 'of': content}
+
+
+def _name_class(cls: type) -> str:
+    return f'{cls.__module__}.{cls.__qualname__}'
+
+
+def _find_tensor_class(name: str, base: type[Tensor] = Tensor) -> type[Tensor] | None:
+    "Return the imported subclass of tensors with this name, or None; nothing is imported."
+    for cls in base.__subclasses__():
+        found = cls if _name_class(cls) == name else _find_tensor_class(name, cls)
+        if found is not None:
+            return found
+    return None
 
 
 def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
@@ -319,6 +336,10 @@ def _decode(
             return content.numpy().copy()
         case 'Path':
             return Path(content)
+        case 'typed':
+            tensor_class = _find_tensor_class(value['type'])
+            tensor = _decode(content, None, cb)
+            return tensor if tensor_class is None else tensor.as_subclass(tensor_class)
         case 'on device':
             return content.to(_find_device(cb) or content.device)
     items = _decode(content, None, cb)

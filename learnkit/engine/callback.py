@@ -153,12 +153,14 @@ class Callback:
 
     def __init__(
         self,
-        **handlers: Callable[..., Any],  # event=function; each is called with the callback
+        **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
-        for name, f in handlers.items():
+        for name in handlers:
             canonical_event(name, where=type(self).__name__)
+        functions = {name: f for name, f in handlers.items() if f is not None}
+        for name, f in functions.items():
             _check_takes_callback(name, f, self)
-        for name, f in handlers.items():
+        for name, f in functions.items():
             setattr(self, name, MethodType(f, self))
 
     def __call__(self, event_name: str) -> Any:
@@ -280,6 +282,17 @@ class Callback:
         ]
         arguments = ', '.join([*_list_changed_options(self), *handlers])
         return f'{type(self).__name__}({arguments})' if arguments else type(self).__name__
+
+
+def _sign_with_events() -> inspect.Signature:
+    "Return the constructor's signature with a keyword for each event, which editors complete."
+    instance, handlers = inspect.signature(Callback.__init__).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    events = [inspect.Parameter(name, keyword, default=None) for name in EVENTS]
+    return inspect.Signature([instance, *events, handlers], return_annotation='None')
+
+
+Callback.__init__.__signature__ = _sign_with_events()  # type: ignore[attr-defined]
 
 
 def _list_changed_options(cb: Callback) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.validation import warn_user
 from learnkit.engine.attributes import keeps_attributes, note_attributes
 from learnkit.engine.callback import Callback, defined_on_class, own_handler
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
@@ -260,7 +261,8 @@ class CallbackHost:
         """Add callbacks, given as instances or classes. If one of them is refused, none is added.
 
         If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
-        definition. Raises `CallbackError`.
+        definition. A callback with the name of an attribute of the Learner leaves that attribute, with a warning.
+        Raises `CallbackError`.
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
         if not new:
@@ -273,6 +275,11 @@ class CallbackHost:
             places = [i for i, o in enumerate(self.cbs) if any(o is old for old in olds)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
+            if self._has_own(cb.name):
+                warn_user(
+                    f'`learn.{cb.name}` is not the callback {type(cb).__name__}, but the attribute of the Learner. '
+                    f'Find the callback in `learn.cbs`.'
+                )
         return self
 
     def _find_outdated(self, cls: type) -> list[Callback]:
@@ -291,12 +298,11 @@ class CallbackHost:
     def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
         if cb in self.callbacks or any(cb is o for o in before):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
-        is_attribute = cb.name in self.__dict__ and self.__dict__[cb.name] not in self.callbacks
-        if defined_on_class(self, cb.name) or is_attribute:
-            raise CallbackError(
-                f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
-                'give its class another name.'
-            )
+
+    def _has_own(self, name: str) -> bool:
+        "Return True if the Learner has an attribute that a callback of this name would hide."
+        is_attribute = name in self.__dict__ and self.__dict__[name] not in self.callbacks
+        return is_attribute or defined_on_class(self, name)
 
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
@@ -307,7 +313,8 @@ class CallbackHost:
             cb.learn.remove_cb(cb)
         cb.learn = cast(LearnerLike, self)
         self.callbacks.insert(cb, at, switch)
-        setattr(self, cb.name, cb)
+        if not self._has_own(cb.name):
+            setattr(self, cb.name, cb)
         self._open_for_use()
         self.callbacks.notify('on_added', cb)
 

@@ -70,6 +70,7 @@ class GatherPredsCallback(Callback):
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
         concat_dim: int = 0,  # dimension along which batches are concatenated
+        pickle_protocol: int = 2,  # ignored, for fastai's code: files are safe to load with 2 only
     ) -> None:
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs

@@ -366,7 +366,8 @@ def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
         raise LoaderError(
             f'dl is {describe(dl)}, no batches: give {alternatives}`dl=TensorLoader(x, bs=64)`.'
         )
-    if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
+    # in this order: `valid` of a single loader of fastai would split its data set
+    if isinstance(dl, DataLoaders) or (hasattr(dl, 'train_ds') and hasattr(dl, 'valid')):
         raise LoaderError(
             f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.'
         )

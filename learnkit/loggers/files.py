@@ -52,6 +52,15 @@ class _FileLogger(Logger):
             return self._handle  # `learn.path` may have changed since the file was opened
         return Path(os.path.realpath(self.learn.path / self.fname))
 
+    def read_log(self) -> Any:
+        """Return the log as a pandas DataFrame, one row a step.
+
+        Raises `OptionError` for a file of another format.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(read_log(self.where()))
+
     def check(self) -> None:
         path = self.where()
         try:

@@ -313,12 +313,12 @@ class TorchMetric(Metric):
 
 
 class _Renamed(Metric):
-    "Metric with another name that delegates to the wrapped metric."
+    "Metric with another name, or fastai's base class, that delegates to the wrapped metric."
 
     sum_reduced = ()
 
-    def __init__(self, metric: Metric, name: str) -> None:
-        self.metric, self._name, self.on = metric, name, metric.on
+    def __init__(self, metric: Any, name: str) -> None:
+        self.metric, self._name, self.on = metric, name, getattr(metric, 'on', None)
 
     def reset(self) -> None:
         self.metric.reset()
@@ -345,7 +345,7 @@ def as_metrics(
 ) -> L:
     """Convert metrics to a list of `Metric` objects with unique names: the second `bias` is named `bias_2`.
 
-    A class is instantiated. A torchmetrics collection is expanded to its members.
+    A class is instantiated. A torchmetrics collection is expanded to its members. Metrics of fastai itself are wrapped.
 
     >>> def bias(pred, targ): return (pred - targ).mean()
     >>> [m.name for m in as_metrics([bias, nn.L1Loss(), {'offset': bias}, bias])]
@@ -394,6 +394,8 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         m = _instantiate(m)
     if isinstance(m, Metric):
         yield m if name is None or name == m.name else _Renamed(m, name)
+    elif _is_fastai_metric(m):
+        yield _Renamed(m, name or m.name)
     elif isinstance(m, Mapping) or (_is_torchmetric(m) and hasattr(m, 'items')):
         for k, v in m.items():
             yield from _expand(v, f'{name}_{k}' if name else str(k))
@@ -546,6 +548,11 @@ def _func_name(func: Any) -> str:
     while isinstance(func, partial):
         func = func.func
     return getattr(func, '__name__', None) or class2attr(func, 'Metric')
+
+
+def _is_fastai_metric(m: Any) -> bool:
+    "Return True for an object that follows fastai's protocol without our base class."
+    return all(hasattr(type(m), k) for k in ('reset', 'accumulate', 'value', 'name'))
 
 
 def _is_torchmetric(m: Any) -> bool:

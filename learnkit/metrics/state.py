@@ -46,7 +46,7 @@ def accumulated(
     options = _list_options(type(o))
     state: dict[str, Any] = {}
     for name, value in vars(o).items():
-        if name in but:
+        if name in but or name.startswith('__'):  # fastcore's `store_attr` keeps a list of options
             continue
         if is_metric(value):
             state[f'{name}/'] = _collect_state(value)

@@ -10,6 +10,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import pytest
+import torch
 
 from learnkit import DataLoaders, ShowGraph
 from learnkit.callbacks import live_plot as graph
@@ -157,3 +158,17 @@ def test_it_reads_losses_without_waiting_for_them() -> None:
     assert smooth.arrived == smooth.smooth and len(smooth.arrived) == 10
     smooth.reset()
     assert smooth.arrived == []
+
+
+def test_the_bar_draws_what_fastais_graph_sends_it(areas: list[Outputs]) -> None:
+    learn = synth_learner()
+    bar = learn.progress.mbar
+    for n in (1, 2):
+        steps = [10 * i for i in range(1, n + 1)]
+        losses = [torch.tensor(3.0 / i) for i in range(1, 10 * n + 1)]
+        bar.update_graph([(range(len(losses)), losses), (steps, [2.0] * n)], (0, 20), (0, 3.0))
+    (area,) = areas
+    assert [shown['text/plain'] for shown in area.shown] == [
+        'loss after 10 steps: train 0.3000, valid 2.0000',
+        'loss after 20 steps: train 0.1500, valid 2.0000',
+    ]

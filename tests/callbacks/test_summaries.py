@@ -15,6 +15,7 @@ from learnkit import Callback, Learner
 from learnkit.callbacks.model_summary import (
     Summary,
     dummy_eval,
+    layer_info,
     model_sizes,
     num_features_model,
     summary,
@@ -440,3 +441,15 @@ def test_num_features_model_tries_larger_images() -> None:
         num_features_model(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(ModelError, match='inputs=x'):
         model_sizes(nn.ReLU())
+
+
+def test_layer_info_has_fastais_form() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    learn = synth_learner(model=model, dls=[(torch.zeros(4, 3), torch.zeros(4, 2))])
+    assert layer_info(learn, torch.zeros(4, 3)) == [
+        ('Linear', 12, False, torch.Size([1, 3]), True),
+        ('ReLU', '', '', torch.Size([1, 3]), True),
+        ('Linear', 8, True, torch.Size([1, 2]), False),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from learnkit import (
+    EVENTS,
     Callback,
     CallbackError,
     Learner,
@@ -409,3 +411,16 @@ def test_periodic_goes_on_from_its_state() -> None:
     assert first.state_dict() != second.state_dict()
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
+
+
+def test_the_constructor_names_every_event() -> None:
+    names = list(inspect.signature(Callback).parameters)
+    assert names == [*EVENTS, 'handlers']
+    assert set(names) >= {'before_fit', 'after_cancel_validate', 'after_fit'}
+
+    class Own(Callback):
+        def __init__(self, size: int = 3) -> None:
+            self.size = size
+
+    assert list(inspect.signature(Own).parameters) == ['size']
+    assert Callback(before_fit=None, after_fit=lambda cb: 3)('after_fit') == 3

@@ -16,6 +16,7 @@ from learnkit import (
     Recorder,
     TrainEvalCallback,
 )
+from learnkit.engine.callback import defined_on_class
 from learnkit.testing import synth_learner
 
 
@@ -246,11 +247,20 @@ def test_a_handler_that_is_given_later_runs() -> None:
         'CbsCallback',
     ],
 )
-def test_a_name_that_would_hide_the_learners_own_is_refused(cls: str) -> None:
+def test_a_name_of_the_learner_keeps_the_learners_attribute(cls: str) -> None:
     learn = bare()
-    with pytest.raises(CallbackError, match=cls):
-        learn.add_cb(type(cls, (Callback,), {})())
+    name = type(cls, (Callback,), {})().name
+    ran: list[Any] = []
+    cb = type(cls, (Callback,), {'before_fit': lambda self: ran.append(self)})()
+    with pytest.warns(UserWarning, match=f'learn.{name}.*{cls}.*learn.cbs'):
+        learn.add_cb(cb)
+    assert learn.cbs[-1] is cb
+    assert vars(learn).get(name) is not cb
+    learn('before_fit')
+    assert ran == [cb]
+    learn.remove_cb(cb)
     assert len(learn.cbs) == 1
+    assert defined_on_class(learn, name) or name in vars(learn)
 
 
 @pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_epoch, object()])

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from learnkit import Callback, DataLoaders, Learner, TensorLoader
 from learnkit.core.errors import BatchError, EmptyLoaderError, OptionError
 from learnkit.inference.gather import GatherPredsCallback
+from learnkit.testing import synth_learner
 from tests.helpers.fresh import output_of
 
 N = 13
@@ -424,3 +425,12 @@ def test_what_comes_from_a_gpu_one_batch_late_is_all_there() -> None:
         expected = learn.model(x.cuda()).cpu()
     assert torch.allclose(preds, expected, atol=1e-4) and torch.equal(targs, torch.arange(1000))
     assert torch.equal(inputs, x) and not preds.is_pinned()
+
+
+def test_files_are_safe_to_load_whatever_pickle_protocol_is_asked_for(tmp_path: Path) -> None:
+    learn = synth_learner(n_valid=1)
+    for protocol in (2, 4):
+        learn.get_preds(save_preds=tmp_path / str(protocol), pickle_protocol=protocol)
+    first, other = (torch.load(tmp_path / str(n) / '0', weights_only=True) for n in (2, 4))
+    assert torch.equal(first, other)
+    assert torch.equal(first, learn.get_preds()[0])

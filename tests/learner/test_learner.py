@@ -924,3 +924,20 @@ def test_a_misspelt_handler_is_told() -> None:
 
     with pytest.warns(UserWarning, match=r'Shout\.after_epoc is no event .* `after_epoch`'):
         synth_learner(cbs=Shout())
+
+
+def test_load_leaves_an_optimizer_and_takes_fastais_options(tmp_path: Path) -> None:
+    synth_learner(path=tmp_path).save('line', with_opt=False)
+    learn = synth_learner(path=tmp_path)
+    learn.load('line', with_opt=False, weights_only=False)
+    assert [h['lr'] for h in learn.opt.hypers] == [learn.lr]
+    learn = synth_learner(path=tmp_path)
+    for p in learn.model.parameters():
+        p.requires_grad_(False)
+    assert learn.load('line').opt is None
+
+
+def test_to_detach_takes_fastais_options() -> None:
+    x = torch.ones(1, requires_grad=True) * 2
+    assert not to_detach(x, cpu=False, gather=False).requires_grad
+    assert not synth_learner().to_detach(x, gather=False).requires_grad

@@ -79,6 +79,16 @@ def test_pandas_reads_csv(tmp_path: Path) -> None:
     )
 
 
+def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
+    pd = pytest.importorskip('pandas')
+    learn = learner(tmp_path, CSVLogger(every='1ba'))
+    learn.fit(1)
+    log = learn.csv_logger.read_log()
+    assert (
+        log.loss.dropna().tolist() == pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
+    )
+
+
 @BOTH
 def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, name: str) -> None:
     learn = learner(tmp_path, cls(every='5ba', append=False))
