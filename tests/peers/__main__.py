@@ -1,0 +1,132 @@
+"""Run callbacks of other packages in learnkit and in their own trainers, and compare with docs/compatibility.md.
+
+    python -m tests.peers                  # every package; fails where the page says something else
+    python -m tests.peers fastai --write   # one package, and write its part of the page
+
+A package that cannot be installed is skipped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.peers.environments import PEERS, ROOT, InstallError, Peer, make_environment
+from tests.peers.rows import EQUAL, TOO_FAR, Row
+
+PAGE = ROOT / 'docs' / 'compatibility.md'
+END = '<!-- end -->'
+HEAD = (
+    '| | runs unchanged | same keys | same numbers | what differs, and why |\n|---|---|---|---|---|'
+)
+
+
+class BenchError(Exception):
+    "A bench ended with an error; the message is its output."
+
+
+def run_bench(peer: Peer) -> list[Row]:
+    "Run a peer's bench in its environment and return its rows."
+    python = make_environment(peer)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / 'rows.json'
+        environment = os.environ | {
+            'PYTHONPATH': str(ROOT),
+            'MPLBACKEND': 'Agg',
+            'OMP_NUM_THREADS': '1',
+        }
+        done = subprocess.run(
+            [python, '-m', 'tests.peers.rows', peer.name, file],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise BenchError(done.stdout)
+        return [Row(**row) for row in json.loads(file.read_text('utf-8'))]
+
+
+def table(rows: Sequence[Row]) -> str:
+    "Return rows as Markdown: a line that counts them, then a table, for each part."
+    blocks = []
+    for part in dict.fromkeys(row.part for row in rows):
+        own = [row for row in rows if row.part == part]
+        n_run = sum(row.runs for row in own)
+        n_keys = sum(row.keys for row in own)
+        n_equal = sum(row.numbers == EQUAL for row in own)
+        count = (
+            f'{part}: of {len(own)}, {n_run} run unchanged, {n_keys} have the same keys, '
+            f'{n_equal} equal numbers.'
+        )
+        lines = [f'| {" | ".join(cells(row))} |' for row in own]
+        blocks.append('\n'.join([count, '', HEAD, *lines]))
+    return '\n\n'.join(blocks)
+
+
+def cells(row: Row) -> list[str]:
+    "Return what stands in a line of the table."
+    why = row.why.replace('|', r'\|').replace('\n', ' ')
+    return [f'`{row.callback}`', yes(row.runs), yes(row.keys), row.numbers, why]
+
+
+def yes(value: bool) -> str:
+    return 'yes' if value else '**no**'
+
+
+def begin(peer: Peer) -> str:
+    return f'<!-- {peer.name}: written by python -m tests.peers -->'
+
+
+def replace_part(page: str, peer: Peer, text: str) -> str:
+    "Return the page with `text` as a peer's part."
+    head, _, rest = page.partition(begin(peer))
+    if not rest:
+        raise ValueError(f'{PAGE.name} has no line {begin(peer)!r}')
+    tail = rest.partition(END)[2]
+    return f'{head}{begin(peer)}\n\n{text}\n\n{END}{tail}'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    "Run benches, print their tables, and return 1 if the page does not show them."
+    parser = argparse.ArgumentParser('python -m tests.peers', description=__doc__)
+    parser.add_argument('names', nargs='*', help='packages; all when left out')
+    parser.add_argument('--write', action='store_true', help='write the page')
+    options = parser.parse_args(arguments)
+    status = 0
+    for peer in PEERS:
+        if options.names and peer.name not in options.names:
+            continue
+        try:
+            rows = run_bench(peer)
+        except InstallError as error:
+            print(f'skipped: {peer.name} cannot be installed: {error}')
+            continue
+        except BenchError as error:
+            print(f'{peer.name}: the bench failed\n{error}')
+            status = 1
+            continue
+        text = table(rows)
+        print(f'== {peer.name}\n{text}\n')
+        page = PAGE.read_text('utf-8')
+        expected = replace_part(page, peer, text)
+        if options.write:
+            PAGE.write_text(expected, 'utf-8')
+        elif page != expected:
+            print(f'{PAGE.name} shows something else: python -m tests.peers {peer.name} --write')
+            status = 1
+        if any(not row.runs or row.numbers == TOO_FAR for row in rows if not row.why):
+            print(f'{peer.name}: a row that fails says no reason')
+            status = 1
+    return status
+
+
+if __name__ == '__main__':
+    sys.exit(main())

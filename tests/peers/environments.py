@@ -1,0 +1,74 @@
+"""Make a virtual environment for each package that the bench compares with, over the project's own.
+
+A package is installed without its dependencies: what the project has is seen through a `.pth` file, what is missing is
+named here. `TORCHVISION` is the release for the torch that is installed."""
+
+from __future__ import annotations
+
+import site
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / '.peers'
+TORCHVISION = f'torchvision==0.{int(version("torch").split(".")[1]) + 15}.*'
+
+
+@dataclass(frozen=True)
+class Peer:
+    "A package that the bench compares with; its bench is the module `tests.peers.<name>_bench`."
+
+    name: str
+    # installed without dependencies; a peer without requirements runs in the project's environment
+    requirements: tuple[str, ...] = ()
+
+
+PEERS = [
+    Peer(
+        'fastai',
+        (
+            'fastai==2.8.12',
+            'beartype==0.23.*',
+            'fastdownload==0.0.8',
+            'fastprogress==1.0.*',
+            'fasttransform==0.0.5',
+            'plum-dispatch==2.9.*',
+            TORCHVISION,
+        ),
+    ),
+]
+
+
+class InstallError(Exception):
+    "A package could not be installed; the message is pip's last line."
+
+
+def make_environment(peer: Peer) -> Path:
+    """Return the Python of a peer's environment, which is made and filled when its requirements have changed.
+
+    Raises `InstallError` where pip fails."""
+    if not peer.requirements:
+        return Path(sys.executable)
+    folder = FOLDER / peer.name
+    python = folder / 'bin' / 'python'
+    stamp = folder / 'installed.txt'
+    requirements = '\n'.join([version('torch'), *peer.requirements])
+    if stamp.exists() and stamp.read_text('utf-8') == requirements:
+        return python
+    venv.create(folder, clear=True, with_pip=False)
+    packages = next(folder.glob('lib/python*/site-packages'))
+    lines = [f'import site; site.addsitedir({path!r})\n' for path in site.getsitepackages()]
+    (packages / 'project.pth').write_text(''.join(lines), 'utf-8')
+    install = ['install', '-q', '--no-deps', '--retries', '1', '--disable-pip-version-check']
+    pip = [sys.executable, '-m', 'pip', '--python', str(python)]
+    done = subprocess.run(
+        [*pip, *install, *peer.requirements], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise InstallError(done.stderr.strip().splitlines()[-1])
+    stamp.write_text(requirements, 'utf-8')
+    return python

@@ -1,0 +1,86 @@
+"""What a bench returns, and how it is called.
+
+    python -m tests.peers.rows NAME FILE    # in NAME's environment: write the rows of NAME_bench as JSON
+
+A bench is a module with a function `rows()` that returns a list of `Row`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+EQUAL = 'equal'
+TOO_FAR = 'differ'
+
+
+@dataclass
+class Row:
+    "A line of the table: one callback, or one thing that is done with the package."
+
+    callback: str
+    # runs in a learnkit Learner as its package ships it
+    runs: bool
+    # what it logs has the same keys as in the package's own trainer
+    keys: bool
+    # `EQUAL`, 'within 1e-6', or `TOO_FAR`: weights, steps and values
+    numbers: str
+    # what differs, and why
+    why: str = ''
+    # the part of the package's table in which the line stands
+    part: str = 'Callbacks'
+
+
+def compare_numbers(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> str:
+    "Return `EQUAL`, or the power of ten within which all tensors of the same name are."
+    import torch
+
+    if a.keys() != b.keys():
+        return TOO_FAR
+    furthest = 0.0
+    for name in a:
+        x, y = a[name].detach().double().cpu(), b[name].detach().double().cpu()
+        if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
+            return TOO_FAR
+        difference = (x - y).nan_to_num().abs().max().item() if x.numel() else 0.0
+        furthest = max(furthest, difference)
+    if not furthest:
+        return EQUAL
+    power = math.ceil(math.log10(furthest))
+    return f'within 1e{power}' if power <= -4 else TOO_FAR
+
+
+def define_torchvision_operators() -> None:
+    """Let torchvision be imported beside a torch for which it was not compiled.
+
+    Its import describes two compiled operators, which nothing here calls: they are declared."""
+    import torch
+
+    signature = '(Tensor dets, Tensor scores, float iou_threshold) -> Tensor'
+    for operator in ('nms', 'qnms'):
+        torch.library.define(f'torchvision::{operator}', signature)
+
+
+def main(name: str, file: str) -> None:
+    "Write the rows of a bench as JSON."
+    os.environ.setdefault('MPLBACKEND', 'Agg')
+    warnings.simplefilter('ignore')
+    import torch
+
+    torch.set_num_threads(1)
+    rows = import_module(f'tests.peers.{name}_bench').rows()
+    Path(file).write_text(json.dumps([asdict(row) for row in rows]), 'utf-8')
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
