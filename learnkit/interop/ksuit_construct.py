@@ -20,34 +20,20 @@ class Options(SimpleNamespace):
             raise AttributeError(name)
 
 
-class _Extended:
-    "First base of the classes that `extend` makes."
-
-    _added: Mapping[str, Callable[[Any], Any]]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError as e:
-            if name in self._added:
-                return self._added[name](self)
-            if e.name == name:
-                raise
-        raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}', name=name)
-
-
 def extend(o: Any, attributes: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Return a view of an object that also has the given attributes, computed when they are read.
 
     The view is an instance of a subclass of the object's class and shares its attributes. An
-    attribute that the object has itself takes precedence.
+    attribute that the object has itself, and that is not None, takes precedence.
 
     >>> class Model: n = 1
     >>> view = extend(Model(), {'n': lambda model: 2, 'twice': lambda model: 2 * model.n})
     >>> view.n, view.twice, isinstance(view, Model)
     (1, 2, True)
     """
-    cls = type(type(o).__name__, (_Extended, type(o)), {'_added': attributes})
+    lacking = [name for name in attributes if getattr(o, name, None) is None]
+    added = {name: property(attributes[name]) for name in lacking}
+    cls = type(type(o).__name__, (type(o),), added)
     view: Any = object.__new__(cls)
     object.__setattr__(view, '__dict__', vars(o))
     return view

@@ -90,7 +90,8 @@ class Case:
         return [*self.before, (self.cls, self.config)]
 
 
-EPOCH, UPDATES, SAMPLES = {'every_n_epochs': 1}, {'every_n_updates': 2}, {'every_n_samples': 16}
+EPOCH, UPDATES = {'every_n_epochs': 1}, {'every_n_updates': 2}
+SAMPLES = {'every_n_samples': 16, 'batch_size': BATCH}
 OFFLINE = (ks.OfflineLossCallback, ks.OfflineLossConfig(**EPOCH, dataset_key='test'))
 ONLINE = (ks.OnlineLossCallback, ks.OnlineLossConfig(**EPOCH))
 LOSS = 'loss/test/total'

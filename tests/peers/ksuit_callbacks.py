@@ -170,7 +170,7 @@ class DatasetStatsCallback(CallbackBase):
 
 class ParamCountCallback(CallbackBase):
     def before_training(self, **_: Any) -> None:
-        key = 'param_count/model'
+        key = f'param_count/{type(self.model).__name__.lower()}'
         trainable, frozen = self.model.trainable_param_count, self.model.frozen_param_count
         self.tracker.update_summary(
             {f'{key}/trainable': trainable, f'{key}/frozen': frozen, key: trainable + frozen}
