@@ -96,6 +96,6 @@ def _find_config_class(cls: type) -> Callable[..., Any]:
             annotated = get_type_hints(init).get('callback_config')
         except NameError:  # imported for type checkers only
             continue
-        if isinstance(annotated, type):
+        if isinstance(annotated, type) and annotated is not Any:
             return annotated
     return Options
