@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import distribute_like, locals_of
-from learnkit.core.errors import WeightsError
+from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.numbers import is_number
 from learnkit.core.time import Time
 from learnkit.engine.callback import Callback
@@ -58,10 +58,13 @@ class EMA(Callback):
     average of new weights (another model, a replaced layer) starts at their present values. Loading
     weights restarts the whole average.
 
+    `EMA((0.99, 0.999))` keeps an average for each decay. The first one is evaluated;
+    `applied(decay=0.999)` and `copy_to(decay=0.999)` use another one.
+
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
-    Raises `OptionError` for invalid options, and `WeightsError` if a loaded average does not match
-    the model.
+    Raises `OptionError` for invalid options and for a second EMA in the Learner, and `WeightsError`
+    if a loaded average does not match the model.
 
     >>> EMA(half_life='1000st').decay
     0.9993070929904525
@@ -71,7 +74,8 @@ class EMA(Callback):
 
     def __init__(
         self,
-        decay: float = 0.999,  # share of the average kept at an update; averages 1/(1-decay) steps
+        # share of the average kept at an update, which averages 1/(1-decay) steps; or several
+        decay: float | Sequence[float] = 0.999,
         half_life: str | int | Time | None = None,  # steps to half the weight, instead of `decay`
         start: str | int | Time = 0,  # time of the first average: number of steps, '2ep', '0.5dur'
         every: str | int | Time = 1,  # number of steps between updates
@@ -80,11 +84,13 @@ class EMA(Callback):
         self.every, self.warmup = steps_of(self, every=every), warmup
         if half_life is not None:
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
-        if not is_number(decay) or not 0 <= decay < 1:
-            raise bad_option(self, 'a share from 0 to below 1', decay=decay)
+        decays: Any = [decay] if is_number(decay) else decay
+        if not is_shares(decays):
+            raise bad_option(self, 'a share from 0 to below 1, or several', decay=decay)
         if warmup is not None and not (is_number(warmup) and warmup > 0):
             raise bad_option(self, 'a power above 0, such as 2/3, or None', warmup=warmup)
-        self.decay = float(decay)
+        # the average of the first decay is evaluated
+        self.decay, *self.other_decays = map(float, decays)
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
         if self.start.unit == 'tok':
             raise bad_option(self, 'a time: tokens are not counted', start=start)
@@ -100,6 +106,7 @@ class EMA(Callback):
         "Discard the average; a new average starts with the weights at the next training step."
         self._restore_weights()
         self._averages: dict[str, Tensor] = {}
+        self._others: dict[float, dict[str, Tensor]] = {decay: {} for decay in self.other_decays}
         # by name of the average; empty after loading, until `_link` finds the model's tensors
         self._places: dict[str, Place] = {}
         self._stores: list[Store] = []  # the places as a list, for every step
@@ -111,6 +118,14 @@ class EMA(Callback):
         return bool(self._averages)
 
     # -- averaging ---------------------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
+        if others:
+            raise OptionError(
+                f'{others[0]!r} averages this model already: give the decays to one EMA, '
+                f'`EMA(({others[0].decay:g}, {self.decay:g}))`.'
+            )
 
     def before_load(self) -> None:
         self._restore_weights()  # otherwise they would overwrite the loaded weights later
@@ -142,17 +157,21 @@ class EMA(Callback):
 
     def update(self) -> None:
         "Move the average towards the current weights."
-        decay = self.decay
+        self._move(self._averages, self.decay)
+        for decay, averages in self._others.items():
+            self._move(averages, decay)
+        self._n_updates += 1
+
+    def _move(self, averages_by_name: dict[str, Tensor], decay: float) -> None:
         if self.warmup is not None:
             decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        averages = locals_of(self._averages.values())
+        averages = locals_of(averages_by_name.values())
         weights = [
             t if t.dtype is a.dtype else t.to(a.dtype)
             for t, a in zip(locals_of(self._tensors()), averages, strict=True)
         ]
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
-        self._n_updates += 1
 
     def _tensors(self) -> list[Tensor]:
         "Return the model's averaged tensors, in the order of their averages."
@@ -160,25 +179,26 @@ class EMA(Callback):
 
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
-        known: dict[Any, Tensor] = {
-            place: self._averages[name] for name, place in self._places.items()
-        }
-        if not self._places:
+        known = dict(self._places)
+        if not known:
             check_averages(self._averages, self.learn.model)
-            known = {
-                place: self._averages[name]
-                for name, place in iter_places(self.learn.model)
-                if name in self._averages
-            }
+            found = iter_places(self.learn.model)
+            known = {name: place for name, place in found if name in self._averages}
+        old_names = {place: name for name, place in known.items()}
         self._places = {
             name: place
             for name, place in iter_places(self.learn.model)
-            if place in known or is_averaged(place)
+            if place in old_names or is_averaged(place)
         }
-        self._averages = {
-            name: start_average(place.tensor, known.get(place))
-            for name, place in self._places.items()
-        }
+
+        def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: start_average(place.tensor, averages.get(old_names.get(place, '')))
+                for name, place in self._places.items()
+            }
+
+        self._averages = start(self._averages)
+        self._others = {decay: start(averages) for decay, averages in self._others.items()}
         self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
 
     # -- using the average -------------------------------------------------------------------------
@@ -213,13 +233,21 @@ class EMA(Callback):
             self._use(self.learn.run.depth)
         self._paused = False
 
-    def _use(self, depth: int | None) -> None:
-        "Copy the average into the model's own memory, so that references to it stay valid."
+    def _use(self, depth: int | None, decay: float | None = None) -> None:
+        "Copy an average into the model's own memory, so that references to it stay valid."
         if not (self._paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
         self._raw, self._used_at = (self._stores, weights), depth
-        copy_values(self._stores, list(self._averages.values()))
+        copy_values(self._stores, list(self._find_averages(decay).values()))
+
+    def _find_averages(self, decay: float | None) -> dict[str, Tensor]:
+        "Return the averages of a decay, None for the first one."
+        if decay is None or decay == self.decay:
+            return self._averages
+        if decay in self._others:
+            return self._others[decay]
+        raise bad_option(self, f'one of {[self.decay, *self.other_decays]}', decay=decay)
 
     def _end_use(self, depth: int | None) -> None:
         if depth is not None and depth == self._used_at:
@@ -233,12 +261,18 @@ class EMA(Callback):
         self._raw = self._used_at = None
 
     @contextmanager
-    def applied(self) -> Iterator[nn.Module]:
+    def applied(
+        self,
+        decay: float | None = None,  # decay of the average, of several; None: the first
+    ) -> Iterator[nn.Module]:
         "Return a context in which the model holds the average; its own weights are restored after it."
         self._check_begun()
+        averages = self._find_averages(decay)
         is_outermost = self._raw is None
         if is_outermost:
-            self._use(None)
+            self._use(None, decay)
+        elif averages is not self._averages:
+            raise OptionError(f'The model holds an average already: it cannot hold decay={decay}.')
         raw = self._raw
         try:
             yield self.learn.model
@@ -250,17 +284,21 @@ class EMA(Callback):
     def copy_to(
         self,
         model: nn.Module | None = None,  # model with the same parameter names; None: the Learner's
+        decay: float | None = None,  # decay of the average, of several; None: the first
     ) -> nn.Module:
         "Copy the average into a model permanently; return it. Raises `WeightsError` on a mismatch."
         self._check_begun()
+        averages = self._find_averages(decay)
         if model is None:
             if self._raw is None:
-                self._use(None)
+                self._use(None, decay)
+            else:
+                copy_values(self._stores, list(averages.values()))
             self._raw = self._used_at = None  # nothing restores the model's own weights
             return self.learn.model
-        check_averages(self._averages, model)
+        check_averages(averages, model)
         tensors = {name: place.tensor.data for name, place in iter_places(model)}
-        for name, average in self._averages.items():
+        for name, average in averages.items():
             tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
 
@@ -272,18 +310,30 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the averages by name, and the numbers of steps and updates."
-        return {
+        state: dict[str, Any] = {
             'averages': dict(self._averages),
             'n_steps': self._n_steps,
             'n_updates': self._n_updates,
         }
+        if self._others:
+            state['others'] = {str(decay): dict(a) for decay, a in self._others.items()}
+        return state
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the averages. Raises `WeightsError`, and loads nothing, if they do not match the model."
+        others = sd.get('others', {})
         if self.learn is not None:
-            check_averages(sd['averages'], self.learn.model)
+            for averages in (sd['averages'], *others.values()):
+                check_averages(averages, self.learn.model)
+        if sd['averages'] and {float(decay) for decay in others} != set(self.other_decays):
+            raise WeightsError(
+                f'The averages are of other decays ({", ".join(others) or "one"} beside the first) '
+                f'than {self!r}: build it as it was saved; nothing was loaded.'
+            )
         self.restart()
         self._averages = {name: average.clone() for name, average in sd['averages'].items()}
+        for decay, averages in others.items():
+            self._others[float(decay)] = {name: a.clone() for name, a in averages.items()}
         self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
         if self._averages and self.learn is not None:
             self._link()
@@ -296,6 +346,13 @@ def copy_values(stores: list[Store], values: list[Tensor]) -> None:
     torch._foreach_copy_(
         [t.data for t in locals_of(store[key] for store, key in stores)], locals_of(values)
     )
+
+
+def is_shares(values: Any) -> bool:
+    "Return True for a list or tuple of different numbers from 0 to below 1."
+    if not isinstance(values, (list, tuple)) or not values or len(set(values)) < len(values):
+        return False
+    return all(is_number(value) and 0 <= value < 1 for value in values)
 
 
 def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:

@@ -25,6 +25,8 @@ __all__ = [
     'send_to_loggers',
 ]
 
+INSTEAD = '__attributes__'  # key of the attributes, where `state_dict` returned None
+
 
 def is_of(
     cb: object,
@@ -84,15 +86,23 @@ def check_style(
 
 
 def state_of(cb: Any) -> Any:
-    "Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data."
+    """Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data.
+
+    A `state_dict` that returns None, as in a base class of callbacks without state, is no state.
+    """
     own = _own_state(cb, 'state_dict')
-    return {'attributes': changed_attributes(cb)} if own is None else own()
+    if own is None:
+        return {'attributes': changed_attributes(cb)}
+    state = own()
+    return {INSTEAD: changed_attributes(cb)} if state is None else state
 
 
 def load_state(cb: Any, sd: Any) -> None:
     "Load the result of `state_of` into a foreign callback."
     own = _own_state(cb, 'load_state_dict')
-    if own is None:
+    if isinstance(sd, Mapping) and INSTEAD in sd:
+        put_attributes(cb, sd[INSTEAD] or {})
+    elif own is None:
         put_attributes(cb, sd['attributes'] or {})
     elif sd is not None:
         own(sd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from fastcore.basics import camel2snake
+from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
+from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
+from learnkit.core.errors import CallbackError, OptionError
 from learnkit.core.model import model_device
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -33,6 +36,8 @@ from learnkit.interop.hooks import (
     state_of,
     takes_any,
 )
+from learnkit.interop.ksuit_construct import construct
+from learnkit.interop.ksuit_trainer import Trainer, model_view, name_outputs
 from learnkit.interop.ksuit_views import (
     CheckpointWriter,
     DataContainer,
@@ -41,7 +46,6 @@ from learnkit.interop.ksuit_views import (
     Paths,
     Progress,
     Tracker,
-    Trainer,
     UpdateCounter,
 )
 
@@ -94,17 +98,29 @@ HOOK_ARGUMENTS = {
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
 MICROBATCH_EVENTS = {
     'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
+    'after_pred': ('track_after_accumulation_step',),
+    'after_loss': ('track_after_accumulation_step',),
     'before_backward': ('before_every_backward',),
     'after_backward': ('track_after_accumulation_step',),
     'before_step': ('before_every_optim_step',),
 }
+GIVEN = '_given_by_learnkit'  # attribute with the names of the attributes that were set here
+SHARED = ('writer', 'tracker')  # services that all ksuit callbacks of a Learner share
 INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': 'every_n_samples'}
 
 
 def from_ksuit(
-    cb: Any,  # callback with hooks such as `before_training(update_counter=...)`
+    cb: Any,  # callback with hooks such as `before_training(update_counter=...)`, or its class
+    **config: Any,  # options for the constructor of a class
 ) -> Callback:
     """Return a callback that runs a ksuit or Noether callback.
+
+    A class is constructed when the callback is added to a Learner. Its constructor gets the options,
+    and as far as it or its bases accept them, by name: `trainer`, `model`, `data_container`,
+    `tracker`, `log_writer`, `checkpoint_writer`, `path_provider`, `metric_property_provider` and
+    `update_counter`. A constructor with a `callback_config` gets the options as an object of the
+    annotated class (without an annotation as a plain object). `model` is then the Learner's model
+    with what Noether's models have: `name`, `device`, `trainable_param_count`, `optimizer` and so on.
 
     Each hook gets the arguments that it accepts by name: `update_counter`, `trainer`, `model`,
     `trainer_model`, `batch`, `losses`, `update_outputs`, `accumulation_steps`, `accumulation_step`,
@@ -121,30 +137,80 @@ def from_ksuit(
     `EarlyStopIteration`, and `should_stop_after_...` returning True, end the fit like `learn.stop()`;
     `at_eval` runs at the end of a `learn.validate()`.
 
-    Checkpointed: the callback's `state_dict` (without one, its changed attributes with plain data),
-    start and progress of the fit, and the log; `resume_from_checkpoint(paths, model)` is called.
+    Checkpointed: the callback's `state_dict` (without one, or where it returns None, its changed
+    attributes with plain data), start and progress of the fit, the log and the tracker's summary. In
+    a resumed fit the state is loaded and `resume_from_checkpoint(paths, model)` is called before
+    `before_training`, whose counter tells the progress of the checkpoint; after it the state is
+    loaded again, so that nothing is lost that `before_training` resets.
 
     Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
-    ...     every_n_epochs = 2
-    ...     def periodic_callback(self, *, interval_type, update_counter): print(update_counter.cur_iteration)
-    >>> learn = synth_learner(n_train=3, cbs=from_ksuit(Shout()))
+    ...     def __init__(self, every_n_epochs, model=None, **kwargs):
+    ...         self.every_n_epochs, self.n = every_n_epochs, model.param_count
+    ...     def periodic_callback(self, *, interval_type, update_counter):
+    ...         print(update_counter.cur_iteration, self.n)
+    >>> learn = synth_learner(n_train=3, cbs=from_ksuit(Shout, every_n_epochs=2))
     >>> with learn.no_bar(): learn.fit(4)
-    E2_U6_S96
-    E4_U12_S192
+    E2_U6_S96 2
+    E4_U12_S192 2
     """
-    return _FromKsuit(cb)
+    return _FromKsuit(cb, config)
 
 
 class _FromKsuit(Callback):
     "Run a ksuit callback, and count what ksuit's trainer reports and the Learner does not."
 
     order, run_valid, remove_on_find = 45, False, True  # before the Recorder adds the epoch's row
+    runs_last = ('before_fit',)  # after the Recorder, which discards what was logged before
     is_ksuit = True
 
-    def __init__(self, cb: Any) -> None:
+    def __init__(
+        self,
+        cb: Any,  # object with hooks, or its class
+        config: dict[str, Any],  # options for the constructor of the class
+    ) -> None:
+        if config and not isinstance(cb, type):
+            raise CallbackError(
+                f'from_ksuit({cb!r}, {", ".join(config)}): options are for the constructor of a class.'
+            )
+        self._config = config
+        self._cls: type = cb if isinstance(cb, type) else type(cb)
+        self.wrapped: Any = None  # the object; None until it is constructed
+        self._is_constructed = isinstance(cb, type)
+        self.given: dict[str, Any] = {
+            'update_counter': UpdateCounter(self),
+            'trainer': Trainer(self),
+            'data_container': DataContainer(self),
+            'tracker': Tracker(self),
+            'writer': LogWriter(self),
+            'checkpoint_writer': CheckpointWriter(self),
+            'path_provider': Paths(self),
+            'metric_property_provider': MetricPropertyProvider(),
+            'logger': logging.getLogger(self._cls.__name__),
+        }
+        # start of the fit, and the last update
+        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
+        self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
+        self.at_epoch_end, self._counted = False, True
+        self._has_read_files = False  # of the checkpoint that the fit is resumed from
+        # parts of the loss of the microbatch, recorded between `after_pred` and `after_loss`
+        self._parts: dict[str, Any] = {}
+        self._records_parts = False
+        self._shared: Any = None  # class of ksuit that holds the writer of this run
+        self._times = Times()
+        self._mark = 0.0
+        self._hooks: dict[str, Any] = {}
+        self._inner: dict[str, Any] = {}
+        self._takes: dict[str, list[str]] = {}
+        self._passes = False  # whether the callback processes the batches of a loader
+        self._every: dict[str, int] = {}
+        if not isinstance(cb, type):
+            self._wrap(cb)
+
+    def _wrap(self, cb: Any) -> None:
+        "Find the hooks of the callback."
         note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
@@ -159,41 +225,47 @@ class _FromKsuit(Callback):
         if 'periodic_callback' in self._hooks:
             self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
         self._takes = {name: self._find_arguments(name, f) for name, f in self._hooks.items()}
-        # whether the callback processes the batches of a loader
         self._passes = all(name in self._hooks for name in PASS)
         self._every = intervals_of(cb)
-        self.given: dict[str, Any] = {
-            'update_counter': UpdateCounter(self),
-            'trainer': Trainer(self),
-            'data_container': DataContainer(self),
-            'tracker': Tracker(self),
-            'writer': LogWriter(self),
-            'checkpoint_writer': CheckpointWriter(self),
-            'path_provider': Paths(self),
-            'metric_property_provider': MetricPropertyProvider(),
-            'logger': logging.getLogger(type(cb).__name__),
-        }
-        # start of the fit, and the last update
-        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
-        self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
-        self.at_epoch_end, self._counted = False, True
-        self._shared: Any = None  # class of ksuit that holds the writer of this run
-        self._times: dict[str, float] = defaultdict(float)
-        self._mark = 0.0
         for event, hooks in MICROBATCH_EVENTS.items():
             if not self._hooks.keys().isdisjoint(hooks):
-                self.__dict__[event] = partial(self._in_batch, event, hooks[0])
+                setattr(self, event, partial(self._in_batch, event, hooks[0]))
         # these hooks get times
         if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
-            self.__dict__['before_draw'] = self._start_watch
-            self.__dict__['after_draw'] = self._end_draw
+            self.before_draw = self._start_watch
+            self.after_draw = self._end_draw
+            self.before_backward = partial(
+                self._in_batch, 'before_backward', 'before_every_backward'
+            )
+
+    def on_added(self) -> None:
+        if self.wrapped is not None:
+            return
+        try:
+            self._construct()
+        except BaseException as e:
+            add_note(e, f'while from_ksuit constructed {self._cls.__name__}')
+            self.learn.remove_cb(self)
+            raise
+
+    def _construct(self) -> None:
+        self._share_services()
+        model = model_view(self.learn.model, self)
+        services = {**self.given, 'model': model, 'log_writer': self.given['writer']}
+        del services['logger']
+        cb = construct(self._cls, services, self._config)
+        given = {**services, 'logger': self.given['logger']}
+        own = vars(cb) if hasattr(cb, '__dict__') else {}
+        own[GIVEN] = {name for name, value in given.items() if own.get(name) is value}
+        self._wrap(cb)
 
     @property
     def name(self) -> str:
-        return f'ksuit_{camel2snake(type(self.wrapped).__name__)}'
+        return f'ksuit_{camel2snake(self._cls.__name__)}'
 
     def __repr__(self) -> str:
-        return f'from_ksuit({type(self.wrapped).__name__})'
+        options = [f'{name}={value!r}' for name, value in self._config.items()]
+        return f'from_ksuit({", ".join([self._cls.__name__, *options])})'
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -201,11 +273,27 @@ class _FromKsuit(Callback):
         if not self.learn.fitting:
             return
         self._set_attributes()
-        self.at_epoch_end, self._counted = False, True
-        self.started_at = self._reached = self.progress()
-        self.given['writer'].forget()
+        self._has_read_files = False
+        if self.learn.run.resume is not None:
+            self._load_early()
+        else:
+            self.at_epoch_end, self._counted = False, True
+            self.started_at = self._reached = self.progress()
+        if self._is_first():
+            self.given['writer'].forget()
         with self._evaluating():
             self._call('before_training')
+
+    def _load_early(self) -> None:
+        "Load the state of a checkpoint before `before_training`; the Learner loads it after `before_fit`."
+        learn = self.learn
+        resume = learn.run.resume
+        state = resume.state['callbacks'].get(learn.callbacks.keys[id(self)])
+        if state is not None:
+            self.load_state_dict(copy_to_host(state))
+        if resume.path is not None:
+            self.resume_from_checkpoint(resume.path.parent, learn.model)
+            self._has_read_files = True
 
     def before_epoch(self) -> None:
         if self.learn.fitting:
@@ -215,7 +303,7 @@ class _FromKsuit(Callback):
         self._mark = perf_counter()
 
     def _end_draw(self) -> None:
-        self._lap('data_time', 'data_wait')
+        self._lap('data_wait')
 
     def before_batch(self) -> None:
         learn, size = self.learn, self.learn.microbatch
@@ -228,14 +316,20 @@ class _FromKsuit(Callback):
 
     def _in_batch(self, event: str, hook: str) -> None:
         "Run a hook of a microbatch or a step."
+        if event in ('after_pred', 'after_loss'):
+            self._records_parts = event == 'after_pred'
+            return
         if event == 'before_pred':
             self._piece += 1
+            self._parts = {}
+        elif event == 'before_backward' and self._times:
+            self._lap('forward', 'update')
         self._call(hook)
 
     def after_batch(self) -> None:
         learn = self.learn
         if self._times:
-            self._lap('update_time', 'update')
+            self._lap('backward', 'update')
         if learn.n_iter is not None and learn.iter == learn.n_iter - 1:
             self._end_epoch()
         now, before = self.progress(), self._reached
@@ -291,7 +385,11 @@ class _FromKsuit(Callback):
         self._shared = None
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        "Record a value that another callback logs."
+        "Record a value that another callback logs, or a part of the loss."
+        if isinstance(value, Tensor):
+            value = value.detach()
+        if self._records_parts and name.startswith('train_'):
+            self._parts[name.removeprefix('train_')] = value
         writer = self.given['writer']
         if name not in writer.log_cache:
             writer.note({name: value})
@@ -366,9 +464,9 @@ class _FromKsuit(Callback):
         if key in self.given:
             return self.given[key]
         if key == 'losses':
-            return {'total': learn.loss}
+            return {'total': learn.loss, **(self._parts or {'loss': learn.loss})}
         if key == 'update_outputs':
-            return detach_outputs(learn.__dict__.get('pred'))
+            return name_outputs(learn.__dict__.get('pred'))
         if key == 'data_iter':
             return self._batches()
         if key == 'batch':
@@ -396,16 +494,15 @@ class _FromKsuit(Callback):
                 m.training = True
 
     def _set_attributes(self) -> None:
-        "Set missing attributes of the callback; all callbacks of the Learner share one writer."
-        first = next((cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)), self)
-        self.given['writer'] = first.given['writer']
+        "Set missing attributes of the callback, and replace what was set here for another Learner."
+        self._share_services()
         owners = [c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)]
         if owners:
             self._shared = owners[0]
             self._shared.log_writer_singleton = self.given['writer']
         # names of the attributes that were set here, and may be replaced
-        ours = getattr(self.wrapped, '__dict__', {}).setdefault('_given_by_learnkit', set())
-        for name, value in {**self.given, 'model': self.learn.model}.items():
+        ours = getattr(self.wrapped, '__dict__', {}).setdefault(GIVEN, set())
+        for name, value in {**self.given, 'model': self._model()}.items():
             if name not in ours and getattr(self.wrapped, name, None) is not None:
                 continue
             try:
@@ -413,6 +510,25 @@ class _FromKsuit(Callback):
             except AttributeError:
                 continue  # a read-only property
             ours.add(name)
+
+    def _model(self) -> Any:
+        "Return the Learner's model, for a callback that was constructed here with Noether's attributes."
+        model = self.learn.model
+        return model_view(model, self) if self._is_constructed else model
+
+    def _is_first(self) -> bool:
+        return self._find_first() is self
+
+    def _find_first(self) -> _FromKsuit:
+        "Return the first ksuit callback of the Learner, which stores what all of them share."
+        cbs = self.learn.cbs if self.learn is not None else ()
+        return next((cb for cb in cbs if isinstance(cb, _FromKsuit)), self)
+
+    def _share_services(self) -> None:
+        "Use the writer and the tracker of the first ksuit callback of the Learner."
+        first = self._find_first()
+        for name in SHARED:
+            self.given[name] = first.given[name]
 
     # -- counting ----------------------------------------------------------------------------------
 
@@ -423,9 +539,16 @@ class _FromKsuit(Callback):
         self._mark = now
 
     def progress(self) -> Progress:
-        "Return the progress of training."
-        now = self.learn.time
-        return Progress(now.ep + (self.at_epoch_end and not self._counted), now.st, now.sp)
+        "Return the progress of training; before a checkpoint is restored, its progress."
+        resume = self.learn.run.resume
+        if resume is None:
+            now = self.learn.time
+            epochs, updates, samples = now.ep, now.st, now.sp
+        else:
+            done = resume.loop['done']
+            epochs, samples = done['ep'], done['sp']
+            updates = done['st'] + resume.loop['n_steps']
+        return Progress(epochs + (self.at_epoch_end and not self._counted), updates, samples)
 
     @property
     def batch_size(self) -> int:
@@ -462,10 +585,10 @@ class _FromKsuit(Callback):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state and progress; the first ksuit callback stores the writer's state."
-        cbs = self.learn.cbs if self.learn is not None else ()
-        first = next((cb for cb in cbs if isinstance(cb, _FromKsuit)), self)
-        writer = self.given['writer'].state_dict() if first is self else None
+        "Return the callback's state and progress; the first ksuit callback stores log and summary."
+        shared = None
+        if self._is_first():
+            shared = {**self.given['writer'].state_dict(), 'summary': self.given['tracker'].summary}
         return {
             'callback': state_of(self.wrapped),
             'started': dict(self.started_at),
@@ -473,7 +596,7 @@ class _FromKsuit(Callback):
             'size': self._seen_size,
             'at_epoch_end': self.at_epoch_end,
             'counted': self._counted,
-            'writer': writer,
+            'writer': shared,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -483,12 +606,14 @@ class _FromKsuit(Callback):
         self.at_epoch_end, self._counted = sd['at_epoch_end'], sd['counted']
         if sd['writer'] is not None:
             self.given['writer'].load_state_dict(sd['writer'])
+            self.given['tracker'].summary = dict(sd['writer'].get('summary', {}))
         load_state(self.wrapped, sd['callback'])
 
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
         "Call the callback's own method to read its files next to a checkpoint."
         resume = getattr(self.wrapped, 'resume_from_checkpoint', None)
-        if resume is None:
+        if self._has_read_files or resume is None:
+            self._has_read_files = False
             return
         self._set_attributes()
         paths = Paths(self, Path(folder))
@@ -498,6 +623,17 @@ class _FromKsuit(Callback):
             resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
         else:
             resume(paths, model)
+
+
+class Times(defaultdict[str, float]):
+    "Seconds of an update by part; ksuit's older names `data_time` and `update_time` can be read."
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def __missing__(self, name: str) -> float:
+        older = {'data_time': 'data_wait', 'update_time': 'update'}
+        return self[older[name]] if name in older else super().__missing__(name)
 
 
 def intervals_of(cb: Any) -> dict[str, int]:
@@ -516,11 +652,3 @@ def join_results(results: list[Any]) -> Any:
     if all(isinstance(r, (int, float)) for r in results):
         return torch.tensor(results)
     return concat(results)
-
-
-def detach_outputs(pred: Any) -> dict[str, Any]:
-    "Return detached predictions by name."
-    parts = pred if isinstance(pred, Mapping) else {'pred': pred}
-    return {
-        name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()
-    }

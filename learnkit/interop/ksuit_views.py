@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from learnkit.callbacks.dataset import n_samples
 from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
-from learnkit.core.model import model_device
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.budget import Budget
-from learnkit.interop.composer_state import ComposerState, log_as_named
+from learnkit.interop.composer_state import log_as_named
 from learnkit.interop.hooks import send_to_loggers
+from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = [
     'Progress',
     'UpdateCounter',
-    'Trainer',
     'LogWriter',
     'CheckpointWriter',
     'Paths',
@@ -32,6 +33,21 @@ __all__ = [
     'Tracker',
     'MetricPropertyProvider',
 ]
+
+
+# metrics of which no value is better than another
+NEUTRAL_KEYS = (
+    'profiler/*',
+    'profiling/*',
+    'optim/*',
+    '*/lr/*',
+    'ctx/*',
+    'loss_weight/*',
+    'gradient/*',
+    'detach/*',
+    'lossdiff/*',
+    'train_time/*',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,79 +153,6 @@ class UpdateCounter:
         return unit is not None and now.get(unit, 0) >= end[unit]
 
 
-class Trainer:
-    "ksuit's trainer; any other attribute is read from the Learner."
-
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith('__'):
-            raise AttributeError(name)
-        return getattr(self._watch.learn, name)
-
-    @property
-    def device(self) -> torch.device:
-        return model_device(self._watch.learn.model, self._watch.learn.dls)
-
-    @property
-    def update_counter(self) -> UpdateCounter:
-        return self._watch.given['update_counter']
-
-    @property
-    def start_checkpoint(self) -> Progress:
-        return self.update_counter.start_iteration
-
-    @property
-    def end_checkpoint(self) -> Progress:
-        return self.update_counter.end_iteration
-
-    @property
-    def effective_batch_size(self) -> int:
-        return self._watch.effective_batch_size
-
-    @property
-    def updates_per_epoch(self) -> int | None:
-        return self._watch.updates_per_epoch()
-
-    @property
-    def data_container(self) -> Any:
-        return self._watch.given['data_container']
-
-    @property
-    def path_provider(self) -> Any:
-        return self._watch.given['path_provider']
-
-    @property
-    def log_writer(self) -> Any:
-        return self._watch.given['writer']
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return [cb.wrapped for cb in self._watch.learn.cbs if hasattr(type(cb), 'is_ksuit')]
-
-    @property
-    def autocast_context(self) -> Any:
-        return self._watch.learn.contexts('forward')
-
-    @property
-    def grad_scaler(self) -> Any:
-        return ComposerState(self._watch).scaler
-
-    @property
-    def precision(self) -> str:
-        return ComposerState(self._watch).precision.value.removeprefix('amp_')
-
-    @property
-    def last_loss(self) -> Any:
-        return self._watch.learn.loss
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the progress of the run, and the states of its ksuit callbacks."
-        states = [cb.state_dict() if hasattr(cb, 'state_dict') else None for cb in self.callbacks]
-        return {**dict(self.update_counter.cur_iteration), 'callback_state_dicts': states}
-
-
 class LogWriter:
     """Log scalars to `learn.log`, readable in `log_cache` until the next batch.
 
@@ -227,7 +170,7 @@ class LogWriter:
     def add_scalar(
         self,
         key: str,
-        value: Any,  # number, or tensor of one element
+        value: Any,  # number, or tensor or array of one element
         logger: logging.Logger | None = None,  # logger that also gets the value
         format_str: str | None = None,  # format of the value for `logger`, such as '.4f'
     ) -> None:
@@ -235,7 +178,12 @@ class LogWriter:
         key = key.removesuffix('/')
         if key in self._written:
             raise MetricError(f'{key!r} was logged already at {self._watch.progress()}.')
+        if not self._written:
+            # values of others may have been noted earlier in the update
+            self.log_cache |= dict(self._watch.progress())
         self._written.add(key)
+        if isinstance(value, np.generic):
+            value = value.item()
         log_as_named(self._watch.learn, key, value)
         if isinstance(value, Tensor):
             value = value.item()
@@ -291,16 +239,29 @@ class LogWriter:
 
 
 class Tracker:
-    "Experiment tracker: `log` goes to `learn.log`."
+    """Experiment tracker: `log` goes to `learn.log`, and the summary to the loggers' settings.
+
+    All ksuit callbacks of a Learner share one tracker. `summary` holds all values by name.
+    """
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
+        self.summary: dict[str, Any] = {}
 
     def log(self, data: Mapping[str, Any]) -> None:
         "Log the numbers in `data`, except the counters, which the Learner logs."
         for name, value in data.items():
             if name not in ('epoch', 'update', 'sample'):
                 log_as_named(self._watch.learn, name, value)
+
+    def set_summary(self, key: str, value: Any) -> None:
+        "Set a value of the summary."
+        self.update_summary({key: value})
+
+    def update_summary(self, data: Mapping[str, Any]) -> None:
+        "Set values of the summary."
+        self.summary |= data
+        send_to_loggers(self._watch.learn, 'log_params', dict(data))
 
 
 class Paths:
@@ -344,6 +305,10 @@ class CheckpointWriter:
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
+
+    @property
+    def path_provider(self) -> Paths:
+        return self._watch.given['path_provider']
 
     def save_model_checkpoint(
         self,
@@ -416,7 +381,7 @@ class DataContainer:
 
     @property
     def datasets(self) -> dict[str, Any]:
-        return {name: getattr(dl, 'dataset', dl) for name, dl in self.loaders.items()}
+        return {name: data_set_of(dl) for name, dl in self.loaders.items()}
 
     def loader(self, key: str | None = None) -> Any:
         "Return a loader by name, by default the first validation loader; raise `LoaderError` if unknown."
@@ -430,21 +395,61 @@ class DataContainer:
         )
 
     def get_dataset(self, key: str | None = None, **unused: Any) -> Any:
-        "Return the data set of a loader, or the loader itself if it has no data set."
-        dl = self.loader(key)
-        return getattr(dl, 'dataset', dl)
+        "Return the data set of a loader; for a loader without one, its samples, which can be counted."
+        return data_set_of(self.loader(key))
+
+
+class Samples:
+    "Samples of a loader that has no data set; any other attribute is read from the loader."
+
+    pipeline = None
+
+    def __init__(self, dl: Any) -> None:
+        self._dl = dl
+
+    def __len__(self) -> int:
+        n = n_samples(self._dl)
+        if n is None:
+            raise TypeError(f'The number of samples of a {type(self._dl).__name__} is unknown.')
+        return n
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dl)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return getattr(self._dl, name)
+
+
+def data_set_of(dl: Any) -> Any:
+    "Return the data set of a loader; its `pipeline`, unless it has one, is the loader's `collate_fn`."
+    data_set = getattr(dl, 'dataset', None)
+    if data_set is None:
+        return Samples(dl)
+    if hasattr(data_set, 'pipeline') or not hasattr(data_set, '__dict__'):
+        return data_set
+    return extend(data_set, {'pipeline': lambda _: getattr(dl, 'collate_fn', None)})
 
 
 class MetricPropertyProvider:
-    """Directions of metrics (higher, lower or neutral): `learnkit.MetricProperties` by ksuit's names.
+    """Directions of metrics (higher, lower or neutral) by their names.
+
+    As in ksuit, a name with `loss` or `error` is lower-is-better, one with `accuracy`
+    higher-is-better, and names in `optim/`, `lossdiff/`, `train_time/` and the like are neutral.
+    Other names are looked up in `learnkit.MetricProperties`.
 
     >>> provider = MetricPropertyProvider()
-    >>> provider.higher_is_better('valid/accuracy'), provider.lower_is_better('wer'), provider.is_neutral_key('lr')
-    (True, True, True)
+    >>> provider.higher_is_better('loss/test/total'), provider.lower_is_better('wer')
+    (False, True)
+    >>> provider.is_neutral_key('lossdiff/test/total'), provider.higher_is_better('valid/accuracy')
+    (True, True)
     """
 
     def __init__(self) -> None:
-        self._directions = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
+        self._directions = MetricProperties(
+            higher='*accuracy*', lower=['*loss*', '*error*'], neutral=NEUTRAL_KEYS
+        )
 
     def _direction(self, key: str) -> str:
         direction = self._directions.get(key)
@@ -462,4 +467,4 @@ class MetricPropertyProvider:
         return self._direction(key) == 'lower'
 
     def is_neutral_key(self, key: str) -> bool:
-        return self._direction(key) == 'neutral'
+        return self._directions.get(key) == 'neutral'

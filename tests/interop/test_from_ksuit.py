@@ -331,7 +331,7 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
     cb = Look()
     learner(cb).fit(1)
     assert cb.steps == [(i, 2, update) for update in range(3) for i in (0, 1)]
-    assert cb.times == [(['data_time', 'data_wait', 'update', 'update_time'], 8, 3)] * 3
+    assert cb.times == [(['backward', 'data_wait', 'forward', 'update'], 8, 3)] * 3
     assert cb.losses == pytest.approx([0.0] * 6, abs=1e-6)
 
 

@@ -40,6 +40,8 @@ PEERS = [
             TORCHVISION,
         ),
     ),
+    # Noether is on no index: what its callbacks ask for is written down in `ksuit_callbacks`
+    Peer('ksuit'),
 ]
 
 

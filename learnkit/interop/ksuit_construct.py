@@ -1,0 +1,101 @@
+"""Construct ksuit callbacks from their classes, with the services that their constructors ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+from learnkit.interop.hooks import takes_any
+
+__all__ = ['construct', 'extend']
+
+
+class Options(SimpleNamespace):
+    "Configuration of a callback; an option that was not given is None."
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+
+
+def extend(o: Any, attributes: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """Return a view of an object that also has the given attributes, computed when they are read.
+
+    The view is an instance of a subclass of the object's class and shares its attributes. An
+    attribute that the object has itself, and that is not None, takes precedence.
+
+    >>> class Model: n = 1
+    >>> view = extend(Model(), {'n': lambda model: 2, 'twice': lambda model: 2 * model.n})
+    >>> view.n, view.twice, isinstance(view, Model)
+    (1, 2, True)
+    """
+    lacking = [name for name in attributes if getattr(o, name, None) is None]
+    added = {name: property(attributes[name]) for name in lacking}
+    cls = type(type(o).__name__, (type(o),), added)
+    view: Any = object.__new__(cls)
+    object.__setattr__(view, '__dict__', vars(o))
+    return view
+
+
+def construct(
+    cls: type,
+    services: Mapping[str, Any],  # trainer, model, tracker and so on, by parameter name
+    config: Mapping[str, Any],  # options of the callback
+) -> Any:
+    """Construct a callback with its options and with the services that its constructor accepts.
+
+    Constructors with `**kwargs` pass keywords on to the bases of the class. A constructor with a
+    `callback_config` gets the options that are not its own parameters as an object of the annotated
+    class; without an annotation, as a plain object whose missing options are None.
+
+    >>> class Best:
+    ...     def __init__(self, callback_config, writer, **kwargs):
+    ...         self.key, self.name, self.writer = callback_config.key, callback_config.name, writer
+    >>> best = construct(Best, {'writer': 'log', 'model': None}, {'key': 'valid_loss'})
+    >>> best.key, best.name, best.writer
+    ('valid_loss', None, 'log')
+    """
+    accepted = _find_parameters(cls)
+    arguments = {name: value for name, value in services.items() if name in accepted}
+    if 'callback_config' in accepted and 'callback_config' not in config:
+        own = {name: value for name, value in config.items() if name in accepted}
+        options = {name: value for name, value in config.items() if name not in accepted}
+        config = {**own, 'callback_config': _find_config_class(cls)(**options)}
+    return cls(**{**arguments, **config})
+
+
+def _find_parameters(cls: type) -> set[str]:
+    "Return the keywords that the constructor of a class accepts, or passes on to its bases."
+    return {
+        p.name
+        for init in _find_constructors(cls)
+        for p in signature(init).parameters.values()
+        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    }
+
+
+def _find_constructors(cls: type) -> list[Callable[..., Any]]:
+    "Return the constructor of a class, and of its bases as long as each accepts any keyword."
+    found = []
+    for base in cls.__mro__:
+        init = vars(base).get('__init__')
+        if init is None or base is object:
+            continue
+        found.append(init)
+        if not takes_any(init):
+            break
+    return found
+
+
+def _find_config_class(cls: type) -> Callable[..., Any]:
+    "Return the annotated class of `callback_config`, if the annotation can be resolved."
+    for init in _find_constructors(cls):
+        try:
+            annotated = get_type_hints(init).get('callback_config')
+        except NameError:  # imported for type checkers only
+            continue
+        if isinstance(annotated, type) and annotated is not Any:
+            return annotated
+    return Options

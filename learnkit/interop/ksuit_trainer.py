@@ -1,0 +1,260 @@
+"""ksuit's trainer and Noether's model, as live views of the Learner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.callbacks.nan_guard import GuardNonFinite
+from learnkit.callbacks.schedule import ParamScheduler
+from learnkit.callbacks.torch_scheduler import LRScheduler
+from learnkit.core.batch import apply_model, form_of, unpack_output
+from learnkit.core.errors import LossError
+from learnkit.core.model import model_device
+from learnkit.interop.composer_state import ComposerState
+from learnkit.interop.ksuit_construct import extend
+from learnkit.interop.ksuit_views import Progress, UpdateCounter
+
+__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'loss_parts']
+
+
+@dataclass(frozen=True)
+class TrainerResult:
+    "Result of `trainer.train_step`."
+
+    total_loss: Tensor
+    losses_to_log: dict[str, Tensor]  # parts of the loss by name
+    additional_outputs: dict[str, Any] | None = None  # outputs of the model by name
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    "Options of the trainer that callbacks read; None for what is unknown or not set."
+
+    effective_batch_size: int
+    max_epochs: int | None
+    max_updates: int | None
+    max_samples: int | None
+    max_batch_size: int | None  # number of samples of a microbatch
+    disable_gradient_accumulation: bool
+    precision: str
+    skip_nan_loss: bool
+    callbacks: list[Any]
+
+
+class Trainer:
+    "ksuit's trainer; any other attribute is read from the Learner."
+
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return getattr(self._watch.learn, name)
+
+    @property
+    def config(self) -> TrainerConfig:
+        learn, end = self._watch.learn, self.end_checkpoint
+        size = learn.microbatch if isinstance(learn.microbatch, int) else None
+        guards = [cb for cb in learn.cbs if isinstance(cb, GuardNonFinite)]
+        return TrainerConfig(
+            effective_batch_size=self.effective_batch_size,
+            max_epochs=end.epoch,
+            max_updates=end.update,
+            max_samples=end.sample,
+            max_batch_size=size,
+            disable_gradient_accumulation=not learn.microbatch,
+            precision=self.precision,
+            skip_nan_loss=any(cb.policy == 'skip' for cb in guards),
+            callbacks=self.callbacks,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return model_device(self._watch.learn.model, self._watch.learn.dls)
+
+    @property
+    def update_counter(self) -> UpdateCounter:
+        return self._watch.given['update_counter']
+
+    @property
+    def start_checkpoint(self) -> Progress:
+        return self.update_counter.start_iteration
+
+    @property
+    def end_checkpoint(self) -> Progress:
+        return self.update_counter.end_iteration
+
+    @property
+    def total_training_updates(self) -> int | None:
+        return self.end_checkpoint.update
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self._watch.effective_batch_size
+
+    @property
+    def updates_per_epoch(self) -> int | None:
+        return self._watch.updates_per_epoch()
+
+    @property
+    def data_container(self) -> Any:
+        return self._watch.given['data_container']
+
+    @property
+    def path_provider(self) -> Any:
+        return self._watch.given['path_provider']
+
+    @property
+    def metric_property_provider(self) -> Any:
+        return self._watch.given['metric_property_provider']
+
+    @property
+    def tracker(self) -> Any:
+        return self._watch.given['tracker']
+
+    @property
+    def log_writer(self) -> Any:
+        return self._watch.given['writer']
+
+    @property
+    def checkpoint_writer(self) -> Any:
+        return self._watch.given['checkpoint_writer']
+
+    @property
+    def callbacks(self) -> list[Any]:
+        adapters = [cb for cb in self._watch.learn.cbs if hasattr(type(cb), 'is_ksuit')]
+        return [cb.wrapped for cb in adapters if cb.wrapped is not None]
+
+    @property
+    def autocast_context(self) -> Any:
+        return self._watch.learn.contexts('forward')
+
+    @property
+    def grad_scaler(self) -> Any:
+        return ComposerState(self._watch).scaler
+
+    @property
+    def precision(self) -> str:
+        return ComposerState(self._watch).precision.value.removeprefix('amp_')
+
+    @property
+    def last_loss(self) -> Any:
+        return self._watch.learn.loss
+
+    def train_step(
+        self,
+        batch: Any,  # batch of a loader, on the device of the model
+        model: nn.Module | None = None,  # None: the Learner's
+    ) -> TrainerResult:
+        "Compute the loss of a batch; the Learner's own batch and events are not touched."
+        learn = self._watch.learn
+        xb, yb = form_of(learn.dls, 'train').split(batch)
+        pred, loss = unpack_output(apply_model(learn.model if model is None else model, xb))
+        if learn.loss_func is not None:
+            loss = learn.loss_func(pred, *yb)
+        if loss is None:
+            raise LossError('`train_step` needs a loss function, or a model that returns a loss.')
+        parts = loss_parts(loss)
+        total: Any = parts['loss'] if 'loss' in parts else sum(parts.values())
+        return TrainerResult(total, parts, name_outputs(pred))
+
+    def update(
+        self,
+        batch: Any,
+        dist_model: nn.Module | None = None,  # model that is called; None: the Learner's
+        model: nn.Module | None = None,  # unused: the Learner's optimizer knows its parameters
+        accumulation_steps_total: int = 1,  # number of batches of an optimizer step
+        accumulation_step: int = 0,  # index of this batch
+        retain_graph: bool = False,
+    ) -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Any]]:
+        "Train on a batch outside of the loop; return its losses, outputs and (no) times."
+        learn = self._watch.learn
+        with torch.enable_grad():
+            with self.autocast_context:
+                result = self.train_step(batch, dist_model)
+            share = result.total_loss / accumulation_steps_total
+            scaler = self.grad_scaler
+            (share if scaler is None else scaler.scale(share)).backward(retain_graph=retain_graph)
+        if (accumulation_step + 1) % accumulation_steps_total == 0:
+            learn.opt.step()
+            learn.opt.zero_grad()
+        losses = {'total': result.total_loss, **result.losses_to_log}
+        detached = {name: loss.detach() for name, loss in losses.items()}
+        return detached, result.additional_outputs, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the progress of the run, and the states of its ksuit callbacks."
+        states = [cb.state_dict() if hasattr(cb, 'state_dict') else None for cb in self.callbacks]
+        return {**dict(self.update_counter.cur_iteration), 'callback_state_dicts': states}
+
+
+def loss_parts(loss: Any) -> dict[str, Tensor]:
+    "Return the parts of a loss by name: of a dict its entries, otherwise the loss itself."
+    return dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
+
+
+def name_outputs(pred: Any) -> dict[str, Any]:
+    "Return detached predictions by name."
+    parts = pred if isinstance(pred, Mapping) else {'pred': pred}
+    return {
+        name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()
+    }
+
+
+class ModelOptimizer:
+    "Noether's optimizer of a model: the Learner's, and the callbacks that schedule it."
+
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
+
+    @property
+    def torch_optim(self) -> Any:
+        return self._watch.learn.opt
+
+    @property
+    def schedule(self) -> Any:
+        "The callback that sets the learning rate, or None."
+        cbs = self._watch.learn.cbs
+        plain = next((cb for cb in cbs if isinstance(cb, LRScheduler)), None)
+        return self._find_scheduler('lr') or plain
+
+    @property
+    def weight_decay_schedule(self) -> Any:
+        "The callback that sets the weight decay, or None."
+        return self._find_scheduler('wd') or self._find_scheduler('weight_decay')
+
+    def _find_scheduler(self, name: str) -> Any:
+        cbs = self._watch.learn.cbs
+        return next(
+            (cb for cb in cbs if isinstance(cb, ParamScheduler) and name in cb.scheds), None
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.torch_optim.state_dict()
+
+
+def model_view(model: nn.Module, watch: Any) -> Any:
+    "Return a view of the model with the attributes of Noether's models."
+
+    def count(model: nn.Module, requires_grad: bool) -> int:
+        return sum(p.numel() for p in model.parameters() if p.requires_grad == requires_grad)
+
+    return extend(
+        model,
+        {
+            'name': lambda model: type(model).__name__,
+            'device': lambda model: model_device(model, watch.learn.dls),
+            'param_count': lambda model: count(model, True) + count(model, False),
+            'trainable_param_count': lambda model: count(model, True),
+            'frozen_param_count': lambda model: count(model, False),
+            'is_frozen': lambda model: count(model, True) == 0,
+            'optimizer': lambda model: None if watch.learn.opt is None else ModelOptimizer(watch),
+            'get_named_models': lambda model: lambda: {model.name: model},
+        },
+    )

@@ -1,0 +1,339 @@
+"""ksuit callbacks constructed from their classes, the services that they get, and the order of a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, Checkpoint, GuardNonFinite, Learner
+from learnkit.core.errors import CallbackError
+from learnkit.interop import from_ksuit
+from learnkit.loggers import JSONLinesLogger, read_log
+from learnkit.testing import RegModel, synth_learner
+from tests.peers import ksuit_bench as bench, ksuit_callbacks as ks
+from tests.peers.rows import EQUAL
+
+
+def fit(learn: Learner, *args: Any, **kwargs: Any) -> Learner:
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(*args, **kwargs)
+    return learn
+
+
+# -- against a loop in plain torch -----------------------------------------------------------------
+
+SOME = [
+    case
+    for case in bench.CASES
+    if case.cls
+    in (ks.BestCheckpointCallback, ks.BestMetricCallback, ks.EmaCallback, ks.OfflineLossCallback)
+    and not case.refuses
+]
+
+
+@pytest.mark.parametrize('run', [bench.run_learner, bench.run_killed])
+@pytest.mark.parametrize('case', SOME, ids=bench.name_of)
+def test_logs_files_and_weights_equal_the_plain_loop(
+    case: bench.Case, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    folders = tmp_path / 'learner', tmp_path / 'plain'
+    for folder in folders:
+        folder.mkdir()
+    ours, theirs = run(case, folders[0]), bench.run_plain(case, folders[1])
+    assert bench.compare(case, ours, theirs) == (True, EQUAL)
+    assert theirs.entries or theirs.files
+
+
+# -- construction ----------------------------------------------------------------------------------
+
+
+class Base:
+    "Keeps its services as ksuit's base class does, and has no state."
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        data_container: Any,
+        tracker: Any,
+        log_writer: Any,
+        checkpoint_writer: Any,
+        metric_property_provider: Any,
+        name: str | None = None,
+    ) -> None:
+        self.trainer, self.model, self.data_container = trainer, model, data_container
+        self.tracker, self.writer, self.checkpoint_writer = tracker, log_writer, checkpoint_writer
+        self.metric_property_provider, self.name = metric_property_provider, name
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def resume_from_checkpoint(self, resumption_paths: Any, model: Any) -> None:
+        pass
+
+    def before_training(self, *, update_counter: Any) -> None:
+        pass
+
+
+@dataclass
+class Options:
+    every_n_epochs: int
+    scale: float = 2.0
+
+
+class Periodic(Base):
+    def __init__(self, callback_config: Options, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.every_n_epochs, self.scale = callback_config.every_n_epochs, callback_config.scale
+        self.sizes = [len(ds) for ds in self.data_container.datasets.values()]
+        self.count, self.seen = self.model.trainable_param_count, list[float]()
+
+    def periodic_callback(self, *, update_counter: Any, **_: Any) -> None:
+        self.seen.append(self.scale * update_counter.cur_iteration.epoch)
+        self.writer.add_scalar('seen', self.seen[-1])
+
+
+def test_a_class_is_constructed_when_it_is_added() -> None:
+    adapter = from_ksuit(Periodic, every_n_epochs=2, name='mine')
+    assert adapter.wrapped is None
+    assert repr(adapter) == "from_ksuit(Periodic, every_n_epochs=2, name='mine')"
+    learn = synth_learner(n_train=3, n_valid=1, cbs=adapter)
+    cb = adapter.wrapped
+    assert (cb.name, cb.every_n_epochs, cb.scale, cb.count) == ('mine', 2, 2.0, 2)
+    assert cb.sizes == [48, 16]
+    fit(learn, 4)
+    assert cb.seen == [4.0, 8.0] and [row.get('seen') for row in learn.history][1::2] == [4.0, 8.0]
+    other = synth_learner(n_train=3)
+    learn.remove_cb(adapter)
+    fit(other.add_cb(adapter), 2)
+    assert adapter.wrapped is cb and cb.seen == [4.0, 8.0, 4.0]
+    assert cb.model.a is other.model.a and isinstance(cb.model, type(other.model))
+
+
+def test_options_without_a_class_of_their_own_are_none_where_missing() -> None:
+    class Loose(Base):
+        def __init__(self, callback_config: Any, kind: str = 'a', **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.options = callback_config.every_n_updates, callback_config.absent, kind
+
+        def after_epoch(self, **_: Any) -> None:
+            pass
+
+    adapter = from_ksuit(Loose, every_n_updates=3, kind='b')
+    synth_learner(cbs=adapter)
+    assert adapter.wrapped.options == (3, None, 'b')
+
+
+def test_a_constructor_that_fails_leaves_the_learner_as_it_was() -> None:
+    learn = synth_learner()
+    before = list(learn.cbs)
+    with pytest.raises(TypeError) as e:
+        learn.add_cb(from_ksuit(Periodic, wrong=1))
+    assert e.value.__notes__ == ['while from_ksuit constructed Periodic']
+    assert list(learn.cbs) == before
+    with pytest.raises(CallbackError, match='every_n_epochs'):
+        from_ksuit(object(), every_n_epochs=1)
+
+
+# -- services --------------------------------------------------------------------------------------
+
+
+def test_the_model_has_what_it_lacks_and_keeps_what_it_has() -> None:
+    class Named(RegModel):
+        name = 'own'
+        optimizer = None
+
+    model = Named()
+    model.b.requires_grad_(False)
+    learn = synth_learner(n_train=2, model=model, cbs=from_ksuit(Periodic, every_n_epochs=1))
+    view = learn.cbs[-1].wrapped.model
+    assert (view.name, view.param_count, view.frozen_param_count) == ('own', 2, 1)
+    assert (
+        not view.is_frozen and view.get_named_models() == {'own': view} and view.optimizer is None
+    )
+    fit(learn, 1)
+    assert view.optimizer.torch_optim is learn.opt and view.optimizer.schedule is None
+    assert model.optimizer is None and view.training is model.training
+    view.a.data.fill_(7.0)
+    assert model.a.item() == 7.0
+
+
+def test_summary_config_and_what_is_logged_before_training(tmp_path: Path) -> None:
+    class Start(Base):
+        def before_training(self, *, update_counter: Any) -> None:
+            self.tracker.set_summary(key='n', value=3)
+            self.tracker.update_summary({'m': 4})
+            self.writer.add_scalar('start', 5.0)
+
+    class Other(Start):
+        def before_training(self, *, update_counter: Any) -> None:
+            self.read = dict(self.writer.log_cache)
+            self.summary = dict(self.tracker.summary)
+            self.config = self.trainer.config
+
+    cbs = [from_ksuit(Start), from_ksuit(Other), JSONLinesLogger(), GuardNonFinite('skip')]
+    learn = synth_learner(n_train=3, cbs=cbs, path=tmp_path, microbatch=4)
+    with learn:
+        fit(learn, 2)
+    other = cbs[1].wrapped  # type: ignore[attr-defined]
+    assert other.read['start'] == 5.0 and other.summary == {'n': 3, 'm': 4}
+    config = other.config
+    assert (config.max_epochs, config.max_updates, config.effective_batch_size) == (2, 6, 16)
+    assert config.skip_nan_loss and config.max_batch_size == 4
+    assert [row.get('start') for row in learn.history] == [5.0, None]
+    assert 5.0 in [row.get('start') for row in read_log(tmp_path / 'metrics.jsonl')]
+
+
+def test_train_step_and_update_equal_a_plain_step() -> None:
+    class Train(Base):
+        def after_training(self, *, update_counter: Any) -> None:
+            for i, batch in enumerate(self.batches):
+                self.results.append(self.trainer.train_step(batch, self.model))
+                self.losses, *_ = self.trainer.update(
+                    batch, self.model, accumulation_steps_total=2, accumulation_step=i
+                )
+
+        def __init__(self, batches: Any, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.batches, self.results = batches, list[Any]()
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(2)]
+    adapter = from_ksuit(Train, batches=batches)
+    learn = synth_learner(n_train=2, cbs=adapter, lr=0.1, opt_func=torch.optim.SGD)
+    plain = deepcopy(learn.model)
+    fit(learn, 0)
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = [nn.functional.mse_loss(plain(x), y) for x, y in batches]
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    opt.step()
+    cb = adapter.wrapped
+    assert [r.total_loss.item() for r in cb.results] == [loss.item() for loss in losses]
+    assert list(cb.losses) == ['total', 'loss'] and not cb.losses['total'].requires_grad
+    assert [p.item() for p in learn.model.parameters()] == pytest.approx(
+        [p.item() for p in plain.parameters()], rel=1e-6
+    )
+
+
+def test_parts_of_the_loss_have_their_names() -> None:
+    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
+        error = pred - y
+        return {'mse': error.square().mean(), 'bias': error.mean().abs()}
+
+    class Look:
+        def __init__(self) -> None:
+            self.losses: list[dict[str, Tensor]] = []
+
+        def track_after_accumulation_step(self, *, losses: Any, **_: Any) -> None:
+            self.losses.append(losses)
+
+    cb = Look()
+    fit(synth_learner(n_train=2, loss_func=parts, cbs=from_ksuit(cb), microbatch=8), 1)
+    assert len(cb.losses) == 4
+    for losses in cb.losses:
+        assert list(losses) == ['total', 'mse', 'bias'] and not losses['mse'].requires_grad
+        assert losses['total'].item() == pytest.approx(
+            losses['mse'].item() + losses['bias'].item(), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ('key', 'way'),
+    [
+        ('loss/test/total', 'lower'),
+        ('LOSS/x', 'lower'),
+        ('my_lossy_thing', 'lower'),
+        ('relative_error/test', 'lower'),
+        ('test/accuracy_top5', 'higher'),
+        ('lossdiff/test/total', 'neutral'),
+        ('loss_weight/a', 'neutral'),
+        ('optim/lr/net', 'neutral'),
+        ('train_time/update/mean/E1', 'neutral'),
+    ],
+)
+def test_directions_by_ksuits_rule(key: str, way: str) -> None:
+    adapter = from_ksuit(Periodic, every_n_epochs=1)
+    provider = adapter.given['metric_property_provider']
+    assert provider.higher_is_better(key) == (way == 'higher')
+    assert provider.lower_is_better(key) == (way == 'lower')
+    assert provider.is_neutral_key(key) == (way == 'neutral')
+    assert not provider.is_neutral_key('unheard-of')
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+BEGUN: list[str] = []  # outside of the callback, whose attributes are restored
+
+
+class Tracks(Base):
+    "Inherits a `state_dict` that returns None, and notes the order of its methods."
+
+    every_n_updates = 1
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.total, self.at = 0.0, list[str]()
+
+    def resume_from_checkpoint(self, resumption_paths: Any, model: Any) -> None:
+        self.at.append(f'resume {self.total:g}')
+
+    def before_training(self, *, update_counter: Any) -> None:
+        c = update_counter
+        self.at.append(f'before {c.cur_iteration} {c.epoch} {c.update} {c.sample} {self.total:g}')
+        BEGUN[:] = self.at
+
+    def before_epoch(self, *, update_counter: Any) -> None:
+        self.epoch_begun = str(update_counter.cur_iteration)
+
+    def periodic_callback(self, **_: Any) -> None:
+        self.total += 1
+
+
+def test_files_and_state_come_before_before_training(tmp_path: Path) -> None:
+    def fail(cb: Callback) -> None:
+        if cb.train_iter == 6:
+            raise InterruptedError
+
+    def make(*more: Any) -> Learner:
+        adapter = from_ksuit(Tracks)
+        return synth_learner(n_train=4, path=tmp_path, cbs=[adapter, Checkpoint('5ba'), *more])
+
+    learn = make(Callback(before_batch=fail))
+    with pytest.raises(InterruptedError):
+        fit(learn, 3)
+    learn = make()
+    cb = next(cb.wrapped for cb in learn.cbs if hasattr(cb, 'wrapped'))
+    fit(learn, 3, resume=True)
+    start = 'before E0_U0_S0 0 0 0 0'
+    # the state, then the files, then `before_training` with the checkpoint's progress
+    assert [start, 'resume 5', 'before E1_U5_S80 1 5 80 5'] == BEGUN
+    assert cb.total == 12 and cb.at == [start]  # the checkpoint's, as if it had never stopped
+
+
+def test_a_resume_from_a_state_in_memory_has_no_files() -> None:
+    states: list[Any] = []
+    keep = Callback(epoch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))
+    fit(synth_learner(n_train=4, cbs=[from_ksuit(Tracks), keep]), 2)
+    adapter = from_ksuit(Tracks)
+    fit(synth_learner(n_train=4, cbs=[adapter, keep]), 2, resume=states[0])
+    assert BEGUN[1:] == ['before E1_U4_S64 1 4 64 4']
+    assert adapter.wrapped.total == 8
+
+
+def test_a_model_of_any_class_has_a_view() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    adapter = from_ksuit(Periodic, every_n_epochs=1)
+    fit(synth_learner(n_train=2, model=model, cbs=adapter), 1)
+    assert adapter.wrapped.model.name == 'Sequential'
+    assert torch.equal(adapter.wrapped.model(torch.ones(1, 1)), model(torch.ones(1, 1)))
