@@ -10,8 +10,10 @@ from typing import Any
 
 import lazy_loader
 
+from learnkit.core.version import VERSION
+
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__version__ = '0.1.0'
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

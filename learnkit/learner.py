@@ -1176,7 +1176,7 @@ class Learner(Loop):
         Each process calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights,
         optimizer, history, counters and callbacks' states of rank 0 are then loaded into this Learner, and the return
         value of `fn` on rank 0 is returned. Rows and bars of rank 0 are shown in this process; interrupting the kernel
-        ends all processes. Functions and classes of a notebook are sent by value (`pip install "learnkit[launch]"`).
+        ends all processes. Functions and classes of a notebook are sent by value (`pip install cloudpickle`).
 
         Raises `OptionError` or `MissingExtraError` before a process is started, with the name of each object that
         cannot be sent, and `DistributedError` with the traceback of the process that failed first; this Learner is then

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -38,6 +37,7 @@ from learnkit.core.locks import FolderLock
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
+from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.countable import check_countable
@@ -314,7 +314,7 @@ class Checkpoint(Callback):
         name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
         path = Path(learn.world.broadcast(name))
         info = {
-            'learnkit': _get_version(),
+            'learnkit': VERSION,
             'torch': str(torch.__version__),
             'run': self._run_id,
             'place': place,
@@ -519,14 +519,6 @@ class Checkpoint(Callback):
 def _find_next_multiple(now: Timestamp, every: Time) -> float:
     "Return the next multiple of an interval as a number, rounded down so that no checkpoint is skipped."
     return (now._in(every.unit) // every.value + 1 - 1e-6) * every.value
-
-
-@cache
-def _get_version() -> str:
-    try:
-        return version('learnkit')
-    except PackageNotFoundError:
-        return ''
 
 
 def _find_mode(monitor: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.core.html import never_raising, table
+from learnkit.core.optional import import_library
 from learnkit.core.time import format_seconds
 
 __all__ = ['History']
@@ -28,10 +29,8 @@ class History(list[dict[str, Any]]):
         )
 
     def to_pandas(self) -> Any:
-        "Return the history as a pandas DataFrame, one row an epoch."
-        import pandas as pd
-
-        return pd.DataFrame(list(self))
+        "Return the history as a pandas DataFrame, one row an epoch; raise `MissingExtraError` without pandas."
+        return import_library('pandas', 'to_pandas').DataFrame(list(self))
 
     @never_raising
     def _repr_html_(self) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from learnkit.core.errors import OptionError
 from learnkit.core.files import check_writable
+from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, need, open_loggers
+from learnkit.loggers.base import Logger, Rows, open_loggers
 
 __all__ = ['WandbLogger']
 
@@ -44,7 +45,7 @@ class WandbLogger(Logger):
         every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
         **options: Any,  # further options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
     ) -> None:
-        need('wandb', 'wandb', 'WandbLogger')
+        check_libraries('WandbLogger', 'wandb')
         super().__init__(every)
         if mode not in ('offline', 'online', 'disabled', 'shared'):
             raise OptionError(f"mode={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'.")

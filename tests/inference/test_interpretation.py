@@ -224,7 +224,7 @@ def test_the_report_is_scikit_learns(
         ).strip()
     )
     monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
-    with pytest.raises(MissingExtraError, match='pip install scikit-learn'):
+    with pytest.raises(MissingExtraError, match=r'needs scikit-learn: pip install scikit-learn$'):
         interp.print_classification_report()
 
 
