@@ -153,9 +153,10 @@ def select(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     "Keep the names of skipped tests for `--skipped`; write slow.txt where `--write-slow` asks for it."
-    if config.cache and not config.option.skipped:
+    cache = getattr(config, 'cache', None)
+    if cache and not config.option.skipped:
         skipped = terminalreporter.stats.get('skipped', [])
-        config.cache.set(SKIPPED, sorted({report.nodeid for report in skipped}))
+        cache.set(SKIPPED, sorted({report.nodeid for report in skipped}))
     if not config.option.write_slow:
         return
     seconds: Counter[str] = Counter()

@@ -210,6 +210,11 @@ def export(
             f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
             "written by `learn.save_learner('learner.pth')`."
         )
+    if str(fname).endswith('.onnx'):
+        raise OptionError(
+            f"{fname}: `learn.export` writes torch's own format, into a file `.pt2`. ONNX is written at the end of a "
+            "fit by the callback `ExportForInference('model', formats=['onnx'])`."
+        )
     if mesh_of(learn.model) is not None:
         raise ModelError(
             f'Every process has a part of {type(learn.model).__name__}: export it once the strategy '

@@ -75,7 +75,7 @@ class Interpretation:
         learn: LearnerLike,  # Learner to predict with
         ds_idx: int = 1,  # loader: 0 training, 1 validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
-        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's
     ) -> Self:
         """Predict on a loader.
 

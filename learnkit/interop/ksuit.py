@@ -440,7 +440,10 @@ class _FromKsuit(Callback):
 
     def _batches_per_update(self) -> int | None:
         "Return the number of batches of a step, None if unknown."
-        n_accs = [cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        if any(cb.batches for cb in found):
+            return max(cb.batches or 1 for cb in found)
+        n_accs = [cb.n_acc for cb in found]
         least = max(n_accs, default=1)
         if least == 1:
             return 1

@@ -22,6 +22,9 @@ _STEP_FILE = 'last_step'  # file next to the records of a run, with the last log
 class WandbLogger(Logger):
     """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
 
+    `mode='online'` logs to the server. Without `mode`, the environment variable `WANDB_MODE` decides,
+    and without both the run is offline.
+
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
     accepts each step once: after a resume from an earlier checkpoint, steps that the run already
     has are kept and not logged again. `close` ends the run, as failed if the last fit failed.
@@ -39,7 +42,7 @@ class WandbLogger(Logger):
     def __init__(
         self,
         project: str = 'learnkit',  # name of the project
-        mode: str = 'offline',  # 'offline', 'online' (log to the server), 'shared' or 'disabled'
+        mode: str | None = None,  # 'offline', 'online', 'shared', 'disabled'; None: see above
         folder: str | Path = '.',  # parent of `wandb/`: below `learn.path`, or absolute
         id: str | None = None,  # id of a run to continue; None: a new run
         every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
@@ -47,8 +50,13 @@ class WandbLogger(Logger):
     ) -> None:
         check_libraries('WandbLogger', 'wandb')
         super().__init__(every)
+        source = 'mode' if mode is not None else 'WANDB_MODE'
+        mode = mode if mode is not None else os.environ.get('WANDB_MODE', '') or 'offline'
+        mode = {'run': 'online', 'dryrun': 'offline'}.get(mode, mode)  # older names of wandb
         if mode not in ('offline', 'online', 'disabled', 'shared'):
-            raise OptionError(f"mode={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'.")
+            raise OptionError(
+                f"{source}={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'."
+            )
         self.project = project
         self.mode = mode
         self.folder = folder

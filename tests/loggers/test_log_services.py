@@ -306,6 +306,21 @@ def test_wandb_mode_is_checked() -> None:
         WandbLogger(mode='off')
 
 
+def test_wandb_mode_comes_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip('wandb')
+    monkeypatch.delenv('WANDB_MODE', raising=False)
+    assert WandbLogger().mode == 'offline'
+    for given, mode in (('online', 'online'), ('disabled', 'disabled'), ('dryrun', 'offline')):
+        monkeypatch.setenv('WANDB_MODE', given)
+        assert WandbLogger().mode == mode
+        assert WandbLogger(mode='shared').mode == 'shared'
+    monkeypatch.setenv('WANDB_MODE', 'off')
+    with pytest.raises(OptionError, match="WANDB_MODE='off'"):
+        WandbLogger()
+
+
 def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
     image = pytest.importorskip('PIL.Image')
     learn = learner(tmp_path, MlflowLogger(run_name='mine'), Callback(after_epoch=show))
