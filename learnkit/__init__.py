@@ -47,3 +47,9 @@ def _is_import(frame: FrameType) -> bool:
     from opcode import opmap  # rarely needed
 
     return frame.f_code.co_code[frame.f_lasti] == opmap['IMPORT_FROM']
+
+
+if (_ipython := sys.modules.get('IPython')) and (_shell := _ipython.get_ipython()):
+    from learnkit.debug.notebook import prepare_shell
+
+    prepare_shell(_shell)
