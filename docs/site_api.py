@@ -41,7 +41,8 @@ The names of ``learnkit``
 @cache
 def modules() -> tuple[str, ...]:
     "The full name of every module of the package."
-    return 'learnkit', *sorted(m.name for m in walk_packages(learnkit.__path__, 'learnkit.'))
+    found = sorted(m.name for m in walk_packages(learnkit.__path__, 'learnkit.'))
+    return 'learnkit', *(name for name in found if not name.endswith('.__main__'))
 
 
 def public(module: str) -> list[str]:

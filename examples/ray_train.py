@@ -1,7 +1,7 @@
 """Train on handwritten digits with Ray Train, in two workers on CPUs: `python examples/ray_train.py`.
 
 Ray starts the workers and makes their process group; the Learner finds it.
-pip install "ray[train]" "learnkit[demo]"."""
+pip install "ray[train]" scikit-learn."""
 
 from __future__ import annotations
 

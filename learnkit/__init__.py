@@ -6,12 +6,20 @@
 Start with `Learner`, `DataLoaders` and `Callback`. `EVENTS` names the moments of the loop at which callbacks run; the
 `Cancel...Exception` classes skip what comes next. `doc(Learner.fit)` shows what each parameter means."""
 
+import sys
+from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import lazy_loader
 
+from learnkit.core.version import VERSION
+
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-__version__ = '0.1.0'
+__version__ = VERSION
+
+# packages whose names an error suggests
+_SEARCHED = 'callbacks loggers metrics losses optim data interop distributed testing'.split()
 
 
 def __getattr__(name: str) -> Any:
@@ -21,10 +29,27 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith('_'):
             raise
-    from importlib import import_module
-
     for package in ('metrics', 'losses', 'optim'):
         module = import_module(f'learnkit.{package}')
         if name in module.__all__:
             return getattr(module, name)
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}', name=name)
+    from learnkit.core.hints import class_hint
+
+    packages = ['learnkit', *(f'learnkit.{package}' for package in _SEARCHED)]
+    hint = class_hint(name, {package: import_module(package).__all__ for package in packages})
+    if _is_import(sys._getframe(1)):  # which would replace the message of an AttributeError
+        raise ImportError(f'cannot import name {name!r} from {__name__!r}.{hint}', name=__name__)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}.{hint}', name=name)
+
+
+def _is_import(frame: FrameType) -> bool:
+    "Return True if a frame executes `from ... import ...`."
+    from opcode import opmap  # rarely needed
+
+    return frame.f_code.co_code[frame.f_lasti] == opmap['IMPORT_FROM']
+
+
+if (_ipython := sys.modules.get('IPython')) and (_shell := _ipython.get_ipython()):
+    from learnkit.debug.notebook import prepare_shell
+
+    prepare_shell(_shell)

@@ -1,7 +1,7 @@
 """All public names for a notebook: `from learnkit.all import *`.
 
-Exports the names of learnkit, its callbacks, loggers, schedules, optimizers, losses, metrics and test
-helpers, and common imports of notebooks: `torch`, `nn`, `F`, `np`, `partial` and `Path`.
+Exports the names of learnkit, its callbacks, loggers, schedules, optimizers, losses and metrics, and common
+imports of notebooks: `torch`, `nn`, `F`, `np`, `partial` and `Path`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import learnkit
-from learnkit import callbacks, loggers, losses, metrics, optim, testing
+from learnkit import callbacks, loggers, losses, metrics, optim
 from learnkit.callbacks import lr_finder, schedule
 
-_MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule, testing)
+_MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
 _exports = {

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from learnkit.core.errors import MissingExtraError
+from learnkit.core.optional import check_libraries
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.learner import Learner
 from learnkit.metrics.functional import accuracy
@@ -237,10 +238,10 @@ def make_parser() -> Parser:
 
 def check_extras() -> None:
     "Raise `CommandError` if a library of the `demo` extra is missing."
-    needed = {'sklearn': 'scikit-learn', 'matplotlib': 'matplotlib'}
-    missing = [name for module, name in needed.items() if find_spec(module) is None]
-    if missing:
-        raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'learnkit[demo]'")
+    try:
+        check_libraries('the demo', 'sklearn', 'matplotlib')
+    except MissingExtraError as e:
+        raise CommandError(str(e)) from None
 
 
 def check_folder(out: Path) -> None:

@@ -36,6 +36,7 @@ from learnkit.core.errors import (
     OptimizerError,
     TimeError,
 )
+from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
@@ -49,7 +50,9 @@ from learnkit.engine.checks import (
     check_function,
     check_loss,
     check_microbatch,
+    check_mode,
     check_model,
+    warn_of_rate,
 )
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
@@ -69,6 +72,7 @@ from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
+    from learnkit.callbacks.history import Values
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
@@ -131,6 +135,7 @@ class Learner(Loop):
     optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
     n_optimized_losses = 0  # number of this batch's losses passed to `optimize`
 
+    @check_keywords
     def __init__(
         self,
         dls: Any,  # DataLoaders, a (train, valid) tuple of loaders, or a loader
@@ -192,6 +197,7 @@ class Learner(Loop):
 
     # -- training ----------------------------------------------------------------------------------
 
+    @check_keywords
     def fit(
         self,
         n_epoch: int | str | Time,  # epochs, or a budget: '2h', '5000ba', '1e6sp'; 0: no training
@@ -221,6 +227,7 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
+        warn_of_rate(lr)
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
@@ -247,6 +254,24 @@ class Learner(Loop):
                     begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
+    def train(self, mode: bool = True) -> nn.Module:
+        """Set the model to training mode, as `learn.model.train()` does; `learn.fit(5)` trains.
+
+        Warns outside of a run, where training was probably meant. Raises `FitError` for anything but a boolean.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().train(5)
+        Traceback (most recent call last):
+        learnkit.core.errors.FitError: learn.train(5) does not train: `learn.fit(5)` does.
+        """
+        check_mode(mode)
+        if mode and not self.run.depth:
+            warn_user(
+                'learn.train() sets the model to training mode, and trains nothing: `learn.fit(5)` trains. '
+                '`learn.model.train()` sets the mode without this warning.'
+            )
+        return self.model.train(mode)
+
     def fit_until(
         self,
         total: str | int | Time,  # total training of this Learner: epochs, or any other unit
@@ -266,6 +291,7 @@ class Learner(Loop):
         if remainder > 0:
             self.fit(Time(remainder, total.unit), **kwargs)
 
+    @check_keywords
     def fit_one_cycle(
         self,
         n_epoch: int,
@@ -311,6 +337,7 @@ class Learner(Loop):
             resume,
         )
 
+    @check_keywords
     def fit_flat_cos(
         self,
         n_epoch: int,
@@ -339,6 +366,7 @@ class Learner(Loop):
             self, n_epoch, lr, div_final, pct_start, wd, cbs, reset_opt, start_epoch, resume
         )
 
+    @check_keywords
     def fit_sgdr(
         self,
         n_cycles: int,
@@ -412,6 +440,7 @@ class Learner(Loop):
             resume,
         )
 
+    @check_keywords
     def lr_find(
         self,
         start_lr: Any = 1e-7,  # first rate, or list by parameter group
@@ -749,13 +778,16 @@ class Learner(Loop):
 
     # -- evaluation and prediction -----------------------------------------------------------------
 
+    @check_keywords
     def validate(
         self,
         ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
         cbs: Any = None,  # additional callbacks for this run
-    ) -> L | None:
-        """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
+    ) -> Values | None:
+        """Compute loss and metrics, and return them as a list with names: `[valid_loss, *metrics]` of each loader.
+
+        A value is found by its position or its name: `learn.validate()['accuracy']`.
 
         Counters, history, random generators and module modes are restored. A callback may call `validate` in any
         event; that callback is not called in the evaluation.
@@ -767,6 +799,8 @@ class Learner(Loop):
         >>> with synth_learner(metrics=mae).no_bar() as learn: valid_loss, error = learn.validate()
         >>> 0 <= error <= valid_loss ** 0.5
         True
+        >>> with learn.no_bar(): learn.validate().names
+        ['valid_loss', 'mae']
         """
         from learnkit.inference.predict import validate
 
@@ -779,7 +813,7 @@ class Learner(Loop):
         with_input: bool = False,  # return the inputs, first
         with_decoded: bool = False,  # return decoded predictions (`loss_func.decodes`)
         with_loss: bool = False,  # return the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's, see below
         inner: bool = False,  # skip the events of fit and epoch, for use inside a callback
         reorder: bool = True,  # data-set order without dropped samples, if possible
         cbs: Any = None,  # additional callbacks for this run
@@ -787,6 +821,10 @@ class Learner(Loop):
         **kwargs: Any,  # further arguments of `GatherPredsCallback`
     ) -> Any:
         """Return predictions and targets of a loader on the CPU, concatenated along the first dimension.
+
+        The predictions of a classifier are probabilities: `loss_func.activation` is applied, and the softmax or sigmoid
+        that torch's own losses of classification contain (`CrossEntropyLoss`, `BCEWithLogitsLoss`, as modules or
+        functions; `NLLLoss`: the exponential). `act=lambda x: x` returns the model's outputs.
 
         With several ranks, every rank calls `get_preds`. Each rank predicts its shard and receives the predictions of
         all ranks, or only its own with loaders that were `sharded_already`.
@@ -838,7 +876,7 @@ class Learner(Loop):
         with_input: bool = False,  # yield the inputs, first
         with_decoded: bool = False,  # yield decoded predictions (`loss_func.decodes`)
         with_loss: bool = False,  # yield the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        act: Callable[[Any], Any] | None = None,  # activation; None: as in `get_preds`
         inner: bool = False,  # skip the events of fit and epoch, for use inside a callback
         cpu: bool = True,  # move results to the CPU; False: keep them on the model's device
         cbs: Any = None,  # additional callbacks for this run
@@ -1181,7 +1219,7 @@ class Learner(Loop):
         Each process calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights,
         optimizer, history, counters and callbacks' states of rank 0 are then loaded into this Learner, and the return
         value of `fn` on rank 0 is returned. Rows and bars of rank 0 are shown in this process; interrupting the kernel
-        ends all processes. Functions and classes of a notebook are sent by value (`pip install "learnkit[launch]"`).
+        ends all processes. Functions and classes of a notebook are sent by value (`pip install cloudpickle`).
 
         Raises `OptionError` or `MissingExtraError` before a process is started, with the name of each object that
         cannot be sent, and `DistributedError` with the traceback of the process that failed first; this Learner is then

@@ -51,6 +51,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
     if collection_path.suffix != '.py':
         return None
+    if config.option.skipped and not is_skipped_before(config, name_of(config, collection_path)):
+        return True
     source = collection_path.read_text('utf-8')
     if not markers:
         unwanted = re.findall(r'not (\w+)', config.option.markexpr)
@@ -75,6 +77,9 @@ def pytest_collect_file(file_path: Path) -> Iterator[None]:
 
 TESTS = Path(__file__).parent
 SLOW = TESTS / 'slow.txt'  # seconds and name of what takes a twentieth of a second or more
+SKIPPED = (
+    'learnkit/skipped'  # key of pytest's cache: the names of the tests that the last run skipped
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +87,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         '--quick',
         action='store_true',
         help='each test once, with its first arguments; none of slow.txt',
+    )
+    parser.addoption(
+        '--skipped',
+        action='store_true',
+        help='the tests that the last run skipped, such as those of libraries that were missing',
     )
     parser.addoption(
         '--write-slow', action='store_true', help='write slow.txt from the times of this run'
@@ -94,6 +104,16 @@ def function_of(nodeid: str) -> str:
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition('::')[0]
+
+
+def name_of(config: pytest.Config, path: Path) -> str:
+    return path.relative_to(config.rootpath).as_posix()
+
+
+def is_skipped_before(config: pytest.Config, nodeid: str) -> bool:
+    "Return True if the last run skipped this test, its whole file, or a test of this file."
+    skipped = config.cache.get(SKIPPED, [])
+    return any(name in (nodeid, file_of(nodeid)) or file_of(name) == nodeid for name in skipped)
 
 
 def slow_functions() -> dict[str, float]:
@@ -109,6 +129,8 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
     for name, seconds in slow.items():
         of_file[file_of(name)] += seconds
     items.sort(key=lambda item: -of_file[file_of(item.nodeid)])
+    if config.option.skipped:
+        select(config, items, [item for item in items if is_skipped_before(config, item.nodeid)])
     if not config.option.quick:
         return
     first = {function_of(item.nodeid): item for item in reversed(items)}
@@ -120,12 +142,21 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
         name = min((name for name in first if file_of(name) == file), key=slow.__getitem__)
         if slow[name] < 0.5:
             quick.add(id(first[name]))
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in quick])
-    items[:] = [item for item in items if id(item) in quick]
+    select(config, items, [item for item in items if id(item) in quick])
+
+
+def select(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.Item]) -> None:
+    ids = {id(item) for item in wanted}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+    items[:] = wanted
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    "Write slow.txt where `--write-slow` asks for it."
+    "Keep the names of skipped tests for `--skipped`; write slow.txt where `--write-slow` asks for it."
+    cache = getattr(config, 'cache', None)
+    if cache and not config.option.skipped:
+        skipped = terminalreporter.stats.get('skipped', [])
+        cache.set(SKIPPED, sorted({report.nodeid for report in skipped}))
     if not config.option.write_slow:
         return
     seconds: Counter[str] = Counter()
@@ -144,13 +175,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Skip what is marked `cuda` where there is no GPU, and examples in docstrings whose library is not installed."
+    "Skip what is marked `cuda` where there is no GPU, and whatever needs a library that is not installed."
     order_and_select(config, items)
     for item in items:
         if item.get_closest_marker('cuda') and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
-        if isinstance(item, pytest.DoctestItem):
-            item.runtest = partial(run_or_skip, item.runtest)
+        item.runtest = partial(run_or_skip, item.runtest)
 
 
 def pytest_collection_finish() -> None:
@@ -161,11 +191,13 @@ def pytest_collection_finish() -> None:
 
 
 def run_or_skip(runtest: Callable[[], None]) -> None:
+    from learnkit.core.errors import MissingExtraError  # not before torch has one thread
+
     try:
         runtest()
+    except MissingExtraError as e:
+        pytest.skip(str(e))
     except doctest.UnexpectedException as e:
-        from learnkit.core.errors import MissingExtraError  # not before torch has one thread
-
         if isinstance(e.exc_info[1], MissingExtraError):
             pytest.skip(str(e.exc_info[1]))
         raise

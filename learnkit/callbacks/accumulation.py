@@ -19,7 +19,10 @@ __all__ = ['GradientAccumulation']
 
 
 class GradientAccumulation(Callback):
-    """Step once at least `n_acc` samples were processed since the last step, with their joint gradient.
+    """Step once at least `n_acc` samples, or `batches` batches, were processed since the last step.
+
+    The step has the joint gradient of those samples. `GradientAccumulation(64)` counts samples,
+    `GradientAccumulation(batches=4)` batches of any size (of each process).
 
     The gradient is the mean over those samples, whatever the batch sizes, or over the elements that
     the loss averages over (targets that count, class weights); with `Learner(weight_func=)` the
@@ -38,12 +41,12 @@ class GradientAccumulation(Callback):
 
     Checkpointed: the numbers of samples; pending gradients are part of every checkpoint.
 
-    Raises `OptionError` for an `n_acc` below 1, before training with an optimizer that needs a
-    closure, and if one call of `optimize` names an optimizer and another none, so that their
-    gradients would mix.
+    Raises `OptionError` for an `n_acc` below 1, for an `n_acc` smaller than a batch (every batch
+    would step), before training with an optimizer that needs a closure, and if one call of
+    `optimize` names an optimizer and another none, so that their gradients would mix.
 
-    >>> GradientAccumulation(64).n_acc, GradientAccumulation.order
-    (64, 6)
+    >>> GradientAccumulation(64).n_acc, GradientAccumulation(batches=4).batches
+    (64, 4)
     """
 
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
@@ -53,9 +56,16 @@ class GradientAccumulation(Callback):
     def __init__(
         self,
         n_acc: int = 32,  # number of samples of a step
+        *,
+        batches: int | None = None,  # number of batches of a step, instead of `n_acc`
     ) -> None:
         check_count('n_acc', n_acc)
+        if batches is not None:
+            check_count('batches', batches)
+        if batches is not None and n_acc != 32:
+            raise OptionError('GradientAccumulation: give n_acc (samples) or batches, not both.')
         self.n_acc = int(n_acc)
+        self.batches = None if batches is None else int(batches)
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch
@@ -66,7 +76,7 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _start_sum(self) -> None:
-        self._n_samples, self._weight_sum = 0, 0
+        self._n_samples, self._n_batches, self._weight_sum = 0, 0, 0
         self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
 
     def before_fit(self) -> None:
@@ -96,6 +106,7 @@ class GradientAccumulation(Callback):
     def _counts(self) -> dict[str, Any]:
         return {
             'n_samples': self._n_samples,
+            'n_batches': self._n_batches,
             'weight_sum': self._weight_sum,
             'divisor': self._divisor,
             'n_steps': self._n_steps,
@@ -104,6 +115,7 @@ class GradientAccumulation(Callback):
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
         self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
+        self._n_batches = counts['n_batches']
         self._divisor = counts['divisor']
         self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
 
@@ -139,9 +151,16 @@ class GradientAccumulation(Callback):
         if self._batch is None or self._batch[1] is None:
             return
         n, weight = self._batch[0], widen_weight(self._batch[1], learn.loss)
-        if not self._n_samples and (isinstance(weight, Tensor) or weight != n):
-            self._divisor = expected_sum(weight, self.n_acc / n)
+        if not self._n_samples:
+            self._begin_sum(n, weight)
         learn.loss_grad = learn.loss_grad * (weight / self._divisor)
+
+    def _begin_sum(self, n: int, weight: Any) -> None:
+        "Set the divisor of a step by its first batch: the expected weight of all its batches."
+        if self.batches is not None:
+            self._divisor = expected_sum(weight, self.batches)
+        elif isinstance(weight, Tensor) or weight != n:
+            self._divisor = expected_sum(weight, self.n_acc / n)
 
     def after_cancel_backward(self) -> None:
         if not self.learn.microbatch:
@@ -155,13 +174,17 @@ class GradientAccumulation(Callback):
         self._take_turn()
         if self.learn.microbatch:
             self._count_microbatches()
-        if self._n_samples < self.n_acc and not self._in_tail:
+        if not self._in_tail and not self._is_due(self._n_samples, self._n_batches):
             raise StepPutOff
         self._average()
 
     def will_step(self) -> bool:
-        "Return True if the current batch ends with a step, by its number of samples."
-        return self._n_samples + self.learn.strategy.count_samples(self.learn) >= self.n_acc
+        "Return True if the current batch ends with a step."
+        n = self.learn.strategy.count_samples(self.learn)
+        return self._is_due(self._n_samples + n, self._n_batches + 1)
+
+    def _is_due(self, n_samples: int, n_batches: int) -> bool:
+        return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
 
     def after_step(self) -> None:
         self._n_steps, self._stepped = self._n_steps + 1, True
@@ -188,8 +211,20 @@ class GradientAccumulation(Callback):
             return
         (n, weight), self._batch = self._batch, None
         self._n_samples += n
+        self._n_batches += 1
+        if self._n_batches == 1 and not self._n_steps:
+            self._check_unit(n)
         if weight is not None:
             self._weight_sum = self._weight_sum + widen_weight(weight, self.learn.loss)
+
+    def _check_unit(self, n: int) -> None:
+        "Raise `OptionError` before the first step if every batch would step: `n_acc` was meant as batches."
+        if self.batches is None and 1 < self.n_acc < n:
+            raise OptionError(
+                f'GradientAccumulation({self.n_acc}) counts samples, and a batch has {n}: every batch would '
+                f'step. For {self.n_acc} batches write `GradientAccumulation(batches={self.n_acc})`, or '
+                f'their samples, `GradientAccumulation({self.n_acc * n})`.'
+            )
 
     def _average(self) -> None:
         "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
@@ -236,10 +271,13 @@ class GradientAccumulation(Callback):
             n = counts['n_samples']
             whose = f' for {turn}' if turn else ''
             warn_user(
-                f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {n} samples{whose}, '
-                'so no step was taken and no weight has changed. Lower n_acc, or train for more '
+                f'GradientAccumulation({self._describe_length()}): the fit had only {n} samples{whose}, '
+                'so no step was taken and no weight has changed. Lower that number, or train for more '
                 'epochs.'
             )
+
+    def _describe_length(self) -> str:
+        return f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
 
     def cleanup(self) -> None:
         self._drop()

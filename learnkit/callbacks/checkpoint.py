@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -37,6 +36,7 @@ from learnkit.core.model import name_of
 from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
+from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import Every, check_countable
@@ -312,7 +312,7 @@ class Checkpoint(Callback):
         name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
         path = Path(learn.world.broadcast(name))
         info = {
-            'learnkit': _get_version(),
+            'learnkit': VERSION,
             'torch': str(torch.__version__),
             'run': self._run_id,
             'place': place,
@@ -521,14 +521,6 @@ class Checkpoint(Callback):
             self._interval.load_state_dict(sd['interval'])
         if self._monitored is not None and sd.get('monitor') == self._monitored[0]:
             self._value = sd['value']
-
-
-@cache
-def _get_version() -> str:
-    try:
-        return version('learnkit')
-    except PackageNotFoundError:
-        return ''
 
 
 def _find_mode(monitor: Any) -> str:

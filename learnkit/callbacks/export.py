@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from learnkit.core.batch import apply_model, count_stacked, describe, map_tensor
 from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import (
     DistributedError,
-    MissingExtraError,
     ModelError,
     OptionError,
     WeightsError,
@@ -37,6 +35,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.files import atomic_write, check_writable
 from learnkit.core.model import bare_model
+from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, canonical_event
@@ -171,11 +170,8 @@ class ExportForInference(Callback):
                 check_writable(path)
             except OSError as e:
                 raise OptionError(f'{path} cannot be written: {e}.') from None
-        missing = [p for p in ONNX if find_spec(p) is None]
-        if 'onnx' in self.formats and missing:
-            raise MissingExtraError(
-                f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"'
-            )
+        if 'onnx' in self.formats:
+            check_libraries('Exporting to ONNX', *ONNX)
         if self._exportable is learn.model:
             return
         with preserved_rng(), _evaluation_mode(learn.model) as m:

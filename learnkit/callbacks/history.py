@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastcore.foundation import L
+
 from learnkit.core.html import never_raising, table
+from learnkit.core.optional import import_library
 from learnkit.core.time import format_seconds
 
-__all__ = ['History']
+__all__ = ['History', 'Values']
 
 
 class History(list[dict[str, Any]]):
@@ -28,10 +31,8 @@ class History(list[dict[str, Any]]):
         )
 
     def to_pandas(self) -> Any:
-        "Return the history as a pandas DataFrame, one row an epoch."
-        import pandas as pd
-
-        return pd.DataFrame(list(self))
+        "Return the history as a pandas DataFrame, one row an epoch; raise `MissingExtraError` without pandas."
+        return import_library('pandas', 'to_pandas').DataFrame(list(self))
 
     @never_raising
     def _repr_html_(self) -> str:
@@ -45,3 +46,37 @@ class History(list[dict[str, Any]]):
                 cells['time'] = format_seconds(row['time'])
             rows.append([cells.get(name) for name in names])
         return table(names, rows)
+
+
+class Values(L):
+    """Values of an evaluation: a list that also finds a value by its name, and shows the names.
+
+    >>> values = Values({'valid_loss': 0.25, 'accuracy': 0.5})
+    >>> values, values['accuracy'], values == [0.25, 0.5]
+    ([valid_loss=0.25, accuracy=0.5], 0.5, True)
+    """
+
+    def __init__(
+        self,
+        values: dict[str, Any],  # values by name
+    ) -> None:
+        super().__init__(list(values.values()))
+        self.names = list(values)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self.names:
+            raise KeyError(f'There is no value {key!r}, only {", ".join(map(repr, self.names))}.')
+        return self[self.names.index(key)]
+
+    def _new(self, items: Any, *args: Any, **kwargs: Any) -> L:
+        return L(items, *args, use_list=None, **kwargs)  # a part, whose names are not known
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return the values by name."
+        return dict(zip(self.names, self, strict=True))
+
+    def __repr__(self) -> str:
+        cells = (f'{v:.6g}' if isinstance(v, float) else repr(v) for v in self)
+        return f'[{", ".join(map("=".join, zip(self.names, cells, strict=True)))}]'

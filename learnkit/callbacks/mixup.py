@@ -134,7 +134,8 @@ class MixHandler(Callback):
         if self.fitting and self.until is not None:
             check_countable(self.learn, self.until)
         if self.fitting and find_loop_overrides(self.learn):
-            self._has_blended, self.after_batch = False, self._check_blended
+            self._has_blended = False
+            self.after_batch = self._check_blended  # type: ignore[method-assign]
 
     def _check_blended(self) -> None:
         "Warn after the first batch of a user's own loop if its loss was not blended."

@@ -339,8 +339,9 @@ def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
     if not isinstance(bs, int):
         return None, 1
-    least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
-    n_batches, size = math.ceil(least / bs), learn.microbatch
+    accumulations = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
+    n_batches = max((cb.batches or math.ceil(cb.n_acc / bs) for cb in accumulations), default=1)
+    size = learn.microbatch
     # the size of 'auto' is not known yet and counts as one microbatch
     n_microbatches = math.ceil(bs / size) if isinstance(size, int) else 1
     return bs * n_batches, n_batches * n_microbatches

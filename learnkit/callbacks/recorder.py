@@ -21,7 +21,7 @@ from learnkit.callbacks.epoch_metrics import (
     read_metrics,
     unpack_rows,
 )
-from learnkit.callbacks.history import History
+from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, OptionError, did_you_mean
@@ -31,7 +31,12 @@ from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.checks import check_metrics, first_validation_batches
+from learnkit.engine.checks import (
+    check_metrics,
+    contains_activation,
+    first_validation_batches,
+    warn_of_activation,
+)
 from learnkit.metrics.averages import (
     AvgLoss,
     as_metrics,
@@ -51,7 +56,7 @@ class _EvalLoss(AvgLoss):
     "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
-class Recorder(Plots, Callback):
+class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides the Learner's
     """Record losses, metrics and hyper-parameters, and pass one row an epoch to `learn.logger`.
 
     `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
@@ -144,13 +149,12 @@ class Recorder(Plots, Callback):
         self._logged_names, self._hidden_names = [], set()
         self._train = [clone_metric(m, learn) for m in self._select_metrics('train')]
         self._clear_steps()
-        if learn.metrics:
-            self.before_backward = self._check_once
+        if learn.metrics or contains_activation(learn.loss_func):
+            self.before_backward = self._check_once  # type: ignore[method-assign]
         if self._train and learn.microbatch:
             keeps_predictions = learn.microbatch == 'auto'
-            self.after_loss = (
-                self._keep_microbatch if keeps_predictions else self._measure_microbatch
-            )
+            measure = self._keep_microbatch if keeps_predictions else self._measure_microbatch
+            self.after_loss = measure  # type: ignore[method-assign]
 
     def _select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
@@ -174,6 +178,7 @@ class Recorder(Plots, Callback):
     def _check_once(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
         del self.before_backward
+        warn_of_activation(self.learn)
         values = check_metrics(self.learn, self._train, self._select_metrics('valid'))
         for name, value in values.items():
             self._metric_columns.add(name, value, self._names())
@@ -356,7 +361,7 @@ class Recorder(Plots, Callback):
             self._is_open = False
         else:
             columns = dict.fromkeys([*self._evaluated_names(), *values])
-            learn.final_record = L(values[name] for name in columns if name in values)
+            learn.final_record = Values({name: values[name] for name in columns if name in values})
             return
         if not values:
             return  # the epoch was skipped

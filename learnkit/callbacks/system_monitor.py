@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.core.errors import MissingExtraError
 from learnkit.core.model import model_device
+from learnkit.core.optional import import_library
 from learnkit.core.time import Time
 
 __all__ = ['SystemMonitor']
@@ -58,7 +57,7 @@ class SystemMonitor(Monitor):
         every: int | str | Time = '10sec',  # interval of measurements; CPU load needs 0.1 s or more
     ) -> None:
         super().__init__(every)
-        _import_psutil()
+        import_library('psutil', 'SystemMonitor')
         self._sensors: dict[str, Callable[[Any], float]] = {}
 
     def before_fit(self) -> None:
@@ -66,13 +65,13 @@ class SystemMonitor(Monitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        _import_psutil().cpu_percent()
+        import_library('psutil', 'SystemMonitor').cpu_percent()
         device = model_device(self.learn.model, self.learn.dls)
         self._sensors = find_sensors(device) if device.type == 'cuda' else {}
 
     def measure(self) -> dict[str, float]:
         "Return the load of CPU, RAM, disk, network and GPU by name."
-        psutil, path = _import_psutil(), Path(self.learn.path).absolute()
+        psutil, path = import_library('psutil', 'SystemMonitor'), Path(self.learn.path).absolute()
         # `learn.path` does not exist before its first file is written
         folder = next(p for p in (path, *path.parents) if p.exists())
         ram = psutil.virtual_memory()
@@ -98,15 +97,6 @@ class SystemMonitor(Monitor):
         free, total = torch.cuda.mem_get_info(device)
         read = {name: sensor(device) for name, sensor in self._sensors.items()}
         return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **read}
-
-
-def _import_psutil() -> Any:
-    try:
-        return import_module('psutil')
-    except ModuleNotFoundError as e:
-        raise MissingExtraError(
-            f'SystemMonitor needs psutil ({e}): `pip install learnkit[monitor]`.'
-        ) from e
 
 
 def find_sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from learnkit.core.batch import map_tensors
+from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
@@ -42,7 +42,7 @@ def bad_option(
 ) -> OptionError:
     "Return the error for an invalid option of a callback."
     [(name, value)] = option.items()
-    return OptionError(f'{type(cb).__name__}({name}={value!r}): give {need}.')
+    return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): give {need}.')
 
 
 # ---------------------------------------------------------------------------------------- gradients

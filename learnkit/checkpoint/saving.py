@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device, name_of
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
+from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
 from learnkit.engine.checks import check_function
@@ -201,6 +201,11 @@ def export(
             f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
             "written by `learn.save_learner('learner.pth')`."
         )
+    if str(fname).endswith('.onnx'):
+        raise OptionError(
+            f"{fname}: `learn.export` writes torch's own format, into a file `.pt2`. ONNX is written at the end of a "
+            "fit by the callback `ExportForInference('model', formats=['onnx'])`."
+        )
     if mesh_of(learn.model) is not None:
         raise ModelError(
             f'Every process has a part of {type(learn.model).__name__}: export it once the strategy '
@@ -285,10 +290,6 @@ def _suggest_fix(differences: list[str]) -> str:
 
 def collect_config(learn: LearnerLike) -> dict[str, Any]:
     "Return a Learner's configuration (all but weights, data and code) as plain values."
-    try:
-        package = version('learnkit')
-    except PackageNotFoundError:
-        package = ''
     loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
     while isinstance(loss, partial):
         loss = loss.func
@@ -299,7 +300,7 @@ def collect_config(learn: LearnerLike) -> dict[str, Any]:
     elif not isinstance(lr, Real):
         lr = [*map(float, lr)]
     config = {
-        'version': package,
+        'version': VERSION,
         'torch': str(torch.__version__),
         'model': type(bare_model(learn.model)).__name__,
         'loss_func': name_of(loss) if loss is not None else None,

@@ -49,6 +49,7 @@ __all__ = [
     'map_tensors',
     'tensors_in',
     'describe',
+    'short_repr',
     'children_of',
     'rebuilt',
 ]
@@ -470,6 +471,18 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
 
     loss, logits = named.get('loss'), named.get('logits')
     return (_without_loss(out) if logits is None else logits), loss
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a value on one short line, for messages; tensors and batches of them are described.
+
+    >>> short_repr('adam'), short_repr(torch.zeros(64, 4))
+    ("'adam'", 'Tensor[64, 4] float32')
+    """
+    if isinstance(value, (Tensor, np.ndarray)) or children_of(value) is not None:
+        return describe(value)
+    text = repr(value)
+    return text if len(text) <= 100 and '\n' not in text else type(value).__name__
 
 
 def describe(batch: Any) -> str:

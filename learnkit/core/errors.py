@@ -441,10 +441,10 @@ class FolderInUseError(CheckpointError):
 class MissingExtraError(LearnkitError, ImportError):
     """An optional library is not installed; the message names the command that installs it.
 
-    >>> from learnkit.loggers.base import need
-    >>> try: need('wandb_of_mars', 'wandb', 'WandbLogger')
+    >>> from learnkit.core.optional import check_libraries
+    >>> try: check_libraries('WandbLogger', 'wandb_of_mars')
     ... except MissingExtraError as e: print(e)
-    WandbLogger needs wandb_of_mars: pip install "learnkit[wandb]"
+    WandbLogger needs wandb_of_mars: pip install wandb_of_mars
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from learnkit.core.errors import MissingExtraError
+from learnkit.core.optional import import_library
 
 __all__ = ['COLORS', 'WRONG', 'AxesList', 'pyplot', 'color', 'new_axes', 'axes_or_new']
 
@@ -31,11 +31,7 @@ class AxesList(list[Any]):
 
 def pyplot() -> Any:
     "Import `matplotlib.pyplot`; raise `MissingExtraError` if matplotlib is not installed."
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as e:
-        raise MissingExtraError('Plots need matplotlib: pip install matplotlib') from e
-    return plt
+    return import_library('matplotlib.pyplot', 'A plot')
 
 
 def color(i: int) -> str:

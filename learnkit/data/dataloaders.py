@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
+from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
 from learnkit.core.numbers import check_count
 from learnkit.data.checks import (
@@ -84,6 +85,7 @@ class DataLoaders(Shows):
 
     targets: tuple[str, ...] | None = None
 
+    @check_keywords
     def __init__(
         self,
         train: Iterable[Any],  # the training loader
@@ -104,7 +106,7 @@ class DataLoaders(Shows):
         self.n_iter = n_iter
         self.path = Path(path)
         self.targets = as_names(targets)
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else check_device(device)
 
         for name, dl in self._named():
             check_loader(name, dl)
@@ -184,6 +186,7 @@ class DataLoaders(Shows):
         )
 
     @classmethod
+    @check_keywords
     def from_tensors(
         cls,
         train: Any,  # (x, y), a tuple of tensors, arrays or data frames, or a dict of them by name
@@ -264,7 +267,7 @@ class DataLoaders(Shows):
 
     @device.setter
     def device(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+        self._device = check_device(device)
 
     def to(self, device: torch.device | str) -> Self:
         """Move all following batches to `device`.
@@ -360,6 +363,7 @@ class TensorLoader:
     [[0, 1], [2, 3], [4]]
     """
 
+    @check_keywords
     def __init__(
         self,
         *tensors: Any,  # tensors, arrays, data frames or lists of one length; or one dict of them
@@ -374,7 +378,7 @@ class TensorLoader:
         named = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
         self.names = None if named is None else tuple(named)
         entries = dict(enumerate(tensors)) if named is None else named
-        self.tensors = convert_to_tensors(entries, device)
+        self.tensors = convert_to_tensors(entries, None if device is None else check_device(device))
         self.n = len(self.tensors[0])
         self.seed = seed
         self.shuffle = shuffle
@@ -534,6 +538,36 @@ def check_forms(dls: DataLoaders) -> None:
 
 
 # Checks of arguments
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return a device; raise `LoaderError` for one that is unknown, or that this machine or this torch does not have.
+
+    >>> check_device('cpu')
+    device(type='cpu')
+    """
+    try:
+        checked = torch.device(device)
+    except RuntimeError as e:
+        raise LoaderError(
+            f"device={device!r}: torch knows no such device. Write 'cuda', 'cuda:1', 'mps' or 'cpu'."
+        ) from e
+    if checked.type == 'cuda':
+        n = torch.cuda.device_count()
+        if not torch.backends.cuda.is_built():
+            reason = 'this torch is built without CUDA'
+        elif not n:
+            reason = 'torch finds no GPU'
+        else:
+            reason = f'there are {n} GPUs, from 0 on' if (checked.index or 0) >= n else ''
+    else:
+        is_missing = checked.type == 'mps' and not torch.backends.mps.is_available()
+        reason = 'torch finds no GPU of Apple' if is_missing else ''
+    if reason:
+        raise LoaderError(
+            f"device='{checked}': {reason}. Leave `device` out to take what there is, or give 'cpu'."
+        )
+    return checked
 
 
 def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:

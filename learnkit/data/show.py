@@ -140,15 +140,12 @@ def first_samples(
 
 
 def binary_cut(loss_func: Any) -> float | None:
-    "Return the prediction above which torch's binary losses mean class 1, or None for other losses."
+    "Return the probability above which torch's binary losses mean class 1, or None for other losses."
     while isinstance(loss_func, partial):
         loss_func = loss_func.func
-    if (
-        isinstance(loss_func, nn.BCEWithLogitsLoss)
-        or loss_func is F.binary_cross_entropy_with_logits
-    ):
-        return 0.0
-    return 0.5 if isinstance(loss_func, nn.BCELoss) or loss_func is F.binary_cross_entropy else None
+    classes = nn.BCEWithLogitsLoss, nn.BCELoss
+    functions = F.binary_cross_entropy_with_logits, F.binary_cross_entropy
+    return 0.5 if isinstance(loss_func, classes) or loss_func in functions else None
 
 
 def as_targets(

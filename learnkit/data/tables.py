@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is_sample_list
 from learnkit.core.html import table
+from learnkit.core.optional import import_library
 
 __all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
 
@@ -40,10 +41,8 @@ class Table:
         return len(next(iter(self.columns.values()), []))
 
     def to_pandas(self) -> Any:
-        "Return a pandas DataFrame of the unrounded values."
-        import pandas as pd
-
-        return pd.DataFrame(self.columns)
+        "Return a pandas DataFrame of the unrounded values; raise `MissingExtraError` without pandas."
+        return import_library('pandas', 'to_pandas').DataFrame(self.columns)
 
     def _format_rows(self) -> Iterator[list[str]]:
         "Yield the column names, then each row as strings."

@@ -22,6 +22,7 @@ __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
 
 # index of the first moment of an evaluation in `LIFECYCLE`
 _EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
+PARAMETERS = '\n\nParameters\n----------\n'  # heading in docstrings that a notebook has completed
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: '*',
     inspect.Parameter.VAR_KEYWORD: '**',
@@ -347,7 +348,8 @@ def _get_title(f: Any) -> str:
 
 
 def _get_docstring(value: Any) -> str:
-    return inspect.cleandoc(inspect.getdoc(value) or '')
+    text = inspect.cleandoc(inspect.getdoc(value) or '')
+    return text.partition(PARAMETERS)[0]  # they stand in the signature already
 
 
 def _first_line(value: Any) -> str:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.file import read_state, write_state
-from learnkit.core.errors import DistributedError, MissingExtraError, OptionError
+from learnkit.core.errors import DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
+from learnkit.core.optional import import_library
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
@@ -129,13 +130,7 @@ def _check_gpus(learn: LearnerLike, team: DistributedTraining, nproc: int) -> No
 
 def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) -> None:
     "Write the Learner and the function to a file in a private folder, functions and classes by value."
-    try:
-        import cloudpickle
-    except ImportError:
-        raise MissingExtraError(
-            'learn.launch needs cloudpickle: pip install "learnkit[launch]"'
-        ) from None
-
+    cloudpickle = import_library('cloudpickle', 'learn.launch')
     rng = capture_rng()
     if 'cuda' in rng:
         rng['cuda'] = rng['cuda'][:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
@@ -25,6 +26,7 @@ def parse_length(
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
     if budget is None:
+        _check_no_data(n)
         n = check_count('n_epoch', n, 0, FitError)
     start = check_count('start_epoch', start_epoch, 0, FitError)
     if n is None and start:
@@ -38,6 +40,15 @@ def parse_length(
         )
     check_not_running(learn)
     return n, budget
+
+
+def _check_no_data(value: object) -> None:
+    "Raise `FitError` for data in the place of the number of epochs, `fit(x, y)`."
+    if hasattr(value, '__iter__'):
+        raise FitError(
+            f'n_epoch={short_repr(value)}: give a whole number, 0 or more. Data goes into the Learner: '
+            '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
+        )
 
 
 def _parse_time(

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from learnkit.core.batch import apply_model, form_of, unpack_output
+from learnkit.core.batch import apply_model, form_of, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import name_of
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
-from learnkit.core.validation import check_class_numbers, takes_class_numbers
+from learnkit.core.validation import check_class_numbers, takes_class_numbers, warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
+from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from learnkit.metrics.averages import dry_run
 from learnkit.metrics.base import Metric
+
+_CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
+_BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
+LARGE_RATE = 8  # a whole number from here on is hardly a learning rate
 
 __all__ = [
     'check_model',
     'check_loss',
     'check_function',
     'check_takes',
+    'check_mode',
+    'warn_of_rate',
     'check_microbatch',
+    'contains_activation',
+    'warn_of_activation',
     'check_metrics',
     'first_validation_batches',
 ]
@@ -47,8 +59,21 @@ def check_loss(loss_func: object) -> None:
     "Raise `LossError` if `loss_func` cannot be called, or is a class."
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
+    if isinstance(loss_func, str):
+        raise LossError(f'loss_func={loss_func!r} is a string: {_suggest_loss(loss_func)}.')
     if loss_func is not None and not callable(loss_func):
-        raise LossError(f'loss_func={loss_func!r} cannot be called.')
+        raise LossError(
+            f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets).'
+        )
+
+
+def _suggest_loss(name: str) -> str:
+    "Return how to write torch's loss of a name, as a part of a message."
+    words = name.lower().replace('_', '').replace('-', '').removesuffix('loss')
+    found = {f.lower().replace('_', '').removesuffix('loss'): f for f in dir(functional)}
+    if words in found:
+        return f'write `torch.nn.functional.{found[words]}`'
+    return 'give a function f(pred, *targets), such as `torch.nn.functional.mse_loss`'
 
 
 def check_function(name: str, f: object) -> None:
@@ -72,6 +97,21 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
         return  # a C function without a signature
 
 
+def check_mode(mode: object) -> None:
+    "Raise `FitError` for `learn.train(5)`."
+    if not isinstance(mode, bool):
+        raise FitError(f'learn.train({short_repr(mode)}) does not train: `learn.fit(5)` does.')
+
+
+def warn_of_rate(lr: object) -> None:
+    "Warn of a whole number as the learning rate, which was probably meant as the batch size: `fit(5, 32)`."
+    if isinstance(lr, int) and not isinstance(lr, bool) and lr >= LARGE_RATE:
+        warn_user(
+            f'lr={lr}: the second argument of a fit is the learning rate. The batch size belongs to the data: '
+            f'`DataLoaders.from_tensors(..., bs={lr})`. If the rate is meant, write {lr}.0.'
+        )
+
+
 def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
@@ -88,6 +128,45 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
                 'there, or leave `microbatch` out.'
             )
     return size
+
+
+def contains_activation(loss_func: Any) -> str:
+    "Return 'softmax' or 'sigmoid' if a loss function of logits contains one, else an empty string."
+    while isinstance(loss_func, partial):
+        loss_func = loss_func.func
+    if isinstance(loss_func, _CROSS_ENTROPIES) or loss_func is functional.cross_entropy:
+        return 'softmax'
+    is_binary = loss_func is functional.binary_cross_entropy_with_logits
+    return 'sigmoid' if is_binary or isinstance(loss_func, _BINARY) else ''
+
+
+def warn_of_activation(learn: LearnerLike) -> None:
+    """Warn of a model that ends with the softmax or sigmoid that its loss function contains.
+
+    A last layer is recognized, and on the CPU, where the host need not wait, predictions whose rows sum to 1.
+    """
+    kind = contains_activation(learn.loss_func)
+    *_, last = learn.model.modules()
+    layers = {'softmax': torch.nn.Softmax, 'sigmoid': torch.nn.Sigmoid}
+    if not kind or not (
+        isinstance(last, layers[kind]) or (kind == 'softmax' and _are_probabilities(learn.pred))
+    ):
+        return
+    warn_user(
+        f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, which '
+        f'makes gradients far too small. Leave the {kind} out of the model: `get_preds` returns '
+        'probabilities in any case.'
+    )
+
+
+def _are_probabilities(pred: Any) -> bool:
+    "Return True for scores (B, C, ...) of two classes or more on the CPU that are positive and sum to 1."
+    if not isinstance(pred, torch.Tensor) or not pred.is_cpu or not pred.is_floating_point():
+        return False
+    if pred.ndim < 2 or pred.shape[1] < 2 or not pred.numel():
+        return False
+    scores = pred.detach().float()
+    return bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-2).all())
 
 
 def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:

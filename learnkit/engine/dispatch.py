@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -327,6 +327,8 @@ class CallbackHost:
     def remove_cb(self, cb: Any) -> Self:
         """Remove a callback, or all instances of a class; it gets no further event.
 
+        A callback or class that is not there is left out. Raises `CallbackError` for anything else, such as a name.
+
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().remove_cb(ProgressCallback).cbs
@@ -334,6 +336,11 @@ class CallbackHost:
         """
         if isinstance(cb, type):
             return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
+        if isinstance(cb, str):
+            raise CallbackError(
+                f'{cb!r} is a string: give a callback or its class, of those that are there: '
+                f'{", ".join(type(o).__name__ for o in self.cbs)}.'
+            )
         if cb not in self.callbacks:
             return self
         self._end_streams()
@@ -528,7 +535,8 @@ def as_list(o: Any) -> list[Any]:
     "Return None, one object or a collection of objects as a list."
     if o is None:
         return []
-    return list(o) if isinstance(o, (list, tuple, set, Iterator, L)) else [o]
+    is_many = isinstance(o, (list, tuple, set, Iterator, L, Sequence)) and not isinstance(o, str)
+    return list(o) if is_many else [o]
 
 
 def _is_redefined(old: type, new: type) -> bool:

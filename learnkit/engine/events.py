@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
@@ -266,7 +267,11 @@ def canonical_event(
         if name in EVENTS:
             return name
     place = f' ({where})' if where else ''
+    if isinstance(name, str):
+        hint = did_you_mean(name, EVENTS)
+    else:
+        hint = ' A Learner is called with events; the model with data: `learn.model(x)`.'
     raise UnknownEventError(
-        f'There is no event {name!r}{place}.{did_you_mean(str(name), EVENTS)} '
+        f'There is no event {short_repr(name)}{place}.{hint} '
         'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.'
     )

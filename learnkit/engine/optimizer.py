@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
@@ -75,7 +76,8 @@ def make_optimizer(
             opt = _call_opt_func(opt_func, model, lr, splitter)
         else:
             raise OptimizerError(
-                f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.'
+                f'opt_func={short_repr(opt_func)} cannot be called: '
+                f'{_suggest_optimizer(opt_func) or "give a torch.optim class or a function"}.'
             )
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
@@ -97,6 +99,13 @@ def make_optimizer(
     if last is not opt and still_frozen:
         opt.frozen, opt.frozen_idx = still_frozen, last.frozen_idx
     return opt
+
+
+def _suggest_optimizer(name: Any) -> str:
+    "Return how to write the torch optimizer of a name, as a part of a message, or an empty string."
+    found = {cls.lower(): cls for cls in dir(torch.optim) if cls[0].isupper()}
+    cls = found.get(name.lower()) if isinstance(name, str) else None
+    return f'write `torch.optim.{cls}`' if cls else ''
 
 
 def _call_opt_func(

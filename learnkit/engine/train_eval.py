@@ -63,9 +63,9 @@ class TrainEvalCallback(Callback):
     def _watch_loss(self) -> None:
         "Check the loss before and after the handlers of users' callbacks, if there are any."
         if self._list_user_callbacks('after_pred'):
-            self.before_pred, self.after_pred = self._record_loss, self._check_loss
+            self.before_pred, self.after_pred = self._record_loss, self._check_loss  # type: ignore[method-assign]
         if self._list_user_callbacks('after_loss', 'before_backward'):
-            self.after_loss, self.before_backward = self._record_loss, self._check_loss
+            self.after_loss, self.before_backward = self._record_loss, self._check_loss  # type: ignore[method-assign]
 
     def _list_user_callbacks(self, *events: str) -> list[str]:
         "Return the classes of callbacks from outside the package that act on training at these events."

@@ -11,6 +11,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
+from learnkit.core.activation import activation_of
 from learnkit.core.batch import (
     batch_counter,
     children_of,
@@ -316,12 +317,12 @@ class PredictionSink:
         with_decoded: bool = False,  # include decoded predictions
         with_loss: bool = False,  # include the loss of each sample
         with_targs: bool = True,  # include the targets
-        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
         self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
-        self.act = act or getattr(learn.loss_func, 'activation', noop)
+        self.act = act or activation_of(learn.loss_func)
         self.decode = getattr(learn.loss_func, 'decodes', noop)
         included = {
             'inputs': with_input,

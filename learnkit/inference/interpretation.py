@@ -18,9 +18,10 @@ from learnkit.core.batch import (
     microbatches,
     take_rows,
 )
-from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
+from learnkit.core.errors import LoaderError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
+from learnkit.core.optional import import_library
 from learnkit.core.plotting import axes_or_new
 from learnkit.core.random import (
     capture_own,
@@ -75,7 +76,7 @@ class Interpretation:
         learn: LearnerLike,  # Learner to predict with
         ds_idx: int = 1,  # loader: 0 training, 1 validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
-        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's
     ) -> Self:
         """Predict on a loader.
 
@@ -265,10 +266,10 @@ class ClassificationInterpretation(Interpretation):
     ) -> Any:
         """Plot the confusion matrix, and return the axes; the row of a class without samples has no numbers.
 
-        Cells are colored by their share of the true class, also if they show counts.
+        Cells are colored by their share of the true class, also if they show counts. Raises `MissingExtraError`
+        without matplotlib.
         """
-        from matplotlib.colors import PowerNorm
-
+        colors = import_library('matplotlib.colors', 'A plot')
         matrix = self.confusion_matrix()
         n = len(matrix)
         sums = matrix.sum(1, keepdims=True)
@@ -277,7 +278,7 @@ class ClassificationInterpretation(Interpretation):
         ax = axes_or_new(ax, figsize or (side, side))
 
         # shares give rare and frequent classes equal colors; the root makes single errors visible
-        image = ax.imshow(shares, cmap=cmap, norm=PowerNorm(0.5, 0, 1))
+        image = ax.imshow(shares, cmap=cmap, norm=colors.PowerNorm(0.5, 0, 1))
         tick_step = -(-n // MAX_LABELED_CLASSES)
         names = [shorten(name, 20) for name in self.vocab][::tick_step]
         is_rotated = max(map(len, names)) > (3 if n > 5 else 8)
@@ -309,14 +310,9 @@ class ClassificationInterpretation(Interpretation):
 
         Raises `MissingExtraError` if scikit-learn is not installed.
         """
-        try:
-            from sklearn.metrics import classification_report
-        except ImportError as e:
-            raise MissingExtraError(
-                'A classification report needs scikit-learn: pip install scikit-learn'
-            ) from e
+        skm = import_library('sklearn.metrics', 'A classification report')
         print(
-            classification_report(
+            skm.classification_report(
                 self._t.numpy(),
                 self._d.numpy(),
                 labels=range(len(self.vocab)),

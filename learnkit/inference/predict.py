@@ -16,6 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from learnkit.core.activation import activation_of
 from learnkit.core.batch import (
     children_of,
     describe,
@@ -69,8 +70,8 @@ def validate(
     ds_idx: int | None = None,
     dl: Any = None,
     cbs: Any = None,
-) -> L | None:
-    "Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader."
+) -> Any:
+    "Compute loss and metrics, and return them as a list with names: `[valid_loss, *metrics]` of each loader."
     loader_name = _find_name(learn, ds_idx, dl)
     loaders: Any = None
     if dl is not None:
@@ -91,8 +92,7 @@ def validate(
         ):
             learn.loader_name = loader_name
             _run_in_fit_and_epoch(learn, partial(learn.do_evaluation, loaders))
-        record: L | None = learn.final_record
-        return record
+        return learn.final_record
     finally:
         if learn.run.kind:
             learn.final_record = outer_record
@@ -142,8 +142,8 @@ def get_preds(
     res = cb.all_tensors()
     i = 1 if with_input else 0  # index of the predictions
     if res[i] is not None:
-        activation = act or getattr(learn.loss_func, 'activation', noop)
-        res[i] = activation(res[i])
+        activate = act or activation_of(learn.loss_func)
+        res[i] = activate(res[i])
         if with_decoded:
             decode = getattr(learn.loss_func, 'decodes', noop)
             res.insert(i + 2, decode(res[i]))

@@ -19,7 +19,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
-from learnkit.core.errors import CallbackError, OptionError
+from learnkit.core.errors import CallbackError
 from learnkit.core.model import model_device
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -563,7 +563,10 @@ class _FromKsuit(Callback):
 
     def _batches_per_update(self) -> int | None:
         "Return the number of batches of a step, None if unknown."
-        n_accs = [cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        if any(cb.batches for cb in found):
+            return max(cb.batches or 1 for cb in found)
+        n_accs = [cb.n_acc for cb in found]
         least = max(n_accs, default=1)
         if least == 1:
             return 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import sys
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.errors import MissingExtraError, OptionError, TimeError
+from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -27,7 +26,7 @@ from learnkit.loggers.values import (
 )
 from learnkit.metrics.base import Mean, is_number
 
-__all__ = ['Logger', 'Rows', 'need', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
@@ -436,12 +435,6 @@ class Logger(Callback):
     def __getstate__(self) -> dict[str, Any]:
         "Leave out the open handle: a copy opens its own."
         return {**self.__dict__, '_handle': None}
-
-
-def need(module: str, extra: str, who: str) -> None:
-    "Raise `MissingExtraError` if a library is not installed, without importing it."
-    if find_spec(module) is None:
-        raise MissingExtraError(f'{who} needs {module}: pip install "learnkit[{extra}]"')
 
 
 def _close_at_exit(logger: Logger) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from learnkit.core.errors import OptionError
 from learnkit.core.files import check_writable
+from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, need
+from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
@@ -51,7 +52,7 @@ class MlflowLogger(Logger):
         run_name: str | None = None,  # name of the run; None: chosen by MLflow
         every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
     ) -> None:
-        need('mlflow', 'mlflow', 'MlflowLogger')
+        check_libraries('MlflowLogger', 'mlflow')
         super().__init__(every)
         self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
         self._id = ''  # id of the run

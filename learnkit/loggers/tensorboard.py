@@ -11,9 +11,10 @@ from typing import Any
 
 from learnkit.core.errors import OptionError
 from learnkit.core.files import check_writable
+from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.engine.moving import found_path, kept_path
-from learnkit.loggers.base import Logger, need
+from learnkit.loggers.base import Logger
 
 __all__ = ['TensorBoardLogger']
 
@@ -41,7 +42,7 @@ class TensorBoardLogger(Logger):
         folder: str | Path | None = None,  # below `learn.path`, or absolute; None: new, in `runs`
         every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
     ) -> None:
-        need('tensorboard', 'tensorboard', 'TensorBoardLogger')
+        check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
         self.folder, self._run_folder = folder, ''
 

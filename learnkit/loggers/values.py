@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 import zlib
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
 from types import CodeType, FrameType
@@ -202,9 +203,9 @@ def plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, (Time, PurePath, slice, dict)):
+    if isinstance(value, (Time, PurePath, slice, Mapping)):
         return str(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence):  # also lists of libraries for configuration
         return f'[{", ".join(str(plain(v)) for v in value)}]'
     return name_of(_unwrap_partial(value))
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from learnkit.core.errors import OptionError
 from learnkit.core.files import check_writable
+from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, need, open_loggers
+from learnkit.loggers.base import Logger, Rows, open_loggers
 
 __all__ = ['WandbLogger']
 
@@ -20,6 +21,9 @@ _STEP_FILE = 'last_step'  # file next to the records of a run, with the last log
 
 class WandbLogger(Logger):
     """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
+
+    `mode='online'` logs to the server. Without `mode`, the environment variable `WANDB_MODE` decides,
+    and without both the run is offline.
 
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
     accepts each step once: after a resume from an earlier checkpoint, steps that the run already
@@ -38,16 +42,21 @@ class WandbLogger(Logger):
     def __init__(
         self,
         project: str = 'learnkit',  # name of the project
-        mode: str = 'offline',  # 'offline', 'online' (log to the server), 'shared' or 'disabled'
+        mode: str | None = None,  # 'offline', 'online', 'shared', 'disabled'; None: see above
         folder: str | Path = '.',  # parent of `wandb/`: below `learn.path`, or absolute
         id: str | None = None,  # id of a run to continue; None: a new run
         every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
         **options: Any,  # further options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
     ) -> None:
-        need('wandb', 'wandb', 'WandbLogger')
+        check_libraries('WandbLogger', 'wandb')
         super().__init__(every)
+        source = 'mode' if mode is not None else 'WANDB_MODE'
+        mode = mode if mode is not None else os.environ.get('WANDB_MODE', '') or 'offline'
+        mode = {'run': 'online', 'dryrun': 'offline'}.get(mode, mode)  # older names of wandb
         if mode not in ('offline', 'online', 'disabled', 'shared'):
-            raise OptionError(f"mode={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'.")
+            raise OptionError(
+                f"{source}={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'."
+            )
         self.project = project
         self.mode = mode
         self.folder = folder

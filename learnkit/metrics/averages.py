@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from fastcore.basics import class2attr
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.core.batch import count_samples, describe, to_detach
+from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
@@ -411,8 +412,15 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(o, name)
     else:
         raise MetricError(
-            f'{m!r} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
+            f'{short_repr(m)} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric'
+            f'{_suggest_metric(m)}.'
         )
+
+
+def _suggest_metric(name: Any) -> str:
+    "Return how to write a metric given by its name, as the end of a sentence, or an empty string."
+    known = import_module('learnkit.metrics').__all__
+    return f': `from learnkit import {name}`' if name in known else ''
 
 
 def _check_not_sklearn(f: Any) -> None:

@@ -1,4 +1,4 @@
-"""Classification and ranking scores with fastai's names, by torchmetrics (`pip install learnkit[metrics]`).
+"""Classification and ranking scores with fastai's names, by torchmetrics (`pip install torchmetrics`).
 
 Single-label scores use the class with the highest score along `axis`. Multi-label scores (`...Multi`) predict each
 label whose sigmoid is at least `thresh`. Values equal scikit-learn's on the whole data set. Columns are named like

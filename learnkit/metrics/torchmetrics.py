@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from learnkit.core.batch import to_detach
-from learnkit.core.errors import MetricError, MissingExtraError
+from learnkit.core.errors import MetricError
+from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.averages import TorchMetric, paired
 from learnkit.metrics.base import is_number
@@ -52,15 +52,10 @@ Labels = Sequence[int] | None
 
 def from_torchmetrics(module: str, name: str) -> Any:
     "Import an object of torchmetrics; raise `MissingExtraError` if torchmetrics is not installed."
-    try:
-        # imports of torchmetrics may warn of optional packages
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            return getattr(import_module(f'torchmetrics.{module}'), name)
-    except ModuleNotFoundError as e:
-        raise MissingExtraError(
-            f'{name} comes from torchmetrics ({e}): `pip install learnkit[metrics]`.'
-        ) from e
+    # imports of torchmetrics may warn of optional packages
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return getattr(import_library(f'torchmetrics.{module}', name), name)
 
 
 class LazyTorchMetric:

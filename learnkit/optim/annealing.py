@@ -48,8 +48,8 @@ class Annealer:
         self.maker = maker
         self.f = f
         self.more = more
-        self.start = np.array(start) if isinstance(start, (list, tuple)) else start
-        self.end = np.array(end) if isinstance(end, (list, tuple)) else end
+        self.start = np.array(start) if isinstance(start, Sequence) else start
+        self.end = np.array(end) if isinstance(end, Sequence) else end
 
     def __call__(self, pos: Any) -> Any:
         return self.f(self.start, self.end, _clip_position(pos), *self.more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from learnkit.core.dtensor import locals_of
 from learnkit.core.errors import MissingExtraError, OptimizerError
+from learnkit.core.optional import import_library
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, members
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -289,7 +289,7 @@ def QHAdam(
 ) -> OptimWrapper:
     """Make fastai's QHAdam (Ma and Yarats, 2019), from the library pytorch_optimizer.
 
-    Raises `MissingExtraError` without `pip install learnkit[optim]`.
+    Raises `MissingExtraError` without pytorch_optimizer.
     """
     cls = partial(_from_library('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
     return _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
@@ -309,7 +309,7 @@ def Lamb(
     The norm of each parameter's step is `lr` times the norm of the parameter. The averages have no bias correction,
     which the scaling compensates except for `eps`. The ratio of the norms is not limited to 10 as in fastai.
 
-    Raises `MissingExtraError` without `pip install learnkit[optim]`.
+    Raises `MissingExtraError` without pytorch_optimizer.
     """
     cls = partial(_from_library('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
     res = _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
@@ -327,13 +327,7 @@ def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
 
 def _from_library(name: str, instead: str) -> Any:
     "Return a class of pytorch_optimizer."
-    try:
-        library = import_module('pytorch_optimizer')
-    except ImportError as e:
-        raise MissingExtraError(
-            f'{name} comes from the library pytorch_optimizer: `pip install learnkit[optim]`; or '
-            f'use `{instead}`, which needs none.'
-        ) from e
+    library = import_library('pytorch_optimizer', name, f'; or use `{instead}`, which needs none.')
     return getattr(library, name)
 
 

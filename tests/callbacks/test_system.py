@@ -49,7 +49,9 @@ def test_by_default_it_looks_every_ten_seconds() -> None:
 
 def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'psutil', None)
-    with pytest.raises(MissingExtraError, match=r'learnkit\[monitor\]'):
+    with pytest.raises(
+        MissingExtraError, match=r'^SystemMonitor needs psutil: pip install psutil$'
+    ):
         SystemMonitor()
 
 

@@ -307,9 +307,11 @@ def _launch_generator() -> None:
     launch(learn, print)
 
 
-def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'cloudpickle', None)
-    with pytest.raises(MissingExtraError, match=r'learnkit\[launch\]'):
+    with pytest.raises(
+        MissingExtraError, match=r'^learn.launch needs cloudpickle: pip install cloudpickle$'
+    ):
         launch(line(), print)
 
 

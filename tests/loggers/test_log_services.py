@@ -197,10 +197,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
 
 @pytest.mark.parametrize('cls', [TensorBoardLogger, WandbLogger, MlflowLogger])
 def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('learnkit.loggers.base.find_spec', lambda name: None)
-    extra = cls.__name__.removesuffix('Logger').lower()
+    monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
+    library = cls.__name__.removesuffix('Logger').lower()
     with pytest.raises(
-        MissingExtraError, match=rf'{cls.__name__} needs {extra}: pip install "learnkit\[{extra}\]"'
+        MissingExtraError, match=rf'^{cls.__name__} needs {library}: pip install {library}$'
     ):
         cls()
 
@@ -304,6 +304,21 @@ def test_wandb_mode_is_checked() -> None:
     pytest.importorskip('wandb')
     with pytest.raises(OptionError, match='mode='):
         WandbLogger(mode='off')
+
+
+def test_wandb_mode_comes_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip('wandb')
+    monkeypatch.delenv('WANDB_MODE', raising=False)
+    assert WandbLogger().mode == 'offline'
+    for given, mode in (('online', 'online'), ('disabled', 'disabled'), ('dryrun', 'offline')):
+        monkeypatch.setenv('WANDB_MODE', given)
+        assert WandbLogger().mode == mode
+        assert WandbLogger(mode='shared').mode == 'shared'
+    monkeypatch.setenv('WANDB_MODE', 'off')
+    with pytest.raises(OptionError, match="WANDB_MODE='off'"):
+        WandbLogger()
 
 
 def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_without_torchmetrics_the_error_says_how_to_install_it(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, 'torchmetrics', None)
     metric = getattr(metrics, name)
-    with pytest.raises(MissingExtraError, match=r'pip install learnkit\[metrics\]'):
+    with pytest.raises(MissingExtraError, match=r' needs torchmetrics: pip install torchmetrics$'):
         metric(2) if name.startswith('FBeta') else metric()
 
 

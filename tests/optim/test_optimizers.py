@@ -417,7 +417,7 @@ def test_what_no_installed_library_has_is_refused_with_what_to_use(
     monkeypatch.setitem(sys.modules, 'pytorch_optimizer', None)
     for make in (Lamb, QHAdam):
         with pytest.raises(
-            MissingExtraError, match=rf'{make.__name__}.*pip install learnkit\[optim\].*`Adam`'
+            MissingExtraError, match=rf'{make.__name__}.*pip install pytorch_optimizer;.*`Adam`'
         ):
             make(weights(), lr=0.1)
 

@@ -10,8 +10,8 @@ import io
 import math
 import sys
 import tempfile
-import types
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial

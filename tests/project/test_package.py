@@ -50,6 +50,7 @@ PACKAGES = [
     'testing',
     'demo',
     'all',
+    '__main__',
 ]
 
 
@@ -196,7 +197,7 @@ def test_the_map_shows_the_packages_in_their_order() -> None:
     drawn = (ROOT / 'docs' / 'architecture.svg').read_text('utf-8')
     boxes = re.findall(r'class="package" x="([\d.]+)" y="([\d.]+)">(\w+)<', drawn)
     order = sorted(boxes, key=lambda box: (-float(box[1]), float(box[0])))
-    assert [name for _, _, name in order] == PACKAGES
+    assert [*(name for _, _, name in order), '__main__'] == PACKAGES
 
 
 def test_imports_are_read_right() -> None:
@@ -318,8 +319,8 @@ def test_readme_has_two_setup_commands() -> None:
     commands = fenced('sh')
     assert commands == fenced('sh', 'Set-up\n')
     assert [command.count('\n') for command in commands] == [1, 1]
-    ends = ['python -m learnkit.demo', 'pytest -n 2 --dist worksteal']
-    for command, extra, last in zip(commands, ['demo', 'dev'], ends, strict=True):
+    ends = ['python -m learnkit demo', 'pytest -n 2 --dist worksteal']
+    for command, extra, last in zip(commands, ['demo', 'test'], ends, strict=True):
         assert (
             command
             == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
@@ -352,7 +353,7 @@ def test_setup_reads_settings() -> None:
 
 def test_installed_metadata_is_that_of_settings() -> None:
     try:
-        installed = metadata.metadata('learnkit')
+        installed = metadata.metadata(settings()['lib_name'])
     except metadata.PackageNotFoundError:
         pytest.skip('learnkit is not installed')
     cfg = settings()

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -826,25 +825,28 @@ def squared(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).square().mean()
 
 
-class Several(torchmetrics.Metric):
-    "A metric of torchmetrics whose compute() is a dict."
+def make_several() -> Any:
+    "Return a metric of torchmetrics whose compute() is a dict."
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state('total', torch.zeros((), dtype=torch.float64), 'sum')
-        self.add_state('n', torch.zeros((), dtype=torch.float64), 'sum')
+    class Several(pytest.importorskip('torchmetrics').Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state('total', torch.zeros((), dtype=torch.float64), 'sum')
+            self.add_state('n', torch.zeros((), dtype=torch.float64), 'sum')
 
-    def update(self, pred: Tensor, targ: Tensor) -> None:
-        self.total += (pred - targ).sum()
-        self.n += len(pred)
+        def update(self, pred: Tensor, targ: Tensor) -> None:
+            self.total += (pred - targ).sum()
+            self.n += len(pred)
 
-    def compute(self) -> dict[str, Tensor]:
-        return {'tm_bias': self.total / self.n, 'tm_n': self.n}
+        def compute(self) -> dict[str, Tensor]:
+            return {'tm_bias': self.total / self.n, 'tm_n': self.n}
+
+    return Several()
 
 
 @pytest.mark.silent('column of a Metric whose value is a dict: least error on the validation set')
 def test_dicts_become_columns(row: Callable[..., None]) -> None:
-    metrics = [errors, Extremes, {'mean_squared': squared}, Several()]
+    metrics = [errors, Extremes, {'mean_squared': squared}, make_several()]
     learn = regression(metrics=metrics)
     rows: list[Any] = []
     learn.logger = rows.append
@@ -916,7 +918,7 @@ def test_dicts_of_several_loaders_and_of_training() -> None:
 def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
     tracker = TrackerCallback(column, comp=np.less)
     learn = regression(
-        metrics=[errors, Extremes, {'mean_squared': squared}, Several()], cbs=tracker
+        metrics=[errors, Extremes, {'mean_squared': squared}, make_several()], cbs=tracker
     )
     best_metric = BestMetric('valid_loss', targets=[column])
     learn.fit(4, cbs=best_metric)

@@ -1,0 +1,54 @@
+"""Activations that loss functions contain: what turns the outputs of a model into probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ['activation_of']
+
+
+def activation_of(
+    loss_func: Any,  # loss function: of this module, of torch, or any other
+) -> Callable[[Any], Any]:
+    """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
+
+    `loss_func.activation` comes first. torch's cross-entropy has the softmax over dimension 1, its negative log
+    likelihood the exponential, and its binary cross-entropy of logits the sigmoid; predictions that are no tensor
+    stay as they are.
+
+    >>> activation_of(nn.BCEWithLogitsLoss())(torch.zeros(2))
+    tensor([0.5000, 0.5000])
+    """
+    if hasattr(loss_func, 'activation'):
+        own: Callable[[Any], Any] = loss_func.activation
+        return own
+    while isinstance(loss_func, partial):
+        loss_func = loss_func.func
+    for classes, functions, activate in _ACTIVATIONS:
+        if isinstance(loss_func, classes) or loss_func in functions:
+            return partial(_activate, activate)
+    return noop
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(min(1, x.ndim - 1))
+
+
+def _activate(f: Callable[[Tensor], Tensor], x: Any) -> Any:
+    return f(x) if isinstance(x, Tensor) and x.ndim and x.is_floating_point() else x
+
+
+# torch's losses of classification, as modules and as functions, each with its activation
+_ACTIVATIONS: list[tuple[Any, Any, Callable[[Tensor], Tensor]]] = [
+    (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax),
+    (nn.NLLLoss, (F.nll_loss,), torch.exp),
+    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), torch.sigmoid),
+    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), torch.sigmoid),
+]

@@ -1,0 +1,121 @@
+"""Hints for names that other libraries use: keywords of calls, classes, and functions given by their name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from inspect import CO_VARKEYWORDS
+from typing import Any, TypeVar
+
+from learnkit.core.errors import did_you_mean
+
+__all__ = ['check_keywords', 'keyword_hint', 'class_hint']
+
+F = TypeVar('F', bound=Callable[..., Any])
+
+# the package's name of a parameter, and the names that other libraries give it
+_KEYWORDS = {
+    'n_epoch': 'epochs n_epochs num_epochs max_epochs num_train_epochs epoch',
+    'cbs': 'callbacks callback cb',
+    'opt_func': 'optimizer optimizers optim optimiser opt',
+    'loss_func': 'loss loss_fn criterion loss_function',
+    'lr': 'learning_rate base_lr',
+    'lr_max': 'max_lr lr learning_rate',
+    'wd': 'weight_decay',
+    'bs': 'batch_size train_batch_size batchsize',
+    'metrics': 'metric',
+    'model': 'net module',
+    'dls': 'data dataloaders loaders train_dataloader train_loader',
+    'dl': 'dataloader loader data',
+    'valid': 'val validation valid_data val_data validation_data',
+    'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
+    'n_acc': 'accumulate_grad_batches n_samples',
+}
+# parameters that belong to another call
+_ELSEWHERE = {
+    'device': 'The device belongs to the data: `DataLoaders(..., device=...)`.',
+    'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
+    'n_epoch': 'The number of epochs belongs to the fit: `learn.fit(5)`.',
+    'valid': 'Validation data belongs to the data: `Learner((train, valid), model, ...)`.',
+    'verbose': '`with learn.no_bar():` shows no bar and no rows.',
+}
+# classes of other libraries, and what takes their place here
+_CLASSES = {
+    'Trainer': 'Learner',
+    'LightningModule': 'Learner',
+    'TrainingArguments': 'Learner',
+    'ModelCheckpoint': 'Checkpoint',
+    'CheckpointSaver': 'Checkpoint',
+    'LearningRateMonitor': 'LRMonitor',
+    'LearningRateScheduler': 'ParamScheduler',
+    'LambdaCallback': 'Callback',
+    'TensorBoard': 'TensorBoardLogger',
+    'TensorBoardCallback': 'TensorBoardLogger',
+    'WandbCallback': 'WandbLogger',
+    'WandbMetricsLogger': 'WandbLogger',
+    'MLFlowLogger': 'MlflowLogger',
+    'GradientClipping': 'GradientClip',
+    'TQDMProgressBar': 'ProgressCallback',
+    'StochasticWeightAveraging': 'EMA',
+    'Timer': 'SpeedMonitor',
+    'DataLoader': 'DataLoaders',
+}
+
+
+def keyword_hint(
+    name: str,  # unknown keyword
+    known: Collection[str],  # parameters of the function
+) -> str:
+    """Return a hint for an unknown keyword, as a sentence after a space, or an empty string.
+
+    >>> keyword_hint('callbacks', ['dls', 'cbs'])
+    ' Write `cbs=`.'
+    >>> keyword_hint('metrcs', ['dls', 'metrics'])
+    ' Did you mean `metrics`?'
+    """
+    for own, others in _KEYWORDS.items():
+        if own in known and name in others.split():
+            return f' Write `{own}=`.'
+    own_names = [own for own, others in _KEYWORDS.items() if name in (own, *others.split())]
+    for own in [name, *own_names]:
+        if own in _ELSEWHERE and own not in known:
+            return f' {_ELSEWHERE[own]}'
+    return did_you_mean(name, known)
+
+
+def class_hint(
+    name: str,  # unknown name of the package
+    packages: dict[str, Collection[str]],  # public names of packages, by the name of the package
+) -> str:
+    """Return a hint for a name that the package does not have, as a sentence after a space, or an empty string.
+
+    >>> class_hint('EarlyStopping', {'learnkit.callbacks': ['EarlyStopping']})
+    ' Write `from learnkit.callbacks import EarlyStopping`.'
+    """
+    own = _CLASSES.get(name, name)
+    package = next((package for package, names in packages.items() if own in names), '')
+    if package:
+        return f' Write `from {package} import {own}`.'
+    known = {known: package for package, names in packages.items() for known in names}
+    return did_you_mean(name, known)
+
+
+def check_keywords(f: F) -> F:
+    "Decorate a function to name the right keyword in the `TypeError` for an unknown one."
+    code = f.__code__
+    if code.co_flags & CO_VARKEYWORDS:
+        return f  # passes the others on
+    known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if not kwargs.keys() <= known:
+            name = next(name for name in kwargs if name not in known)
+            hint = keyword_hint(name, sorted(known))
+            raise TypeError(
+                f'{f.__qualname__}() got an unexpected keyword argument {name!r}.{hint}'
+            )
+        return f(*args, **kwargs)
+
+    return call  # type: ignore[return-value]  # the signature is that of `f`

@@ -1,0 +1,51 @@
+"""Optional libraries: their import, with an error that names the command that installs what is missing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from learnkit.core.errors import MissingExtraError
+
+__all__ = ['check_libraries', 'describe_missing', 'import_library']
+
+# packages whose name is not the name of their module
+_PACKAGES = {'sklearn': 'scikit-learn', 'PIL': 'pillow'}
+
+
+def describe_missing(
+    who: str,  # what needs the libraries, as the first words of the message
+    *modules: str,  # names of the modules that are missing
+) -> str:
+    """Return the message for missing libraries, with the command that installs them.
+
+    >>> describe_missing('SystemMonitor', 'psutil')
+    'SystemMonitor needs psutil: pip install psutil'
+    """
+    packages = [_PACKAGES.get(module, module) for module in modules]
+    return f'{who} needs {" and ".join(packages)}: pip install {" ".join(packages)}'
+
+
+def check_libraries(
+    who: str,  # what needs the libraries
+    *modules: str,  # names of their top-level modules
+) -> None:
+    "Raise `MissingExtraError` if a library is not installed, without importing it."
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise MissingExtraError(describe_missing(who, *missing))
+
+
+def import_library(
+    module: str,  # dotted name of the module
+    who: str,  # what needs the library
+    hint: str = '',  # text behind the message, such as an alternative
+) -> Any:
+    "Import a module of an optional library; raise `MissingExtraError` if the library is not installed."
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as e:
+        raise MissingExtraError(
+            describe_missing(who, (e.name or module).split('.')[0]) + hint
+        ) from e

@@ -1,0 +1,168 @@
+"""What is installed: an editable install, the wheel's and the source archive's content, metadata, and the command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from email.parser import Parser
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+from zipfile import ZipFile
+
+import pytest
+
+import learnkit
+from learnkit.__main__ import main
+from learnkit.core.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = 'setup.py settings.ini setup.cfg pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE'.split()
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "Build an editable wheel and a source archive from a copy of the sources, into `out`."
+    pytest.importorskip('setuptools', minversion='77')
+    clone = tmp_path_factory.mktemp('above') / 'learnkit'  # the name that a clone has
+    clone.mkdir()
+    for name in FILES:
+        copy(ROOT / name, clone / name)
+    copytree(ROOT / 'learnkit', clone / 'learnkit', ignore=ignore_patterns('__pycache__'))
+    copytree(ROOT / 'tests' / 'project', clone / 'tests' / 'project')
+    out = clone.parent / 'out'
+    setup = ['editable_wheel', '--dist-dir', str(out)], ['sdist', '--dist-dir', str(out)]
+    for command in setup:
+        subprocess.run(
+            [sys.executable, 'setup.py', '-q', *command],
+            cwd=clone,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    return clone
+
+
+@pytest.fixture
+def editable(built: Path, tmp_path: Path) -> tuple[Path, Path]:
+    "The folder into which the editable wheel is installed, and the clone."
+    (wheel,) = (built.parent / 'out').glob('*.whl')
+    with ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    return tmp_path, built
+
+
+def test_type_checkers_find_an_editable_install(editable: tuple[Path, Path]) -> None:
+    site, clone = editable
+    (path_file,) = site.glob('*.pth')
+    lines = path_file.read_text('utf-8').split()
+    # type checkers follow lines that are folders, and run no lines of code
+    assert [Path(line).resolve() for line in lines] == [clone.resolve()]
+    assert (clone / 'learnkit' / 'py.typed').exists()
+
+
+def test_an_editable_install_is_found_from_the_folder_above_the_clone(
+    editable: tuple[Path, Path],
+) -> None:
+    site, clone = editable
+    code = (
+        f'import site; site.addsitedir({str(site)!r}); from importlib.util import find_spec; '
+        "print(find_spec('learnkit').origin)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != 'PYTHONPATH'}
+    done = subprocess.run(
+        [sys.executable, '-S', '-c', code],
+        cwd=clone.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert Path(done.stdout.strip()).resolve() == (clone / 'learnkit' / '__init__.py').resolve()
+
+
+def test_metadata(editable: tuple[Path, Path]) -> None:
+    (path,) = editable[0].glob('*.dist-info/METADATA')
+    metadata = Parser().parsestr(path.read_text('utf-8'))
+    assert metadata['Name'] == 'learnkit-torch' and metadata['Version'] == learnkit.__version__
+    assert metadata['Author'] == 'learnkit contributors'
+    assert 'Typing :: Typed' in metadata.get_all('Classifier', [])
+    extras = set(metadata.get_all('Provides-Extra', []))
+    assert {'demo', 'plots', 'notebook', 'all', 'test', 'dev'} <= extras
+    for requirement in metadata.get_all('Requires-Dist', []):
+        name, own_extras = re.match(r'([\w.-]+)(?:\[([\w,]+)\])?', requirement).groups()  # type: ignore[union-attr]
+        if name == 'learnkit-torch':
+            assert own_extras and set(own_extras.split(',')) <= extras
+        assert name != 'learnkit'
+    links = re.findall(r'\]\(([^)]+)\)', metadata.get_payload())
+    assert [link for link in links if not link.startswith(('http', '#'))] == []
+
+
+def test_the_source_archive_has_the_package_and_no_tests_that_cannot_run(built: Path) -> None:
+    (path,) = (built.parent / 'out').glob('*.tar.gz')
+    with tarfile.open(path) as archive:
+        names = {name.partition('/')[2] for name in archive.getnames()}
+    assert {
+        'setup.py',
+        'settings.ini',
+        'LICENSE',
+        'learnkit/py.typed',
+        'learnkit/__init__.pyi',
+    } <= names
+    assert not [name for name in names if name.startswith('tests')]
+
+
+# ------------------------------------------------------------------------- the command, other files
+
+
+def test_version_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(['--version'])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f'learnkit {VERSION}\n'
+
+
+def test_env_has_versions_and_devices_and_no_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(['env']) == 0
+    rows = dict(line.split(': ', 1) for line in capsys.readouterr().out.splitlines())
+    assert rows['learnkit'] == VERSION and rows['torch'] == torch.__version__
+    assert rows['Python'].startswith('.'.join(map(str, sys.version_info[:3])))
+    assert rows['CPU'].startswith(f'{os.cpu_count()} cores')
+    assert not any('/' in value for name, value in rows.items() if name != 'system')
+
+
+@pytest.mark.parametrize('argv', [[], ['train'], ['env', '--all'], ['--Version']])
+def test_other_commands_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and 'usage: python -m learnkit' in capsys.readouterr().err
+
+
+def test_the_demo_gets_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr('learnkit.demo.main', lambda argv: seen.append(argv) or 3)
+    assert main(['demo', '--epochs', '2', '--out', 'there']) == 3
+    assert seen == [['--epochs', '2', '--out', 'there']]
+
+
+def test_the_workflow_runs_the_commands_of_the_readme() -> None:
+    workflow = (ROOT / '.github' / 'workflows' / 'tests.yml').read_text('utf-8')
+    commands = re.findall(
+        r'^```sh\n(.*?)\n```', (ROOT / 'README.md').read_text('utf-8'), re.M | re.S
+    )
+    assert f'      - run: {commands[1]}\n' in workflow
+    targets = re.findall(r'run: make (\w+)', workflow)
+    assert targets and all(
+        f'\n{target}:' in (ROOT / 'Makefile').read_text('utf-8') for target in targets
+    )
+
+
+def test_the_citation_has_this_version() -> None:
+    assert f'\nversion: {VERSION}\n' in (ROOT / 'CITATION.cff').read_text('utf-8')
