@@ -232,11 +232,15 @@ class _FromKsuit(Callback):
                 setattr(self, event, partial(self._in_batch, event, hooks[0]))
         # these hooks get times
         if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
-            self.before_draw = self._start_watch
-            self.after_draw = self._end_draw
-            self.before_backward = partial(
-                self._in_batch, 'before_backward', 'before_every_backward'
-            )
+            watch = {
+                'before_draw': self._start_watch,
+                'after_draw': self._end_draw,
+                'before_backward': partial(
+                    self._in_batch, 'before_backward', 'before_every_backward'
+                ),
+            }
+            for event, handler in watch.items():
+                setattr(self, event, handler)
 
     def on_added(self) -> None:
         if self.wrapped is not None:

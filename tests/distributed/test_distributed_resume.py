@@ -104,7 +104,8 @@ QUICK = 'workers', 'four, accumulation'  # each of the others is a part of one o
 
 
 @pytest.mark.parametrize(
-    'case', [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+    'case',
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES],
 )
 def test_a_run_that_was_broken_off_goes_on_exactly(case: str, tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole', **CASES[case])
