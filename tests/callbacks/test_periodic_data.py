@@ -63,7 +63,7 @@ def learner(*cbs: Any, workers: int = 0, path: Any = '.', **kwargs: Any) -> Lear
 def test_results_are_those_of_get_preds_with_an_uneven_last_batch() -> None:
     learn = learner(PeriodicData('1ep', 'test'))  # 10 samples, by 4
     learn.fit(2)
-    preds, targs = learn.get_preds(dl='test')
+    preds, targs = learn.get_preds(dl='test', act=noop)
     results = learn.periodic_data.results
     assert (
         torch.equal(results['preds'], preds)
@@ -273,7 +273,7 @@ def test_a_pass_at_evaluation() -> None:
     assert cb.results is None
     cb.at_eval = True
     learn.validate()
-    assert torch.equal(cb.results['preds'], learn.get_preds(dl='test')[0])
+    assert torch.equal(cb.results['preds'], learn.get_preds(dl='test', act=noop)[0])
 
 
 # ---------------------------------------------------------------------------------------- observers

@@ -98,7 +98,7 @@ def test_bf16_differs_from_float32_and_still_learns() -> None:
 
 def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_float32() -> None:
     learn = learner(MixedPrecision('bf16'))
-    preds, _ = learn.get_preds()
+    preds, _ = learn.get_preds(act=noop)
     model = net().eval()
     with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
         expected = torch.cat([model(x) for x, _ in data(2, seed=2)])

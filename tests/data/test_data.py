@@ -259,7 +259,11 @@ def test_device_is_chosen_once_and_can_be_set() -> None:
     dls.device = 'meta'
     assert dls.device == torch.device('meta')
     assert dls.cpu() is dls and dls.device == torch.device('cpu')
-    assert dls.to('cuda:1').device == torch.device('cuda', 1) and dls.cuda().device.type == 'cuda'
+    if not torch.cuda.is_available():
+        for move in (dls.cuda, lambda: dls.to('cuda:1')):
+            with pytest.raises(LoaderError, match=r"device='cuda"):
+                move()
+        assert dls.device == torch.device('cpu')
     assert not torch.cuda.is_initialized()
 
 
