@@ -7,6 +7,7 @@ from typing import Any
 from learnkit.core.batch import form_of, microbatches
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import decodes_batches
 from learnkit.data.show import (
     as_targets,
@@ -36,7 +37,8 @@ def show_results(
     if shuffle:
         if not decodes_batches(dl):
             raise OptionError('show_results(shuffle=True): only loaders of fastai can be shuffled.')
-        dl = dl.new(shuffle=True)
+        with preserved_rng():
+            dl = dl.new(shuffle=True)
     batch = first_batch(dl)
     data_method = own_method(dl, 'show_results')
     _, targs, decoded = learn.get_preds(dl=[batch], with_decoded=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import random
 from collections import namedtuple
 from collections.abc import Iterator
 from copy import deepcopy
@@ -962,7 +963,8 @@ class DecodingLoader:
     def __len__(self) -> int:
         return 1
 
-    def new(self, shuffle: bool) -> Any:
+    def new(self, shuffle: bool, drop_last: bool = False) -> Any:
+        random.random()  # as fastai's, which draw a seed
         return DecodingLoader(shuffle)
 
     def decode_batch(self, b: Any) -> Any:
@@ -987,7 +989,9 @@ def test_typed_batches_are_cast_to_plain_tensors_and_predicted_on() -> None:
     assert type(preds) is type(targets) is Tensor
     assert torch.equal(targets, 2 * torch.arange(4.0).view(4, 1))
     assert learn.show_results(max_n=2) == [0.0, 1.0]
+    before = random.getstate()
     assert learn.show_results(max_n=2, shuffle=True) == [3.0, 2.0]
+    assert random.getstate() == before
     with pytest.raises(OptionError, match='shuffle'):
         synth_learner().show_results(shuffle=True)
     assert 'cast_to_tensor' not in [cb.name for cb in synth_learner().cbs]
