@@ -953,6 +953,7 @@ class Learner(Loop):
         ds_idx: int = 1,  # loader whose first batch is shown: 0 training, 1 validation
         dl: Any = None,  # loader to use instead
         max_n: int = 9,  # maximum number of samples
+        shuffle: bool = False,  # show random samples; for fastai's loaders
         **kwargs: Any,  # further arguments of the data's own `show_results`; images: `figsize`
     ) -> Any:
         """Show a batch with its predictions: images in a grid, other data as a table; return the figure or table.
@@ -960,6 +961,8 @@ class Learner(Loop):
         Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. If the loader (as in
         fastai) or its data set has a method `show_results(batch, preds, max_n=..., **kwargs)`, that method is called
         with a whole batch and the decoded predictions instead. Loaders, random generators and the model are restored.
+
+        Raises `OptionError` for `shuffle=True` if the loader cannot be copied with another order.
 
         >>> from learnkit import Learner
         >>> scores = torch.tensor([[3., 1.], [2., 0.]])
@@ -970,7 +973,7 @@ class Learner(Loop):
         """
         from learnkit.inference.show import show_results
 
-        return show_results(self, ds_idx, dl, max_n, **kwargs)
+        return show_results(self, ds_idx, dl, max_n, shuffle, **kwargs)
 
     # -- saving and loading ------------------------------------------------------------------------
 

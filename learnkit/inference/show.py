@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.core.batch import form_of, microbatches
+from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
+from learnkit.core.random import preserved_rng
+from learnkit.data.dataloaders import decodes_batches
 from learnkit.data.show import (
     as_targets,
     binary_cut,
@@ -25,11 +28,17 @@ def show_results(
     ds_idx: int = 1,
     dl: Any = None,
     max_n: int = 9,
+    shuffle: bool = False,
     **kwargs: Any,
 ) -> Any:
     "Show a batch with its predictions: images in a grid, other data as a table; return the figure or table."
     check_count('max_n', max_n)
     dl = learn.dls[ds_idx] if dl is None else dl
+    if shuffle:
+        if not decodes_batches(dl):
+            raise OptionError('show_results(shuffle=True): only loaders of fastai can be shuffled.')
+        with preserved_rng():
+            dl = dl.new(shuffle=True)
     batch = first_batch(dl)
     data_method = own_method(dl, 'show_results')
     _, targs, decoded = learn.get_preds(dl=[batch], with_decoded=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import random
 from collections import namedtuple
 from collections.abc import Iterator
 from copy import deepcopy
@@ -30,6 +31,7 @@ from learnkit import (
     Learner,
     LoaderError,
     OptimizerError,
+    OptionError,
     Periodic,
     ProgressCallback,
     Recorder,
@@ -941,3 +943,55 @@ def test_to_detach_takes_fastais_options() -> None:
     x = torch.ones(1, requires_grad=True) * 2
     assert not to_detach(x, cpu=False, gather=False).requires_grad
     assert not synth_learner().to_detach(x, gather=False).requires_grad
+
+
+class Image(Tensor):
+    "As fastai's typed tensors."
+
+
+class DecodingLoader:
+    "As fastai's loaders: batches of typed tensors, a copy in another order, parts of the data set."
+
+    def __init__(self, shuffle: bool = False) -> None:
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x = torch.arange(4.0).view(4, 1)
+        x = x.flip(0) if self.shuffle else x
+        yield x.as_subclass(Image), (2 * x).as_subclass(Image)
+
+    def __len__(self) -> int:
+        return 1
+
+    def new(self, shuffle: bool, drop_last: bool = False) -> Any:
+        random.random()  # as fastai's, which draw a seed
+        return DecodingLoader(shuffle)
+
+    def decode_batch(self, b: Any) -> Any:
+        return b
+
+    def show_results(self, b: Any, preds: Tensor, max_n: int) -> list[float]:
+        return [float(x) for x in b[0][:max_n]]
+
+    @property
+    def valid(self) -> Any:
+        raise IndexError('the data set has other splits')
+
+
+def test_typed_batches_are_cast_to_plain_tensors_and_predicted_on() -> None:
+    seen: set[type] = set()
+    note = Callback(after_loss=lambda cb: seen.update(map(type, (cb.x, cb.y, cb.pred, cb.loss))))
+    learn = synth_learner(dls=DataLoaders(DecodingLoader(), DecodingLoader()), cbs=note)
+    assert [cb.name for cb in learn.cbs][-2] == 'cast_to_tensor'
+    learn.fit(1)
+    assert seen == {Tensor}
+    preds, targets = learn.get_preds(dl=DecodingLoader())
+    assert type(preds) is type(targets) is Tensor
+    assert torch.equal(targets, 2 * torch.arange(4.0).view(4, 1))
+    assert learn.show_results(max_n=2) == [0.0, 1.0]
+    before = random.getstate()
+    assert learn.show_results(max_n=2, shuffle=True) == [3.0, 2.0]
+    assert random.getstate() == before
+    with pytest.raises(OptionError, match='shuffle'):
+        synth_learner().show_results(shuffle=True)
+    assert 'cast_to_tensor' not in [cb.name for cb in synth_learner().cbs]

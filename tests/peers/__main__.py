@@ -58,7 +58,8 @@ def table(rows: Sequence[Row]) -> str:
     "Return rows as Markdown: a line that counts them, then a table, for each part."
     blocks = []
     for part in dict.fromkeys(row.part for row in rows):
-        own = [row for row in rows if row.part == part]
+        shown = [row for row in rows if row.part == part]
+        own = [row for row in shown if row.runs is not None]
         n_run = sum(row.runs for row in own)
         n_keys = sum(row.keys for row in own)
         n_equal = sum(row.numbers == EQUAL for row in own)
@@ -66,7 +67,7 @@ def table(rows: Sequence[Row]) -> str:
             f'{part}: of {len(own)}, {n_run} run unchanged, {n_keys} have the same keys, '
             f'{n_equal} equal numbers.'
         )
-        lines = [f'| {" | ".join(cells(row))} |' for row in own]
+        lines = [f'| {" | ".join(cells(row))} |' for row in shown]
         blocks.append('\n'.join([count, '', HEAD, *lines]))
     return '\n\n'.join(blocks)
 
@@ -77,7 +78,9 @@ def cells(row: Row) -> list[str]:
     return [f'`{row.callback}`', yes(row.runs), yes(row.keys), row.numbers, why]
 
 
-def yes(value: bool) -> str:
+def yes(value: bool | None) -> str:
+    if value is None:
+        return 'not run'
     return 'yes' if value else '**no**'
 
 

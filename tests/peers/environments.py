@@ -32,6 +32,7 @@ PEERS = [
         'fastai',
         (
             'fastai==2.8.12',
+            'accelerate==1.15.*',
             'beartype==0.23.*',
             'fastdownload==0.0.8',
             'fastprogress==1.0.*',

@@ -7,7 +7,6 @@ A bench is a module with a function `rows()` that returns a list of `Row`."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import warnings
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 EQUAL = 'equal'
 TOO_FAR = 'differ'
+LIMITS = 1e-5, 1e-3  # absolute; coarse, so that every machine prints the same page
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Row:
     "A line of the table: one callback, or one thing that is done with the package."
 
     callback: str
-    # runs in a learnkit Learner as its package ships it
-    runs: bool
+    # runs in a learnkit Learner as its package ships it; None: was not run
+    runs: bool | None
     # what it logs has the same keys as in the package's own trainer
-    keys: bool
-    # `EQUAL`, 'within 1e-6', or `TOO_FAR`: weights, steps and values
+    keys: bool | None
+    # `EQUAL`, within one of `LIMITS`, or `TOO_FAR`: weights, steps and values
     numbers: str
     # what differs, and why
     why: str = ''
@@ -42,7 +42,7 @@ class Row:
 
 
 def compare_numbers(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> str:
-    "Return `EQUAL`, or the power of ten within which all tensors of the same name are."
+    "Return `EQUAL`, or the first of `LIMITS` within which all tensors of the same name are."
     import torch
 
     if a.keys() != b.keys():
@@ -56,8 +56,7 @@ def compare_numbers(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
         furthest = max(furthest, difference)
     if not furthest:
         return EQUAL
-    power = math.ceil(math.log10(furthest))
-    return f'within 1e{power}' if power <= -4 else TOO_FAR
+    return next((f'within {limit:g}' for limit in LIMITS if furthest < limit), TOO_FAR)
 
 
 def define_torchvision_operators() -> None:
