@@ -36,6 +36,7 @@ from learnkit.core.errors import (
     TimeError,
 )
 from learnkit.core.html import never_raising
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
@@ -227,7 +228,7 @@ class Learner(Loop):
         if find_loop_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
-        with self.added_cbs(fit_cbs):
+        with deferred_interrupts(), self.added_cbs(fit_cbs):
             checkpoint = find_checkpoint(self, resume)
             self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None

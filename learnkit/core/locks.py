@@ -56,27 +56,29 @@ class FolderLock:
         stat = self.folder.stat()
         key = (os.getpid(), stat.st_dev, stat.st_ino)
         self._since = f' has been writing there since {datetime.now():%Y-%m-%d %H:%M:%S}'
-        holder = _held_locks.setdefault(key, self)
-        if holder is not self:
-            raise self._make_error(f'this process{holder._since}')
         try:
+            holder = _held_locks.setdefault(key, self)
+            if holder is not self:
+                raise self._make_error(f'this process{holder._since}')
+            self._key = key  # from here on it can be released
             self._fd = self._lock_file()
         except BaseException:
-            del _held_locks[key]
+            if _held_locks.get(key) is self:
+                self._key = key
+                self.release()
             raise
-        self._key = key
         return self
 
     def release(self) -> None:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
         if not self.held or self._key is None:
             return
-        fd, key = self._fd, self._key
-        self._fd = None
-        self._key = None
+        # in this order, so that it can be done again if it was interrupted
+        fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
-        del _held_locks[key]
+        _held_locks.pop(self._key, None)
+        self._key = None
 
     @property
     def held(self) -> bool:

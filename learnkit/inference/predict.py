@@ -24,6 +24,7 @@ from learnkit.core.errors import (
     LoaderError,
     OptionError,
 )
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
@@ -76,6 +77,7 @@ def validate(
     learn.final_record = None
     try:
         with (
+            deferred_interrupts(),
             learn.lock,
             preserved_state(learn),
             learn.validation_context(cbs=cbs, inner=True),
@@ -153,6 +155,7 @@ def _run_predictions(
     "Predict on a loader; the callbacks `cbs` receive the predictions."
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
+        deferred_interrupts(),
         learn.lock,
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
