@@ -38,6 +38,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
@@ -239,7 +240,7 @@ class Learner(Loop):
         if find_loop_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
-        with self.added_cbs(fit_cbs):
+        with deferred_interrupts(), self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
                 checkpoint = find_checkpoint(self, resume)

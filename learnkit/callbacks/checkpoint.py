@@ -213,10 +213,10 @@ class Checkpoint(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_writable(folder / 'checkpoint')
+            self._lock = lock  # first, so that it is released also if this is interrupted
             lock.acquire()
         except OSError as e:
             raise CheckpointError(f'{folder.absolute()} cannot hold checkpoints: {e}.') from None
-        self._lock = lock
         sweep(folder)
         sweep_folders(folder)
 
@@ -495,6 +495,12 @@ class Checkpoint(Callback):
                 self._release_resources()
         if must_leave and not in_ipython():
             self._stop_request.leave()
+
+    def on_run_ended(self) -> None:
+        "Release the folder and restore the signal handler, also if the cleanup was aborted."
+        self._stop_request.restore()
+        self._release_resources()
+        self._run_id = ''
 
     def _release_resources(self) -> None:
         if self._lock is not None:

@@ -25,6 +25,7 @@ from learnkit.core.errors import (
     OptionError,
     ScheduleError,
 )
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.model import name_of
 from learnkit.core.numbers import check_count
@@ -321,7 +322,13 @@ def lr_find(
     check_not_running(learn)
     n = epoch_length(learn.dls, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
-    with learn.lock, learn.removed_cbs(left_out), restored(learn), learn.no_logging():
+    with (
+        deferred_interrupts(),
+        learn.lock,
+        learn.removed_cbs(left_out),
+        restored(learn),
+        learn.no_logging(),
+    ):
         learn.fit(finder.num_it // n + 1 if n else finder.num_it, cbs=finder)
 
     learn.lr_search = search = finder.found()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
@@ -148,7 +149,13 @@ def replay(
     drawn = source._drawn[source._failed if source._failed is not None else max(source._drawn)]
     if learn.logger is not noop:
         print(announce(source, drawn))
-    with restored(learn), with_callbacks(learn, source), learn.no_logging(), learn.no_mbar():
+    with (
+        deferred_interrupts(),
+        restored(learn),
+        with_callbacks(learn, source),
+        learn.no_logging(),
+        learn.no_mbar(),
+    ):
         return repeat(learn, source, drawn, detect_anomaly)
 
 

@@ -46,7 +46,11 @@ class StopRequest:
             return
         _watch_forks()
         _active_requests.append(self)
-        _handle(signal.SIGTERM, _receive)
+        try:
+            _handle(signal.SIGTERM, _receive)
+        except BaseException:
+            self.restore()
+            raise
         self._handler = _before[signal.SIGTERM]
         if dls is not None:
             self._restore_loaders = outlast_sigterm(dls)
@@ -55,11 +59,12 @@ class StopRequest:
         "Restore the previous handler; a second call does nothing."
         if self not in _active_requests:
             return
+        # in this order, so that it can be done again if it was interrupted
+        self._restore_loaders()
+        self._restore_loaders = noop
         if len(_active_requests) == 1:
             _restore_handlers()
         _active_requests.remove(self)
-        self._restore_loaders()
-        self._restore_loaders = noop
 
     def leave(self) -> None:
         "Call the previous handler, and exit with 143, the code of a process that SIGTERM ended."
@@ -84,8 +89,10 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
 
 
 def _handle(sig: int, handler: Any) -> None:
-    if sig not in _before and signal.getsignal(sig) is not None:
-        _before[sig] = signal.signal(sig, handler)
+    previous = signal.getsignal(sig)
+    if sig not in _before and previous is not None:
+        _before[sig] = previous  # first, so that it is restored also if this is interrupted
+        signal.signal(sig, handler)
 
 
 def _restore_handlers() -> None:

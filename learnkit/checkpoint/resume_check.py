@@ -18,6 +18,7 @@ from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import check_count
@@ -125,6 +126,7 @@ def check_resume(
 
     writers = [cb for cb in learn.cbs if getattr(cb, 'writes_files', False)]
     with (
+        deferred_interrupts(),
         learn.lock,
         learn.removed_cbs(writers),
         _redirect_files(learn) as folder,

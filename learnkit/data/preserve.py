@@ -20,8 +20,19 @@ def refill_dict(o: Any, items: dict[Any, Any]) -> None:
         and all(map(is_, o.values(), items.values()))
     ):
         return
-    o.clear()
+    # it is never empty, also if this is interrupted
     o.update(items)
+    for key in [key for key in o if key not in items]:
+        del o[key]
+    if not all(map(is_, o, items)):
+        _reorder(o, items)
+
+
+def _reorder(o: dict[Any, Any], items: dict[Any, Any]) -> None:
+    "Give the entries of a dict the order of `items`."
+    for key, value in items.items():
+        del o[key]
+        o[key] = value
 
 
 @contextmanager

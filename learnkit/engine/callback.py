@@ -303,6 +303,13 @@ class Callback:
     def on_run_failed(self) -> None:
         "Run after a nested run failed: undo what was changed for this run, as the outer run may continue."
 
+    def on_run_ended(self) -> None:
+        """Give back what is held of the process (locks, signal handlers) after the `cleanup` of the outermost run.
+
+        Unlike `cleanup`, it is also called if a second Ctrl-C has aborted the cleanup, and called again if it was
+        interrupted itself.
+        """
+
     def on_run_paused(self) -> None:
         "Run when a prediction stream pauses between two batches: restore the Learner as it was before the stream."
 

@@ -15,6 +15,7 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
+from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.attributes import keeps_attributes, note_attributes
@@ -195,6 +196,7 @@ class CallbackHost:
         self.callbacks = CallbackSet(cast(LoopLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
+    @allow_interrupts
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from types import FrameType
 from typing import Any, Self
@@ -13,9 +14,11 @@ from typing import Any, Self
 import torch
 
 from learnkit.core.errors import CancelError, CancelException
+from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
+from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import CallbackHost, place, takes_every_event
 from learnkit.engine.events import CONTEXTS, LEVELS
 
@@ -139,13 +142,27 @@ def end_run(learn: LoopLike, error: BaseException | None) -> None:
         interrupted = interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised)
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
-        if error is not None:
-            learn.forget_run()
-        learn.error, run.ending, run.stopping, run.checkpoint_event = None, False, False, ''
-        for cb in learn.callbacks:
-            if not cb.run:
-                cb.run = True
+        try:
+            run_all([partial(_settle, learn, error), *_releases(learn)])
+        except Exception as e:
+            raised.append(e)
     raise_first(error, raised)
+
+
+def _settle(learn: LoopLike, error: BaseException | None) -> None:
+    "Reset the state of the run that ends."
+    run = learn.run
+    if error is not None:
+        learn.forget_run()
+    learn.error, run.ending, run.stopping, run.checkpoint_event = None, False, False, ''
+    for cb in learn.callbacks:
+        if not cb.run:
+            cb.run = True
+
+
+def _releases(learn: LoopLike) -> list[Callable[[], object]]:
+    "Return the functions that give back what callbacks hold of the process."
+    return [cb.on_run_ended for cb in learn.callbacks if isinstance(cb, Callback)]
 
 
 def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
@@ -160,7 +177,7 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
         if not switch and (event_name == 'after_error' or has_left):
             continue
         try:
-            handler()
+            call_handler(handler)
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and interrupted:
                 raise
@@ -171,6 +188,12 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
                 e = stray
             raised.append(e)
     return raised
+
+
+@allow_interrupts
+def call_handler(handler: Callable[[], Any]) -> None:
+    "Call a handler at the end of a run."
+    handler()
 
 
 @contextmanager

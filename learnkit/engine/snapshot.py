@@ -18,6 +18,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.core.dtensor import cut_again
+from learnkit.core.interrupts import run_all
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
@@ -73,9 +74,8 @@ class Snapshot:
             self._copy(self._queue.pop())
 
     def undo(self) -> None:
-        "Write all contents back."
-        for step in self._undo_steps:
-            step()
+        "Write all contents back, also if Ctrl-C interrupts it."
+        run_all(self._undo_steps)
 
     def _copy(self, o: Any) -> None:
         if type(o) in _ATOMS or id(o) in self._visited:
@@ -141,9 +141,15 @@ def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None
 def _refill(o: Any, items: list[Any]) -> None:
     if len(o) == len(items) and all(map(is_, o, items)):
         return
-    o.clear()
-    for item in items:
-        o.add(item) if isinstance(o, set) else o.append(item)
+    # in one step, so that no interrupt leaves it empty
+    if isinstance(o, list):
+        o[:] = items
+    elif isinstance(o, set):
+        o ^= o.symmetric_difference(items)
+    else:
+        o.extend(items)
+        for _ in range(len(o) - len(items)):
+            o.popleft()
 
 
 def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:

@@ -32,6 +32,7 @@ from learnkit.core.errors import (
     LoaderError,
     OptionError,
 )
+from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -85,6 +86,7 @@ def validate(
     learn.final_record = None
     try:
         with (
+            deferred_interrupts(),
             learn.lock,
             preserved_state(learn),
             learn.validation_context(cbs=cbs, inner=True),
@@ -161,6 +163,7 @@ def _run_predictions(
     "Predict on a loader; the callbacks `cbs` receive the predictions."
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
+        deferred_interrupts(),
         learn.lock,
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),

@@ -1,0 +1,118 @@
+"""Ctrl-C while something is being restored: the restoring is finished first.
+
+A signal can arrive between any two instructions of Python, also inside the `__exit__` of a context, of which
+the rest is then skipped. `deferred_interrupts` lets `KeyboardInterrupt` wait until contexts that are being entered
+or left are complete; `run_all` finishes a list of steps whatever is raised."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ['deferred_interrupts', 'allow_interrupts', 'run_all']
+
+# what is not interrupted: entering and leaving a context, and a `__del__`, in which the interrupt would be lost
+_UNDIVIDED = ('__enter__', '__exit__', '__del__')
+_ATTEMPTS = 10  # a step is not repeated forever
+# functions that call code of users, which may take long and can be interrupted at once
+_interruptible: set[CodeType] = set()
+
+
+def allow_interrupts(f: Callable[..., Any]) -> Callable[..., Any]:
+    "Let Ctrl-C interrupt what a function calls, also while a context is being left; return the function."
+    _interruptible.add(f.__code__)
+    return f
+
+
+class deferred_interrupts:
+    """Let Ctrl-C wait until all contexts that are being entered or left inside of this one are complete.
+
+    A first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is under way, a second one at
+    once. Acts on the main thread only, and only in place of Python's own handler, which is restored at the end.
+
+    >>> handler = signal.getsignal(signal.SIGINT)
+    >>> with deferred_interrupts(): pass
+    >>> signal.getsignal(signal.SIGINT) is handler
+    True
+    """
+
+    def __init__(self) -> None:
+        self._installs = False
+        self._waits = False  # an interrupt is to be raised
+        self._outside: FrameType | None = None  # what is under way there is not ours
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        self._outside = sys._getframe(1)
+        self._installs = True
+        signal.signal(signal.SIGINT, self._receive)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._installs:
+            return
+        if signal.getsignal(signal.SIGINT) == self._receive:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._outside = None
+        if self._waits:
+            self._stop_waiting()
+            raise KeyboardInterrupt
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        # the profile function is the one thing that Python calls when a frame ends
+        if self._waits or sys.getprofile() is not None or not self._is_restoring(frame):
+            self._stop_waiting()
+            raise KeyboardInterrupt
+        self._waits = True
+        sys.setprofile(self._raise_when_complete)
+
+    def _raise_when_complete(self, frame: FrameType, event: str, arg: Any) -> None:
+        if not self._is_restoring(frame):
+            self._stop_waiting()
+            raise KeyboardInterrupt
+
+    def _stop_waiting(self) -> None:
+        if self._waits:
+            self._waits = False
+            sys.setprofile(None)
+
+    def _is_restoring(self, frame: FrameType | None) -> bool:
+        "Return True if a context is being entered or left in one of the frames."
+        inner = frame
+        while frame is not None and frame is not self._outside:
+            if frame.f_code.co_name in _UNDIVIDED:
+                return True
+            if frame.f_code in _interruptible and frame is not inner:
+                return False
+            frame = frame.f_back
+        return False
+
+
+def run_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Run all steps, also after one of them has failed, and raise the first error at the end.
+
+    A step that Ctrl-C interrupts is run again, so it must be one that can be repeated.
+
+    >>> done = []
+    >>> try: run_all([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
+    ... except ZeroDivisionError: print(done)
+    [1, 3]
+    """
+    first: BaseException | None = None
+    for step in steps:
+        for _ in range(_ATTEMPTS):
+            try:
+                step()
+                break
+            except KeyboardInterrupt as e:
+                first = first or e
+            except Exception as e:
+                first = first or e
+                break
+    if first is not None:
+        raise first

@@ -1,0 +1,227 @@
+"""Row 47: Ctrl-C while `lr_find`, `check_resume` and others restore. All is restored, and the next fit works."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
+
+from learnkit import Callback, Learner, Replay
+from learnkit.callbacks.lr_finder import LRFinder
+from learnkit.core.interrupts import deferred_interrupts, run_all
+from learnkit.engine.snapshot import Snapshot
+from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def find(learn: Learner) -> None:
+    learn.lr_find(num_it=6, show_plot=False)
+
+
+def find_in_a_fit(learn: Learner) -> None:
+    learn.fit(2, cbs=LRFinder(num_it=6))
+
+
+def check(learn: Learner) -> None:
+    learn.check_resume(n_batches=2)
+
+
+RESTORING = {'lr_find': find, 'LRFinder': find_in_a_fit, 'check_resume': check}
+
+
+def interrupted(run: Callable[[Learner], None], at: int) -> tuple[bool, str]:
+    "Press Ctrl-C at an instant after the restoring has begun; return whether it came, and what is wrong."
+    learn = make_learner()
+    interrupter = Interrupter(at, Snapshot.undo.__code__, run.__code__)
+    before = {name: id(value) for name, value in vars(learn).items() if not name.startswith('_')}
+    with redirect_stdout(io.StringIO()), interrupting(interrupter):
+        run(learn)
+    problems = []
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        problems.append('the handler is still there')
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if run is find:
+        lost = [name for name in before if name not in vars(learn)]
+        problems += [f'{lost=}'] * bool(lost)
+    try:
+        # a fit with the finder counts as one
+        learn.fit(1) if run is find_in_a_fit else fits_like_fresh(learn)
+    except Exception as e:
+        problems.append(f'{type(e).__name__} {e}'[:200])
+    return interrupter.left <= 0, '; '.join(problems)
+
+
+@pytest.mark.parametrize('name', RESTORING)
+def test_at_some_instants(name: str) -> None:
+    results = [interrupted(RESTORING[name], at) for at in (1, 2, 9, 40, 131, 260)]
+    assert results == [(True, '')] * 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', RESTORING)
+def test_at_many_instants(name: str) -> None:
+    n, bad = 0, list[str]()
+    for at in range(1, 10**6, 5):
+        has_come, problem = interrupted(RESTORING[name], at)
+        if not has_come:
+            break
+        n += 1
+        bad += [problem] * bool(problem)
+    print(f'row 47: {n} instants of the restoring of {name}, the next fit differs after {len(bad)}')
+    assert n > 50 and not bad, bad[:10]
+
+
+def test_weights_are_those_from_before_the_search() -> None:
+    learn = make_learner()
+    learn.fit(N_EPOCH)
+    before = digest(learn)
+    for at in (1, 30, 100):
+        with interrupting(Interrupter(at, Snapshot.undo.__code__)):
+            find(learn)
+        assert digest(learn) == before
+
+
+def test_a_replayed_batch() -> None:
+    learn = make_learner(Replay())
+    learn.fit(1)
+    before = digest(learn)
+    for at in (1, 30, 100):
+        with redirect_stdout(io.StringIO()):
+            with interrupting(Interrupter(at, Snapshot.undo.__code__)):
+                learn.replay()
+        assert digest(learn) == before
+
+
+# -- the mechanism ---------------------------------------------------------------------------------
+
+
+def contents() -> list[Any]:
+    x = torch.zeros(2)
+    return [[1, [2]], {'a': x, 'b': {'c': 3}}, deque([4, 5], maxlen=3), {6, 7}, np.zeros(2)]
+
+
+def change(o: list[Any]) -> None:
+    o[0][:] = []
+    o[1]['a'].add_(1)
+    o[1]['z'] = o[1].pop('a')
+    o[1]['b'].clear()
+    o[2].append(8)
+    o[2].append(9)
+    o[3].clear()
+    o[4] += 1
+
+
+@pytest.mark.parametrize('how', [press, interrupt])
+def test_a_snapshot_is_written_back_as_a_whole(how: Callable[[], None]) -> None:
+    for at in range(1, 500):
+        o = contents()
+        snapshot = Snapshot([o])
+        change(o)
+        interrupter = Interrupter(at, run_all.__code__, how=how)
+        with interrupting(interrupter):
+            snapshot.undo()
+        if interrupter.left > 0:
+            break
+        # before the first step nothing has begun
+        if at > 1:
+            assert repr(o) == repr(contents())
+    assert at > 20
+
+
+def test_no_object_is_empty_between_two_steps() -> None:
+    seen: list[bool] = []
+    o = [1, 2], {'a': 1, 'b': 2}, {3, 4}, deque([5, 6])
+    snapshot = Snapshot([o])
+    for part in o:
+        part.clear()
+        part.update({'c': 3}) if isinstance(part, dict) else None
+        part.add(9) if isinstance(part, set) else None
+        part.append(9) if isinstance(part, (list, deque)) else None
+
+    def look(frame: Any, event: str, arg: Any) -> None:
+        seen.append(all(map(len, o)))
+
+    sys.setprofile(look)
+    try:
+        snapshot.undo()
+    finally:
+        sys.setprofile(None)
+    assert all(seen) and o == ([1, 2], {'a': 1, 'b': 2}, {3, 4}, deque([5, 6]))
+
+
+class Slow:
+    "A context that is pressed in, and notes what has been done."
+
+    def __init__(self, where: str, n: int) -> None:
+        self.where, self.n, self.done = where, n, list[str]()
+
+    def act(self, where: str) -> None:
+        self.done.append(f'begin {where}')
+        if where == self.where:
+            for _ in range(self.n):
+                press()
+        self.done.append(f'end {where}')
+
+    def __enter__(self) -> None:
+        self.act('enter')
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.act('exit')
+
+
+@pytest.mark.parametrize('where', ['enter', 'exit'])
+def test_a_context_is_entered_and_left_before_the_interrupt_is_raised(where: str) -> None:
+    slow = Slow(where, 1)
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupts():
+            with slow:
+                slow.act('body')
+            raise AssertionError('not interrupted')
+    expected = ['begin enter', 'end enter', 'begin body', 'end body', 'begin exit', 'end exit']
+    assert slow.done == ([*expected[:2], *expected[4:]] if where == 'enter' else expected)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_one_is_raised_at_once() -> None:
+    slow = Slow('exit', 2)
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(), slow:
+        pass
+    assert slow.done[-1] == 'begin exit'
+
+
+def test_another_handler_stays() -> None:
+    def own(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt('own')
+
+    signal.signal(signal.SIGINT, own)
+    with deferred_interrupts():
+        assert signal.getsignal(signal.SIGINT) is own
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_a_fit_inside_of_another_context_is_interrupted_at_once() -> None:
+    class Trained:
+        def __enter__(self) -> None:
+            make_learner(Callback(after_loss=lambda cb: press())).fit(1)
+
+        def __exit__(self, *exc_info: object) -> None:
+            pass
+
+    with pytest.raises(KeyboardInterrupt) as e:
+        Trained().__enter__()
+    assert e.value.__notes__[0].startswith('in Callback.after_loss (epoch 0, batch 0)')

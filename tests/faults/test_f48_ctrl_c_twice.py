@@ -1,0 +1,182 @@
+"""Row 48: Ctrl-C twice, in a save or a slow cleanup. SIGTERM ends the process, and its folder is free."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+from fault_helpers import make_learner, raised_by
+
+from learnkit import Callback, Learner
+from learnkit.callbacks import Checkpoint, sigterm
+from learnkit.callbacks.sigterm import StopRequest
+from learnkit.core import locks
+from learnkit.core.locks import FolderLock
+from learnkit.engine import run as runs
+from learnkit.testing.forks import start
+from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handlers() -> Iterator[None]:
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {sig: signal.signal(sig, handler) for sig, handler in handlers.items()}
+    yield
+    for sig, handler in before.items():
+        signal.signal(sig, handler)
+
+
+def press_slowly(cb: Any = None) -> None:
+    press()
+    sleep(1)
+    raise AssertionError('no KeyboardInterrupt came')
+
+
+def learner(folder: Path, *cbs: Any, **options: Any) -> Learner:
+    return make_learner([*cbs, Checkpoint(folder=folder, **options)])
+
+
+def problems_in(folder: Path) -> list[str]:
+    "Return what is still taken: signal handlers, requests, locks."
+    found = []
+    for sig, own in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(sig) != own:
+            found.append(f'{sig.name} is handled by {signal.getsignal(sig)}')
+            signal.signal(sig, own)
+    if sigterm._active_requests or sigterm._before:
+        found.append(f'{sigterm._active_requests} {sigterm._before}')
+        sigterm._reset()
+    if locks._held_locks:
+        found.append(f'{locks._held_locks}')
+        locks._held_locks.clear()
+    if not found:
+        learner(folder).fit(1)
+    return found
+
+
+@pytest.mark.parametrize('background', [False, True])
+@pytest.mark.parametrize('where', ['save', 'cleanup'])
+def test_in_a_save_and_in_a_slow_cleanup(
+    where: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Callback(cleanup=press_slowly)
+    cbs = [slow] if where == 'save' else [Callback(after_loss=press_slowly), slow]
+    options: dict[str, Any] = {'background': background, 'every': '1ba'}
+    if where == 'save':
+        name = '_take_snapshot' if background else '_write'
+        monkeypatch.setattr(Checkpoint, name, lambda *_: press_slowly())
+    learn = learner(tmp_path, *cbs, **options)
+    e = raised_by(lambda: learn.fit(2))
+    monkeypatch.undo()
+    assert type(e) is KeyboardInterrupt
+    assert problems_in(tmp_path) == []
+    # and the Learner itself
+    learn.remove_cbs(cbs)
+    learn.fit(1)
+    assert problems_in(tmp_path) == []
+
+
+def test_the_process_is_ended_by_sigterm(tmp_path: Path) -> None:
+    def job() -> None:
+        slow = Callback(cleanup=press_slowly)
+        learn = learner(tmp_path, Callback(after_loss=press_slowly), slow)
+        assert type(raised_by(lambda: learn.fit(1))) is KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleep(5)
+
+    with start(job) as child:
+        assert child.wait() == -signal.SIGTERM, child.stderr
+
+
+def second_at(at: int, folder: Path) -> tuple[bool, list[str]]:
+    "Interrupt a fit, and its end once more at an instant; return whether that came, and what is still taken."
+    learn = learner(folder, Callback(after_loss=interrupt_fit))
+    interrupter = Interrupter(at, runs.end_run.__code__, Learner.fit.__code__)
+    # within the end of the run, so that no context around the fit is in the way
+    with interrupting(interrupter):
+        learn.fit(1)
+    return interrupter.left <= 0, problems_in(folder)
+
+
+def interrupt_fit(cb: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_second_at_some_instants_of_the_end(tmp_path: Path) -> None:
+    results = [second_at(at, tmp_path) for at in (1, 5, 20, 50, 90, 140)]
+    assert results == [(True, [])] * 6
+
+
+@pytest.mark.full
+def test_the_second_at_every_instant_of_the_end(tmp_path: Path) -> None:
+    n, bad = 0, list[Any]()
+    for at in range(1, 10**5):
+        has_come, problems = second_at(at, tmp_path)
+        if not has_come:
+            break
+        n += 1
+        bad += problems
+    print(f'row 48: {n} instants of the end of an interrupted fit, {len(bad)} left something taken')
+    assert n > 100 and not bad, bad[:5]
+
+
+# -- the mechanism ---------------------------------------------------------------------------------
+
+
+def steps(acquire: Callable[[], Any], release: Callable[[], Any]) -> Iterator[int]:
+    "Interrupt both at each instant, and release once more; yield the number of instants."
+    for f in (acquire, release):
+        for at in range(1, 1000):
+            if f is release:
+                acquire()
+            interrupter = Interrupter(at, f.__func__.__code__, how=interrupt)  # type: ignore[attr-defined]
+            with interrupting(interrupter):
+                f()
+            release()
+            yield at
+            if interrupter.left > 0:
+                break
+
+
+def test_a_lock_can_be_released_whatever_was_interrupted(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    n = 0
+    for _ in steps(lock.acquire, lock.release):
+        n += 1
+        assert not locks._held_locks and not lock.held
+        with FolderLock(tmp_path):
+            pass
+    assert n > 20
+
+
+def test_a_stop_request_can_be_restored_whatever_was_interrupted() -> None:
+    request = StopRequest()
+    n = 0
+    for _ in steps(request.install, request.restore):
+        n += 1
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not sigterm._active_requests and not sigterm._before
+    assert n > 10
+
+
+def test_what_fails_does_not_keep_others_from_giving_back(tmp_path: Path) -> None:
+    class Holds(Callback):
+        def on_run_ended(self) -> None:
+            raise OSError('cannot be given back')
+
+    learn = learner(tmp_path, Holds())
+    with pytest.raises(OSError, match='cannot be given back'):
+        learn.fit(1)
+    assert problems_in(tmp_path) == []
+    learn.add_cb(Callback(after_loss=_fail))
+    e = raised_by(lambda: learn.fit(1))
+    assert type(e) is ValueError and 'cannot be given back' in ''.join(e.__notes__)
+
+
+def _fail(cb: Any) -> None:
+    raise ValueError('first')
