@@ -20,9 +20,11 @@ from typing import Any, TextIO
 
 from learnkit.callbacks.live_plot import MasterBar
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
+from learnkit.core.interrupt import end_in_one_line
 from learnkit.core.time import format_seconds
 from learnkit.data.checks import epoch_length
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import place
 
 __all__ = [
     'ProgressCallback',
@@ -34,6 +36,7 @@ __all__ = [
     'make_display',
 ]
 
+GAP = '..'  # in the place of columns that do not fit
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
 PATIENCE_S = 0.5
@@ -86,9 +89,11 @@ class Section:
         self,
         names: Sequence[str],  # cells of the header
         cells: Sequence[str],  # cells of the first row, which count for the column widths
+        max_width: float = inf,  # characters of a line
     ) -> None:
         self.names = [*names, *[''] * (len(cells) - len(names))]
         self.widths = [max(map(len, pair)) for pair in zip_longest(self.names, cells, fillvalue='')]
+        self.n_shown = count_columns(self.widths, max_width)
         self.lines: list[str] = []  # rows as text
         self.html_rows: list[str] = []  # rows as HTML
 
@@ -100,13 +105,20 @@ class Section:
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
         self.lines.append(self.line(cells))
-        self.html_rows.append(html_row('td', cells))
+        self.html_rows.append(html_row('td', cells, last_style=self._last_style('inherit')))
+
+    def _last_style(self, background: str) -> str:
+        "Return CSS that keeps the column of the time in view where the page is narrower than the table."
+        if self.names[-1:] != ['time']:
+            return ''
+        return f'position:sticky;right:0;background:{background}'
 
     def line(self, cells: Sequence[str]) -> str:
-        "Return one aligned line of text."
-        return '  '.join(
-            cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)
-        ).rstrip()
+        "Return one aligned line of text, without the columns that do not fit."
+        aligned = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)]
+        if self.n_shown < len(self.widths):
+            aligned = [*aligned[: self.n_shown - 1], GAP, *aligned[-1:]]
+        return '  '.join(aligned).rstrip()
 
     def head(self) -> list[str]:
         "Return the header as a list of one line, or an empty list."
@@ -118,11 +130,33 @@ class Section:
 
     def html(self, max_rows: int) -> str:
         "Return the section as an HTML table; colors and borders are left to the page's theme."
-        head = f'<thead>{html_row("th", self.names)}</thead>' if any(self.names) else ''
+        style = self._last_style('var(--jp-layout-color0,Canvas)')
+        head = html_row('th', self.names, last_style=style)
+        head = f'<thead>{head}</thead>' if any(self.names) else ''
         rows = truncate_rows(
             self.html_rows, max_rows, f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>', FOLDED
         )
         return f'<table style="text-align:right">{head}<tbody>{"".join(rows)}</tbody></table>'
+
+
+def count_columns(
+    widths: Sequence[int],  # characters of each column
+    max_width: float,  # characters of a line
+) -> int:
+    """Return the number of columns that fit, at least two: the first ones, and the last one, which has the time.
+
+    >>> count_columns([5, 10, 10, 8], 80), count_columns([5, 10, 10, 8], 32), count_columns([5, 10, 10, 8], 10)
+    (4, 3, 2)
+    """
+    total = sum(widths) + 2 * (len(widths) - 1)
+    n = len(widths)
+    if total <= max_width:
+        return n
+    total += 2 + len(GAP)
+    while n > 2 and total > max_width:
+        n -= 1
+        total -= widths[n - 1] + 2
+    return n
 
 
 class Table:
@@ -130,6 +164,7 @@ class Table:
 
     def __init__(self) -> None:
         self.sections: list[Section] = []
+        self.max_width: float = inf  # characters of a line; more columns are left out in the middle
 
     def add(
         self,
@@ -140,7 +175,7 @@ class Table:
         cells = [format_cell(value) for value in row]
         is_new = not self.sections or not self.sections[-1].fits(names, cells)
         if is_new:
-            self.sections.append(Section(names, cells))
+            self.sections.append(Section(names, cells, self.max_width))
         section = self.sections[-1]
         section.add(cells)
         return [*(section.head() if is_new else []), section.lines[-1]]
@@ -174,8 +209,37 @@ class Display:
         print(text, file=self.stream, flush=True)
 
 
+class AboveBar:
+    "Text stream of a terminal that clears the bar before text is written, and draws it again below whole lines."
+
+    def __init__(
+        self,
+        stream: TextIO,  # stream to write to
+        display: TerminalDisplay,  # display with the bar
+    ) -> None:
+        self.stream, self.display = stream, display
+
+    def write(self, text: str) -> int:
+        "Write above the bar."
+        display = self.display
+        if not display.is_line_open:
+            display.clear_bar()
+        n = self.stream.write(text)
+        if text:
+            display.is_line_open = not text.endswith('\n')
+        if not display.is_line_open:
+            self.stream.flush()
+            display.refresh_bar()
+        return n
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class TerminalDisplay(Display):
-    "Display for terminals: a tqdm bar that disappears when the run ends, and the rows above the bar."
+    """Display for terminals: a tqdm bar that disappears when the run ends, and the rows above the bar.
+
+    While there is a bar, what others print goes above the bar, too: `sys.stdout` and `sys.stderr` are replaced."""
 
     interval_s = 0.1
 
@@ -186,14 +250,18 @@ class TerminalDisplay(Display):
         # tqdm's monitor thread would make every later fork of a loader worker a risk
         self.make_bar: Any = type('Bar', (tqdm,), {'monitor_interval': 0})
         self.bar: Any = None
+        self.is_line_open = False  # whether the last line that others printed is not finished
+        self.table.max_width = get_terminal_size().columns
 
     def draw(self, bar: Bar | None) -> None:
-        if bar is None:
+        if bar is None or self.is_line_open:
             return
         if self.bar is None:
             self.bar = self.make_bar(file=self.stream, leave=False, delay=1e-9)
+            self._replace_streams()
         # the size falls back to 80 x 24 for a terminal that does not report one
-        self.bar.ncols, self.bar.nrows = get_terminal_size()
+        columns, self.bar.nrows = get_terminal_size()
+        self.bar.ncols = max(columns - len('^C'), 1)  # Ctrl-C is echoed behind the bar
         self.bar.total = bar.total
         self.bar.n = bar.done
         self.bar.desc = bar.label
@@ -203,11 +271,39 @@ class TerminalDisplay(Display):
         self.bar.refresh()
 
     def close(self, stopped_at: Bar | None = None) -> None:
+        if self.is_line_open and self.stream is not None:
+            self.stream.write('\n')
+            self.is_line_open = False
+        if stopped_at is not None:
+            self.clear_bar()
         self.draw(stopped_at)
+        self._restore_streams()
         if self.bar is None:
             return
         self.bar.leave, self.bar.delay = stopped_at is not None, 0
         self.bar.close()
+
+    def clear_bar(self) -> None:
+        "Clear the line of the bar, with what the terminal has echoed behind the bar."
+        if self.bar is not None and self.stream is not None:
+            self.stream.write(f'\r{" " * (self.bar.ncols + len("^C") - 1)}\r')
+
+    def refresh_bar(self) -> None:
+        "Draw the bar as it was."
+        if self.bar is not None:
+            self.bar.refresh()
+
+    def _replace_streams(self) -> None:
+        for name in ('stdout', 'stderr'):
+            stream = getattr(sys, name)
+            if _is_terminal(stream):
+                setattr(sys, name, AboveBar(stream, self))
+
+    def _restore_streams(self) -> None:
+        for name in ('stdout', 'stderr'):
+            stream = getattr(sys, name)
+            if isinstance(stream, AboveBar) and stream.display is self:
+                setattr(sys, name, stream.stream)
 
     def _emit(self, text: str) -> None:
         self.make_bar.write(text, file=self.stream)
@@ -246,9 +342,13 @@ def make_display(
     stream = sys.stdout if stream is None else stream
     if in_notebook():
         return NotebookDisplay(stream)
-    isatty = getattr(stream, 'isatty', None)
-    has_bar = isatty and isatty() and os.environ.get('TERM') != 'dumb'
+    has_bar = _is_terminal(stream) and os.environ.get('TERM') != 'dumb'
     return TerminalDisplay(stream) if has_bar else Display(stream)
+
+
+def _is_terminal(stream: Any) -> bool:
+    isatty = getattr(stream, 'isatty', None)
+    return bool(isatty and isatty())
 
 
 class RunProgress:
@@ -372,12 +472,26 @@ class ProgressCallback(Callback):
         self._write([values.get(name) for name in recorder.metric_names])
 
     def after_error(self) -> None:
-        "Keep the bar visible where the run stopped."
+        "Keep the bar visible where the run stopped; after Ctrl-C, end the script in a line."
+        error = self.learn.error
+        if isinstance(error, KeyboardInterrupt) and not self._nested():
+            end_in_one_line(error, self._describe_interrupt())
         if self._shown.bar is None:
             return  # the run stopped before its first bar
         self._shown.stopped = True
         if self._shown.bar is self._shown.train:
             self._count(self.learn.iter)
+
+    def _describe_interrupt(self) -> str:
+        "Return one line: where the run stopped, and how to go on."
+        learn = self.learn
+        text = f'Stopped by Ctrl-C ({place(learn)}).'
+        if not learn.fitting:
+            return text
+        saving = [cb for cb in learn.cbs if hasattr(cb, 'checkpoint_folder')]
+        if saving:
+            return f'{text} `fit(..., resume=True)` resumes from {saving[0].checkpoint_folder()}.'
+        return f'{text} The weights are lost: with `Checkpoint()` among the callbacks, a fit can be resumed.'
 
     def after_fit(self) -> None:
         "Show the final table, and restore the logger."

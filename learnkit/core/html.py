@@ -78,12 +78,15 @@ def html_row(
     cells: Iterable[str],  # contents of the cells
     sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
     style: str = '',  # CSS of each cell
+    last_style: str = '',  # CSS of the last cell, besides `style`
 ) -> str:
     "Return a row of a table."
     cells = list(cells)
     sides = [*sides, *[''] * (len(cells) - len(sides))]
+    styles = [style] * (len(cells) - 1) + [';'.join(filter(None, (style, last_style)))]
     html_cells = [
-        _make_cell(tag, escape(cell), side, style) for cell, side in zip(cells, sides, strict=False)
+        _make_cell(tag, escape(cell), side, css)
+        for cell, side, css in zip(cells, sides, styles, strict=False)
     ]
     return f'<tr>{"".join(html_cells)}</tr>'
 

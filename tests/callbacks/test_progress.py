@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import learnkit.callbacks.progress
+from learnkit import Checkpoint
 from learnkit.callbacks.progress import (
     Bar,
     Display,
@@ -577,7 +578,26 @@ def terminal() -> list[str]:
         try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
         make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
-        make_learner(1, 160, wait_s=0.004).validate()""").split('==')
+        make_learner(1, 160, wait_s=0.004).validate()
+        print('==')
+        def say(cb):
+            if cb.training and cb.iter in (20, 30):
+                print('batch', cb.iter, end=' ')
+                time.sleep(0.12)
+                print('is over')
+                print('careful', file=sys.stderr)
+        import sys
+        before = sys.stdout, sys.stderr
+        make_learner(40, 1, wait_s=0.006).fit(1, cbs=Callback(after_batch=say))
+        assert before == (sys.stdout, sys.stderr)
+        print('==')
+        def press(cb):
+            if cb.training and cb.iter == 30:
+                os.write(1, b'^C')  # as the terminal shows it
+                raise KeyboardInterrupt
+        import os
+        try: make_learner(40, 1, wait_s=0.006).fit(1, cbs=Callback(after_batch=press))
+        except KeyboardInterrupt: pass""").split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
@@ -599,6 +619,92 @@ def test_a_terminal_counts_without_total_and_clears_up_after_validate(terminal: 
     assert re.search(r'epoch 1/1 train: \d+it \[', terminal[2])
     assert re.search(r'\rvalid: +\d+%', terminal[2])
     assert [line.split()[0] for line in on_screen(terminal[2])] == ['epoch', '0']
+
+
+def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str]) -> None:
+    said = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
+    *printed, head, row = on_screen(terminal[3])
+    assert printed == said and head.split()[0] == 'epoch' and row.split()[0] == '0'
+    assert re.search(
+        r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3]
+    )  # the bar is back at once
+
+
+def test_ctrl_c_leaves_one_bar(terminal: list[str]) -> None:
+    [line] = on_screen(terminal[4])
+    assert re.match(r'stopped at epoch 1/1 train: +75%\|', line) and '^C' not in line
+
+
+@pytest.mark.parametrize(
+    ('width', 'expected'),
+    [
+        (80, 'epoch  train_loss  valid_loss  accuracy   time'),
+        (46, 'epoch  train_loss  valid_loss  accuracy   time'),
+        (45, 'epoch  train_loss  valid_loss  ..   time'),
+        (39, 'epoch  train_loss  ..   time'),
+        (10, 'epoch  ..   time'),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_time(
+    width: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('COLUMNS', str(width))
+    stream = Tty()
+    display = TerminalDisplay(stream)
+    names = ['epoch', 'train_loss', 'valid_loss', 'accuracy', 'time']
+    for epoch in range(2):
+        display.write(names, [epoch, 0.5, 0.25, 0.125, '00:02'])
+    head, *rows = on_screen(stream.getvalue())
+    assert head == expected
+    assert all(row.endswith('00:02') and len(row) == len(head) for row in rows) and len(rows) == 2
+
+
+# -- a script that Ctrl-C ends ---------------------------------------------------------------------
+
+
+def interrupted(learn: Learner, **options: Any) -> KeyboardInterrupt:
+    def press(cb: Callback) -> None:
+        if cb.train_iter == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        learn.fit(1, cbs=Callback(before_batch=press), **options)
+    return caught.value
+
+
+@pytest.mark.parametrize('saves', [False, True])
+def test_a_script_that_ctrl_c_ends_says_where_in_a_line(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
+    learn = make_learner(10)
+    if saves:
+        learn.add_cb(Checkpoint(folder=tmp_path / 'saved'))
+    error = interrupted(learn)
+    capsys.readouterr()
+    sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('Stopped by Ctrl-C (epoch 0, batch 3). ')
+    assert (f'resumes from {tmp_path / "saved"}.' in line) == saves
+    assert ('Checkpoint()' in line) != saves
+
+
+def test_other_errors_and_sessions_show_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
+    error = interrupted(make_learner(10))
+    sys.excepthook(ValueError, ValueError('wrong'), None)
+    assert capsys.readouterr().err.splitlines()[-1] == 'ValueError: wrong'
+
+    own = lambda *args: None
+    monkeypatch.setattr(sys, 'excepthook', own)
+    assert interrupted(make_learner(10)) is not error and sys.excepthook is own
+
+    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
+    monkeypatch.setattr(sys, 'ps1', '>>> ', raising=False)
+    interrupted(make_learner(10))
+    assert sys.excepthook is sys.__excepthook__
 
 
 @pytest.fixture(scope='module')

@@ -327,11 +327,22 @@ def test_readme_has_two_setup_commands() -> None:
         )
 
 
-def test_readme_example_runs(tmp_path: Path) -> None:
-    examples = fenced('python')
-    assert examples
-    for code in examples:
-        assert 'epoch 2: training loss' in output_of(code, cwd=tmp_path)
+def rows_of(table: str) -> list[list[float]]:
+    "The numbers of a table of epochs, without the times."
+    return [[float(cell) for cell in line.split()[:-1]] for line in table.splitlines()[1:]]
+
+
+def test_readme_examples_run_and_print_what_it_shows(tmp_path: Path) -> None:
+    pytest.importorskip('sklearn')
+    pytest.importorskip('matplotlib')
+    examples, (table, change) = fenced('python'), fenced('text')
+    assert len(examples) == 4
+    printed = [output_of(code, cwd=tmp_path, has=('torch',)) for code in examples]
+    assert printed[0].split()[:5] == table.split()[:5]
+    for row, expected in zip(rows_of(printed[0]), rows_of(table), strict=True):
+        assert row == pytest.approx(expected, rel=0.05, abs=0.02)  # sums are rounded by the machine
+    assert printed[1] == change
+    assert [len(rows_of(text)) for text in printed[2:]] == [3, 3]
 
 
 def settings() -> dict[str, str]:
