@@ -180,26 +180,20 @@ class Recorder(Plots, Callback):
 
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
-        if (
-            not self.learn.training
-            or self.learn.run.repeating
-            or not self.learn.strategy.has_samples
-        ):
+        learn = self.learn
+        if not learn.training or learn.run.repeating or not learn.strategy.has_samples:
             return
         for m in self._train:
-            m.accumulate(self.learn)
+            m.accumulate(learn)
 
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
-        if (
-            not self.learn.training
-            or self.learn.run.repeating
-            or not self.learn.strategy.has_samples
-        ):
+        learn = self.learn
+        if not learn.training or learn.run.repeating or not learn.strategy.has_samples:
             return
-        if not self.learn.run.microbatch:
+        if not learn.run.microbatch:
             self._microbatches = []
-        self._microbatches.append(Microbatch(self.learn))
+        self._microbatches.append(Microbatch(learn))
 
     def before_epoch(self) -> None:
         frame = self._frame
