@@ -42,10 +42,11 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
-from learnkit.engine.budget import Budget, parse_iteration, parse_length
+from learnkit.engine.budget import Budget, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
     check_function,
+    check_iteration,
     check_loss,
     check_microbatch,
     check_model,
@@ -68,6 +69,7 @@ from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
+    from learnkit.callbacks.compile import WholeStep
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
@@ -126,6 +128,7 @@ class Learner(Loop):
     _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
+    whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
     n_optimized_losses = 0  # number of this batch's losses passed to `optimize`
@@ -217,7 +220,7 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
-        epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
+        epochs_per_iteration = check_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
         fit_cbs = [*as_list(cbs)]

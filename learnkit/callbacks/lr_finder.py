@@ -30,7 +30,7 @@ from learnkit.core.model import name_of
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import check_count, check_not_running
+from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.snapshot import restored, undoing
@@ -314,7 +314,7 @@ def lr_find(
     "Train a few batches with a growing rate, undo the training, and return suggested rates."
     funcs = _name_functions(suggest_funcs)
     finder = _Finder(start_lr, end_lr, num_it, stop_div)
-    check_not_running(learn)
+    check_fit(learn, 1, 0)
     n = epoch_length(learn.dls, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
     with learn.lock, learn.removed_cbs(left_out), restored(learn), learn.no_logging():

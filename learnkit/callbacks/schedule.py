@@ -22,8 +22,9 @@ from learnkit.core.errors import ScheduleError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import check_count, parse_length
+from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
+from learnkit.engine.checks import check_count
 from learnkit.engine.dispatch import as_list
 from learnkit.optim.annealing import (
     SchedCos,

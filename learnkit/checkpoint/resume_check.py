@@ -22,8 +22,8 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.checks import epoch_length
 from learnkit.engine.attributes import has_own_state, lost_attributes
-from learnkit.engine.budget import check_count, check_not_running
 from learnkit.engine.callback import Callback
+from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 
@@ -108,7 +108,7 @@ def check_resume(
     middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
     if middle >= n:
         raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
-    check_not_running(learn)
+    check_fit(learn, 1, 0)
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 

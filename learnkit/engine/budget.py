@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
+from learnkit.engine.checks import check_fit
 from learnkit.engine.countable import check_countable
 
-__all__ = ['Budget', 'check_count', 'check_not_running', 'parse_iteration', 'parse_length']
+__all__ = ['Budget', 'parse_length']
 
 
 def parse_length(
@@ -21,28 +21,16 @@ def parse_length(
     epochs_per_iteration: int | None = None,  # number of epochs of an iteration, if set
 ) -> tuple[int | None, Time | None]:  # number of epochs (None: unknown), budget (None: no budget)
     "Return the number of epochs, or the budget, of a fit; raise `FitError` or `TimeError` for an invalid length."
-    n, budget = length, None
-    if isinstance(length, (str, Time)):
-        n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
-    if budget is None:
-        n = check_count('n_epoch', n, 0)
-    start = check_count('start_epoch', start_epoch, 0)
-    if n is None and start:
-        raise FitError(
-            f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no budget of another unit.'
-        )
-    if n is not None and start > n:
-        raise FitError(
-            f'start_epoch={start_epoch} is past n_epoch={n}, which counts '
-            f'those that are skipped: `fit({start} + epochs to train)`.'
-        )
-    check_not_running(learn)
-    return n, budget
+    epochs, budget = _split_length(learn, length, epochs_per_iteration)
+    return check_fit(learn, epochs, start_epoch, has_budget=budget is not None), budget
 
 
-def _parse_time(
-    learn: LearnerLike, total: Time, epochs_per_iteration: int | None
-) -> tuple[int | None, Time | None]:
+def _split_length(
+    learn: LearnerLike, length: Any, epochs_per_iteration: int | None
+) -> tuple[Any, Time | None]:
+    if not isinstance(length, (str, Time)):
+        return length, None
+    total = as_time(length)
     check_countable(learn, total)
     if total.unit == 'ep':
         return int(total.value), None
@@ -53,35 +41,6 @@ def _parse_time(
     if total.unit == 'dur':
         raise TimeError(f'fit({str(total)!r}): a share of what? Give epochs, batches or hours.')
     return None, total
-
-
-def parse_iteration(every: Any) -> int:
-    "Return the number of epochs of an iteration; raise `FitError` for another unit."
-    every = as_time(every, 'ep')
-    if every.unit != 'ep':
-        raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
-    return int(every.value)
-
-
-def check_count(name: str, value: object, least: int) -> int:
-    "Return `value` as an int; raise `FitError` if it is not a whole number, or below `least`."
-    try:
-        # the annotation is ignored because `operator.index` is the check itself
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
-    return number
-
-
-def check_not_running(learn: LearnerLike) -> None:
-    "Raise `FitError` if a run of the Learner is under way."
-    if learn.run.kind:
-        raise FitError(
-            f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
-            'end it with `learn.stop()`, or use another Learner.'
-        )
 
 
 class Budget(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.time import as_time
 from learnkit.core.validation import check_class_numbers, takes_class_numbers
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.budget import check_count
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
 from learnkit.metrics.averages import dry_run
@@ -25,6 +26,8 @@ __all__ = [
     'check_loss',
     'check_function',
     'check_takes',
+    'check_fit',
+    'check_iteration',
     'check_microbatch',
     'check_metrics',
     'first_validation_batches',
@@ -72,6 +75,18 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
         return  # a C function without a signature
 
 
+def check_count(name: str, value: object, least: int) -> int:
+    "Return `value` as an int; raise `FitError` if it is not a whole number, or below `least`."
+    try:
+        # the annotation is ignored because `operator.index` is the check itself
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
+    return number
+
+
 def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
@@ -84,6 +99,39 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
                 'there, or leave `microbatch` out.'
             )
     return size
+
+
+def check_fit(
+    learn: LearnerLike, n_epoch: object, start_epoch: object, has_budget: bool = False
+) -> int | None:
+    "Return the number of epochs, or None for a budget; raise `FitError` for invalid arguments of `fit`."
+    n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
+    start = check_count('start_epoch', start_epoch, 0)
+    if n is None and start:
+        raise FitError(
+            f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no budget of another unit.'
+        )
+    if n is not None and start > n:
+        raise FitError(
+            f'start_epoch={start_epoch} is past n_epoch={n}, which counts '
+            f'those that are skipped: `fit({start} + epochs to train)`.'
+        )
+    if learn.run.kind:
+        raise FitError(
+            f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
+            'end it with `learn.stop()`, or use another Learner.'
+        )
+    return n
+
+
+def check_iteration(every: Any) -> int | None:
+    "Return the number of epochs of an iteration; raise `FitError` for another unit."
+    if every is None:
+        return None
+    every = as_time(every, 'ep')
+    if every.unit != 'ep':
+        raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
+    return int(every.value)
 
 
 def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
