@@ -27,6 +27,7 @@ from torch import Tensor, nn
 __all__ = [
     'RNGState',
     'capture_rng',
+    'capture_host_rng',
     'restore_rng',
     'same_states',
     'preserved_rng',
@@ -39,9 +40,7 @@ __all__ = [
 RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
 
 
-def capture_rng(
-    devices: bool = True,  # whether to capture CUDA and MPS, which do not draw the order of data
-) -> RNGState:
+def capture_rng() -> RNGState:
     """Return the states of the global generators of Python and torch, and of NumPy, all CUDA devices and MPS if in use.
 
     >>> state = capture_rng()
@@ -50,13 +49,19 @@ def capture_rng(
     >>> torch.equal(torch.rand(3), drawn)
     True
     """
+    state = capture_host_rng()
+    if torch.cuda.is_initialized():
+        state['cuda'] = tuple(torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available():
+        state['mps'] = torch.mps.get_rng_state()
+    return state
+
+
+def capture_host_rng() -> RNGState:
+    "Return the states of `capture_rng` without CUDA and MPS: the generators that draw the order of data."
     state: RNGState = {'python': random.getstate(), 'torch': torch.get_rng_state()}
     if (np_random := sys.modules.get('numpy.random')) is not None:
         state['numpy'] = _map_arrays(np_random.get_state(legacy=False), _to_tensor)
-    if devices and torch.cuda.is_initialized():
-        state['cuda'] = tuple(torch.cuda.get_rng_state_all())
-    if devices and torch.backends.mps.is_available():
-        state['mps'] = torch.mps.get_rng_state()
     return state
 
 

@@ -12,8 +12,8 @@ import torch
 
 from learnkit.core.random import (
     RNGState,
+    capture_host_rng,
     capture_own,
-    capture_rng,
     own_generators,
     restore_own,
     restore_rng,
@@ -31,7 +31,7 @@ class Order:
     whose state equaled the shared state before the context gets the new shared state after it. The generators of the
     first rank therefore end like the generators of a single-process run.
 
-    >>> order, state = Order(), capture_rng(devices=False)
+    >>> order, state = Order(), capture_host_rng()
     >>> order.state = state
     >>> with order: a = torch.rand(1)
     >>> order.state, other = state, torch.rand(1)
@@ -51,7 +51,7 @@ class Order:
         self._depth += 1
         if self._depth > 1:
             return self
-        self._own = capture_rng(devices=False)
+        self._own = capture_host_rng()
         if self.state is None:
             self.state = self._own
         restore_rng(self.state)
@@ -62,7 +62,7 @@ class Order:
         if self._own is None or self._depth:
             return
         before, own = self.state or {}, self._own
-        self.state, self._own = capture_rng(devices=False), None
+        self.state, self._own = capture_host_rng(), None
         restored = {}
         for name, state in own.items():
             was_shared = name in before and same_states(state, before[name])
@@ -94,7 +94,7 @@ class Shard:
         "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
         names = self._order_generators()
         own = {name: state for name, state in capture_own(self.whole).items() if name in names}
-        return {'rng': capture_rng(devices=False), 'epochs': epochs_of(self.whole), 'own': own}
+        return {'rng': capture_host_rng(), 'epochs': epochs_of(self.whole), 'own': own}
 
     def take_order(
         self,
