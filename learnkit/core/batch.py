@@ -285,7 +285,7 @@ def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
     >>> has_certain_size((views,), ()), has_certain_size((views,), (torch.zeros(64),))
     (False, True)
     """
-    if xb and type(xb[0]) is Tensor and xb[0].ndim:
+    if type(xb) is tuple and xb and type(xb[0]) is Tensor and xb[0].ndim:
         return True  # its rows are the samples
     return _count_and_certainty(xb, yb)[1]
 
