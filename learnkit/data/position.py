@@ -15,7 +15,7 @@ holds the generator states at the start of the pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -428,11 +428,8 @@ def _unshard(dl: Any) -> Any:
     return dl.whole if isinstance(dl, Shard) else dl
 
 
-@contextmanager
-def _unsharded(dl: Any) -> Iterator[Any]:
-    "Yield the loader that a shard is a part of, with the generators of its order; other loaders as they are."
-    with dl.order if isinstance(dl, Shard) else nullcontext():
-        yield _unshard(dl)
+def _order_context(dl: Any) -> AbstractContextManager[Any]:
+    return dl.order if isinstance(dl, Shard) else nullcontext()
 
 
 def describe_drawn(dl: Any) -> dict[str, Any]:
@@ -511,24 +508,24 @@ def _format_size(name: str, value: Any, processes: int) -> str:
 
 def _capture_own_state(dl: Any) -> State:
     "Return the loader's own generators and its epoch numbers."
-    with _unsharded(dl) as whole:
-        return {'own': capture_own(whole), 'epochs': epochs_of(whole)}
+    with _order_context(dl):
+        return {'own': capture_own(_unshard(dl)), 'epochs': epochs_of(_unshard(dl))}
 
 
 def _capture_generators(dl: Any) -> State:
-    with _unsharded(dl) as whole:
-        return {'rng': capture_rng(), **_capture_own_state(whole)}
+    with _order_context(dl):
+        return {'rng': capture_rng(), **_capture_own_state(dl)}
 
 
 def _restore_generators(dl: Any, state: State | None) -> list[str]:
     "Restore a state of `_capture_generators`; return the names of generators that the loader lacks."
     if state is None:
         return []
-    with _unsharded(dl) as whole:
+    with _order_context(dl):
         if 'rng' in state:
             restore_rng(state['rng'])
-        set_epochs(whole, state['epochs'])
-        return restore_own(whole, state['own'])
+        set_epochs(_unshard(dl), state['epochs'])
+        return restore_own(_unshard(dl), state['own'])
 
 
 def _restore_own_state(dl: Any, state: State) -> None:
