@@ -336,7 +336,7 @@ def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
     funcs: dict[str, Callable[..., Suggestion]] = {}
     for f in as_list(suggest_funcs):
         if not callable(f):
-            raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
+            raise OptionError(f'suggest_funcs: {f!r} is not a function of (lrs, losses, num_it).')
         name = name_of(f.func if isinstance(f, partial) else f)
         funcs[name if name not in funcs else f'{name}_{len(funcs) + 1}'] = f
     return funcs

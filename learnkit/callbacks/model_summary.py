@@ -270,7 +270,9 @@ def _example_batch(learn: LearnerLike) -> Any:
                 continue
             for batch in iterator:
                 return batch
-            raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
+            raise EmptyLoaderError(
+                'There is no batch to read the shapes from: the loader gave none.'
+            )
     raise LoaderError(
         'The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
         '`learnkit.callbacks.model_summary.summary(learn.model, x)`.'
@@ -389,7 +391,7 @@ def in_channels(m: nn.Module) -> int:
         if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
             return channels
     raise ModelError(
-        f'{type(m).__name__} has no 2-d convolution that would tell the channels of its input: pass '
+        f'{type(m).__name__} has no 2-d convolution that determines the channels of its input: pass '
         'an example, `inputs=x`.'
     )
 

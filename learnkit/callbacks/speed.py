@@ -272,7 +272,7 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
     if isinstance(flops, Real) and 0 <= float(flops) < math.inf:
         return float(flops)
     raise ModelError(
-        f'{type(_unwrap(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
+        f'{type(_unwrap(model)).__name__}.flops_per_batch: {flops!r} is not a number of operations. '
         'Let it be a number, or a function of the batch that returns one.'
     )
 

@@ -27,7 +27,7 @@ def own_folder(path: Path) -> Path:
 
 
 def writes_files(cb: Any) -> bool:
-    "Return True for a callback that has files of its own in a checkpoint."
+    "Return True for a callback that has its own files in a checkpoint."
     return (
         isinstance(cb, Callback) and type(cb).save_to_checkpoint is not Callback.save_to_checkpoint
     )

@@ -29,7 +29,7 @@ class LossWeights:
     """What the loss of a batch averages over, so that its parts add up to the whole.
 
     For most losses these are the samples; for cross-entropy the targets that are not ignored, with
-    their class weights; or what `weight_func` says.
+    their class weights; or what `weight_func` returns.
     """
 
     def __init__(self) -> None:

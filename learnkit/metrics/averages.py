@@ -409,7 +409,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(o, name)
     else:
         raise MetricError(
-            f'{m!r} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
+            f'{m!r} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
         )
 
 
