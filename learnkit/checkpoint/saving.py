@@ -31,7 +31,7 @@ from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, name_of
+from learnkit.core.model import bare_model, name_of, unwrap_partial
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
@@ -298,9 +298,7 @@ def collect_config(learn: LearnerLike) -> dict[str, Any]:
         package = version('learnkit')
     except PackageNotFoundError:
         package = ''
-    loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss, vocab, lr = unwrap_partial(learn.loss_func), getattr(learn.dls, 'vocab', None), learn.lr
     if isinstance(lr, slice):
         lr = {'slice': [lr.start, lr.stop]}
     elif isinstance(lr, Mapping):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of']
+__all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of', 'unwrap_partial']
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -42,3 +43,14 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
 def name_of(f: Any) -> str:
     "Return the name of a function, or the class name of another object."
     return getattr(f, '__name__', None) or type(f).__name__
+
+
+def unwrap_partial(f: Any) -> Any:
+    """Return the function inside of nested `functools.partial` objects.
+
+    >>> unwrap_partial(partial(partial(print, 1), 2))
+    <built-in function print>
+    """
+    while isinstance(f, partial):
+        f = f.func
+    return f

@@ -19,6 +19,7 @@ from learnkit.core.batch import count_samples, describe, to_detach
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import unwrap_partial
 from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
 
 __all__ = [
@@ -415,8 +416,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
 
 def _check_not_sklearn(f: Any) -> None:
     "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
-    inner = f.func if isinstance(f, partial) else f
-    if str(getattr(inner, '__module__', '')).partition('.')[0] != 'sklearn':
+    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] != 'sklearn':
         return
     name = _func_name(f)
     ours = {
@@ -544,8 +544,7 @@ def _describe_inputs(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
 
 
 def _func_name(func: Any) -> str:
-    while isinstance(func, partial):
-        func = func.func
+    func = unwrap_partial(func)
     return getattr(func, '__name__', None) or class2attr(func, 'Metric')
 
 
