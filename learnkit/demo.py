@@ -208,7 +208,7 @@ def parse_int(low: int, high: int, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is no whole number') from None
+        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number') from None
     if not low <= number <= high:
         raise argparse.ArgumentTypeError(f'{number} is not between {low} and {high}')
     return number

@@ -63,7 +63,7 @@ class ActivationMonitor(HookCallback):
         self.ignore = as_list(ignore)
         for word in self.ignore:
             if not isinstance(word, str) or not word:
-                raise OptionError(f'ignore: {word!r} is no part of a name.')
+                raise OptionError(f'ignore: {word!r} is not part of a name.')
         # number of rows and sums over rows of each call, by (module, side and index)
         self._calls: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
 

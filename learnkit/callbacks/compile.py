@@ -9,7 +9,7 @@ a handler between `before_pred` and `after_step`; otherwise the ordinary step ru
 `explain_step()` names the callback. All other events occur as usual. This module keeps everything
 else unchanged too:
 
-- The weights equal those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps),
+- The weights equal the ordinary step's weights (fp32: within 1e-6 of their norm after 100 steps),
   dropout included.
 - Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where
   schedules, checkpoints and users read them. Each step packs them into a small tensor that the

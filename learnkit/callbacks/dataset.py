@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from learnkit.callbacks.model_summary import _without_persistent_workers
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
+from learnkit.core.html import text_table
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
@@ -118,7 +119,7 @@ class ParamCount(Callback):
     def table(self) -> str:
         "Return the counts as text, one row per module."
         rows = [(name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items()]
-        return _format_table([('Module', 'Parameters', 'Trainable'), *rows])
+        return text_table([('Module', 'Parameters', 'Trainable'), *rows], right=(1, 2))
 
 
 # --------------------------------------------------------------------------------------------- data
@@ -192,7 +193,7 @@ class DatasetStats(Callback):
                 shape = ' x '.join(map(str, e.get('shape', ()))) or ('scalar' if e else '')
                 rows.append((*first_cells, entry, shape, e.get('dtype', ''), _format_values(e)))
                 first_cells = ('', '', '')
-        return _format_table(rows, left=(0, 3, 4, 5, 6))
+        return text_table(rows, right=(1, 2))
 
 
 def loader_stats(
@@ -330,15 +331,3 @@ def _format_values(entry: dict[str, Any]) -> str:
         return ''
     shown = ', '.join(f'{c}: {n}' for c, n in list(classes.items())[:10])
     return f'{len(classes)} classes ({shown}{", ..." if len(classes) > 10 else ""})'
-
-
-def _format_table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
-    "Return rows as aligned text; columns not in `left` are aligned to the right."
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join(
-        '  '.join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

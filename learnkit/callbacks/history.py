@@ -26,7 +26,7 @@ class History(list[dict[str, Any]]):
         if self or isinstance(i, slice):
             return super().__getitem__(i)
         raise IndexError(
-            'There is no row yet. The Recorder writes that of an epoch at its end (`order` 50): a '
+            'There is no row yet. The Recorder writes the row of an epoch at its end (`order` 50): a '
             'callback that reads it in after_epoch needs `order = 60`.'
         )
 

@@ -406,7 +406,7 @@ def _as_list(modules: Any) -> list[Any]:
     found = as_list(modules)
     for o in found:
         if not isinstance(o, (nn.Module, str)):
-            raise OptionError(f'modules: {o!r} is no nn.Module and no name of one.')
+            raise OptionError(f'modules: {o!r} is neither an nn.Module nor the name of one.')
     return found
 
 

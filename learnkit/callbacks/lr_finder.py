@@ -7,7 +7,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
@@ -343,8 +342,8 @@ def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
     funcs: dict[str, Callable[..., Suggestion]] = {}
     for f in as_list(suggest_funcs):
         if not callable(f):
-            raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
-        name = name_of(f.func if isinstance(f, partial) else f)
+            raise OptionError(f'suggest_funcs: {f!r} is not a function of (lrs, losses, num_it).')
+        name = name_of(unwrap_partial(f))
         funcs[name if name not in funcs else f'{name}_{len(funcs) + 1}'] = f
     return funcs
 

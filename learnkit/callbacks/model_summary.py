@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
+from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -82,9 +83,8 @@ class Summary:
     def __str__(self) -> str:
         rows = [tuple(map(_cut, layer.cells())) for layer in self.layers]
         head = ('Layer', 'Type', 'Output shape', 'Parameters', 'Trained')
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        line = '-' * (sum(widths) + 2 * (len(widths) - 1))
-        table = [_align(row, widths) for row in (head, *rows)]
+        table = text_table([head, *rows], right=[3]).split('\n')
+        line = '-' * len(table[0])
         totals = (
             ('Total params', self.n_params),
             ('Total trainable params', self.n_trained),
@@ -104,14 +104,6 @@ class Summary:
         ).rstrip()
 
     __repr__ = __str__
-
-
-def _align(cells: tuple[str, ...], widths: list[int]) -> str:
-    "Join the cells of a row, with the number of parameters aligned to the right."
-    return '  '.join(
-        c.rjust(w) if i == 3 else c.ljust(w)
-        for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-    ).rstrip()
 
 
 def _cut(text: str, width: int = WIDEST) -> str:
@@ -272,7 +264,9 @@ def _example_batch(learn: LearnerLike) -> Any:
                 continue
             for batch in iterator:
                 return batch
-            raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
+            raise EmptyLoaderError(
+                'There is no batch to read the shapes from: the loader gave none.'
+            )
     raise LoaderError(
         'The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
         '`learnkit.callbacks.model_summary.summary(learn.model, x)`.'
@@ -421,7 +415,7 @@ def in_channels(m: nn.Module) -> int:
         if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
             return channels
     raise ModelError(
-        f'{type(m).__name__} has no 2-d convolution that would tell the channels of its input: pass '
+        f'{type(m).__name__} has no 2-d convolution that determines the channels of its input: pass '
         'an example, `inputs=x`.'
     )
 

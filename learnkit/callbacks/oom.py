@@ -17,6 +17,7 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.numbers import check_count
@@ -152,13 +153,7 @@ def _format_biggest(learn: LearnerLike, n: int) -> str:
         dtype = str(t.dtype).removeprefix('torch.')
         shape = ' x '.join(map(str, t.shape)) or 'scalar'
         rows.append((mib, str(t.device), dtype, shape, what))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.rjust(widths[0])]
-        cells += [c.ljust(w) for c, w in zip(others, widths[1:], strict=True)]
-        lines.append('  '.join(cells).rstrip())
-    return '\n'.join(lines)
+    return text_table(rows, right=[0])
 
 
 def _name_tensors(learn: LearnerLike) -> Iterator[tuple[int, str]]:

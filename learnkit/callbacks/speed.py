@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.callbacks.hooks import unwrap_compiled
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.monitor import Monitor, seconds_in, world_size
 from learnkit.core.errors import ModelError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import model_device
+from learnkit.core.model import bare_model, model_device
 from learnkit.core.numbers import check_count, check_number
 from learnkit.core.time import Time
 
@@ -189,7 +188,7 @@ class SpeedMonitor(_TimedMonitor):
         self._points.clear()
         self._resumed = False
         self._flops = 0.0
-        self._flops_per_batch = getattr(_unwrap(self.learn.model), 'flops_per_batch', None)
+        self._flops_per_batch = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
         if self._flops_per_batch is None:
             return
         if not callable(self._flops_per_batch):
@@ -262,17 +261,11 @@ class SpeedMonitor(_TimedMonitor):
         self._flops_per_batch = None
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    "Return the model inside the wrappers of torch.compile and DistributedDataParallel."
-    model = unwrap_compiled(model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def _check_flops(model: nn.Module, flops: Any) -> float:
     if isinstance(flops, Real) and 0 <= float(flops) < math.inf:
         return float(flops)
     raise ModelError(
-        f'{type(_unwrap(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
+        f'{type(bare_model(model)).__name__}.flops_per_batch: {flops!r} is not a number of operations. '
         'Let it be a number, or a function of the batch that returns one.'
     )
 

@@ -124,14 +124,14 @@ class Writers:
         self.world.run_on_all(lambda: self._create_folder(folder))
         try:
             described = self.world.run_on_all(
-                lambda: self._save(parts, folder / make_file_name(self.world.rank))
+                lambda: self._save(parts, folder / make_rank_file_name(self.world.rank))
             )
         except BaseException:
             if self.world.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         gathered = self.world.gather(described)
-        files = {make_file_name(rank): file for rank, (file, _) in enumerate(gathered)}
+        files = {make_rank_file_name(rank): file for rank, (file, _) in enumerate(gathered)}
         self.world.run_on_all(lambda: self._check_files(folder, files))
         tensors = [
             {
@@ -180,7 +180,8 @@ class Writers:
             dist.destroy_process_group(self.world.control)
 
 
-def make_file_name(rank: int) -> str:
+def make_rank_file_name(rank: int) -> str:
+    "Return the name of the file that holds a rank's shards."
     return f'{rank}.safetensors'
 
 
@@ -246,7 +247,7 @@ def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> di
     for rank in range(len(parts['files'])):
         rows = {entry['name']: _find_rows_in_shard(entry, rank, mesh) for entry in parts['tensors']}
         names = {name for name, (start, stop) in rows.items() if start < stop}
-        for name, piece in read_entries(folder / make_file_name(rank), names).items():
+        for name, piece in read_entries(folder / make_rank_file_name(rank), names).items():
             pieces[name].append(piece[slice(*rows[name])])
     return {entry['name']: _join(entry, pieces[entry['name']], mesh) for entry in parts['tensors']}
 

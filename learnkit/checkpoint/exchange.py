@@ -11,7 +11,7 @@ from torch import nn
 
 from learnkit.checkpoint.weights import check_weights, compare_weights, load_weights, read_weights
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
-from learnkit.core.numbers import is_number
+from learnkit.core.numbers import is_count, is_number
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import DataLoaders
 
@@ -99,7 +99,7 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
         )
     if not callable(model):
         raise OptionError(
-            f'model={model!r} is no model, and nothing that builds one: give its '
+            f'model={model!r} is neither a model nor something that builds one: give its '
             'class, a function that returns it, or the nn.Module itself.'
         )
     try:
@@ -109,17 +109,18 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
         raise
     if isinstance(built, nn.Module):
         return built
-    raise ModelError(f'model={model!r} built a {type(built).__name__}, no nn.Module.')
+    raise ModelError(f'model={model!r} built a {type(built).__name__}, not an nn.Module.')
 
 
-def is_numbers(value: Any) -> bool:
+def are_numbers(value: Any) -> bool:
+    "Return True for a list or tuple of numbers."
     return isinstance(value, (list, tuple)) and all(map(is_number, value))
 
 
-def is_rates(value: Any) -> bool:
+def are_rates(value: Any) -> bool:
     "Return True for a rate, a list of rates by group, or a slice in the form of `save_learner`."
     if not isinstance(value, dict):
-        return is_number(value) or (is_numbers(value) and len(value) > 0)
+        return is_number(value) or (are_numbers(value) and len(value) > 0)
     ends = value.get('slice')
     return (
         isinstance(ends, (list, tuple))
@@ -129,10 +130,12 @@ def is_rates(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
+    "Return True for a bool."
     return isinstance(value, bool)
 
 
 def is_name(value: Any) -> bool:
+    "Return True for a string."
     return isinstance(value, str)
 
 
@@ -141,13 +144,13 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     'model': is_name,
     'loss_func': lambda v: v is None or is_name(v),
     'activates': is_flag,
-    'n_inp': lambda v: v is None or (isinstance(v, int) and not is_flag(v) and v > 0),
+    'n_inp': lambda v: v is None or is_count(v),
     'vocab': lambda v: v is None or isinstance(v, list),
-    'lr': is_rates,
+    'lr': are_rates,
     'wd': lambda v: v is None or is_number(v),
     'wd_bn_bias': lambda v: v is None or is_flag(v),
     'train_bn': is_flag,
-    'moms': lambda v: is_numbers(v) and len(v) == 3,
+    'moms': lambda v: are_numbers(v) and len(v) == 3,
     'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v)),
 }
 

@@ -169,7 +169,7 @@ def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dic
 def _explain_missing(checkpoints: list[Entry], which: Any) -> str:
     if which == 'best' and checkpoints:
         return " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
-    return ' `Checkpoint()` among the callbacks writes them; its `folder` says where.'
+    return ' The callback `Checkpoint()` writes them to its `folder`.'
 
 
 def _load_path(path: Path, folder: Path, digests: bool) -> Found:
@@ -187,5 +187,5 @@ def _load_path(path: Path, folder: Path, digests: bool) -> Found:
         return path, *load_state(path, digests)
     except DamagedError as e:
         raise DamagedError(
-            f'{e} `resume={str(path.parent)!r}` goes on from the newest whole one there.'
+            f'{e} `resume={str(path.parent)!r}` resumes from the newest undamaged one there.'
         ) from None

@@ -109,7 +109,7 @@ def check_resume(
     n = check_count('n_batches', n_batches, 2, FitError)
     middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1, FitError)
     if middle >= n:
-        raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
+        raise FitError(f'stop_after={stop_after} does not lie within {n_batches} batches.')
     check_not_running(learn)
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n

@@ -30,7 +30,7 @@ from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, move_to_device, name_of
+from learnkit.core.model import bare_model, move_to_device, name_of, unwrap_partial
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
@@ -290,9 +290,7 @@ def _suggest_fix(differences: list[str]) -> str:
 
 def collect_config(learn: LearnerLike) -> dict[str, Any]:
     "Return a Learner's configuration (all but weights, data and code) as plain values."
-    loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss, vocab, lr = unwrap_partial(learn.loss_func), getattr(learn.dls, 'vocab', None), learn.lr
     if isinstance(lr, slice):
         lr = {'slice': [lr.start, lr.stop]}
     elif isinstance(lr, Mapping):

@@ -73,7 +73,7 @@ def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
     "Return the complete training state, copied to host memory, as plain values and tensors."
     if learn.run.depth and not learn.run.checkpoint_event:
         raise CheckpointError(
-            'checkpoint_state() in the middle of a run has no place to go on from. Call it at '
+            'checkpoint_state() in the middle of a run: no run could resume from there. Call it at '
             'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.'
         )
     return copy_to_host(whole_state(collect_state(learn, learn.run.checkpoint_event)))
@@ -86,7 +86,7 @@ def load_checkpoint_state(
     "Restore a checkpoint's state outside of a fit; `state` is copied and not changed."
     if learn.run.depth:
         raise CheckpointError(
-            'load_checkpoint_state() inside a run: it would go on with the other '
+            'load_checkpoint_state() inside a run: the run would continue with the other '
             'state in half of its parts. Call it before `fit`.'
         )
     r = learn.strategy.take_own_state(learn, ResumeState(check_state(state), restore_state))
@@ -186,8 +186,8 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
         r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:
         raise CheckpointError(
-            'This state was taken outside of a fit, where there is nothing to go on with: put it '
-            'back by `learn.load_checkpoint_state(state)`, and fit.'
+            'This state was taken outside of a fit, so there is nothing to resume: restore it with '
+            '`learn.load_checkpoint_state(state)`, and fit.'
         )
     return r
 
@@ -229,20 +229,20 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     if n != learn.n_epoch and not was_over:
         warn_user(
             f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
-            f'{learn.n_epoch or "a budget"}: schedules go on from the share of it that is done.'
+            f'{learn.n_epoch or "a budget"}: schedules continue from the finished share.'
         )
     if loop['stopping'] and n and learn.n_epoch and learn.n_epoch > n:
         warn_user(
             f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends '
-            'there, too. To train on, put it back by `learn.load_checkpoint_state(state)`, and '
+            'there, too. To train on, restore it with `learn.load_checkpoint_state(state)`, and '
             'fit without `resume`.'
         )
     n_processes = len(r.state.get('processes', [{}]))
     if r.at != 'epoch' and n_processes != learn.world.size:
         warn_user(
             f'The checkpoint is of {n_processes} process{"es" * (n_processes > 1)}, this run has '
-            f'{learn.world.size}: what was measured of this epoch so far is that of the first '
-            'process.'
+            f'{learn.world.size}: the metrics of this epoch so far are the first '
+            "process's."
         )
 
 
@@ -409,7 +409,7 @@ def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     if not missing:
         return state
     raise CheckpointError(
-        f'{path or "This state"} is no checkpoint of a Learner: it lacks {", ".join(missing)}. '
+        f'{path or "This state"} is not a checkpoint of a Learner: it lacks {", ".join(missing)}. '
         'Weights alone are loaded by `learn.load(path)`.'
     )
 

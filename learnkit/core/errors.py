@@ -216,7 +216,7 @@ class CallbackError(LearnkitError, TypeError):
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(cbs=print)
     Traceback (most recent call last):
-    learnkit.core.errors.CallbackError: <built-in function print> (builtin_function_or_method) is no callback:
+    learnkit.core.errors.CallbackError: <built-in function print> (builtin_function_or_method) is not a callback:
     write `Callback(before_fit=print)`, with its event.
     """
 
@@ -352,7 +352,7 @@ class TimeError(LearnkitError, ValueError):
     >>> from learnkit import Time
     >>> Time('2epochs')
     Traceback (most recent call last):
-    learnkit.core.errors.TimeError: '2epochs' is no time. Write '2ep'. The units are iter (iterations), ...
+    learnkit.core.errors.TimeError: '2epochs' is not a time. Write '2ep'. The units are iter (iterations), ...
     """
 
 
@@ -402,7 +402,7 @@ class CheckpointError(LearnkitError):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     try: synth_learner(path=folder).fit(1, resume='latest')
     ...     except CheckpointError as e: print(str(e).replace(folder, '.'))
-    There is no checkpoint in ./checkpoints. `Checkpoint()` among the callbacks writes them; its `folder` says where.
+    There is no checkpoint in ./checkpoints. The callback `Checkpoint()` writes them to its `folder`.
     """
 
 

@@ -1,4 +1,4 @@
-"""HTML tables and updatable outputs for notebooks.
+"""Tables as HTML and text, and updatable outputs for notebooks.
 
 All table contents are escaped. Tables use the page's colors, light or dark, with gray borders that are visible on both.
 A saved notebook needs no other files, and holds a plain-text version of each output."""
@@ -6,7 +6,7 @@ A saved notebook needs no other files, and holds a plain-text version of each ou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from html import escape
 from math import inf
@@ -23,6 +23,7 @@ __all__ = [
     'never_raising',
     'safe_call',
     'table',
+    'text_table',
 ]
 
 MAX_ROWS = 60  # of a table; a saved notebook stays small
@@ -51,6 +52,26 @@ def table(
         f'{_make_title(title)}<table style="border-collapse:collapse">{header}'
         f'<tbody>{body}</tbody></table>'
     )
+
+
+def text_table(
+    rows: Iterable[Sequence[str]],  # rows of cells, the head among them
+    right: Container[int] = (),  # indices of right-aligned columns
+) -> str:
+    """Return aligned columns as text.
+
+    >>> print(text_table([('part', 'us'), ('loss', '3')], right=[1]))
+    part  us
+    loss   3
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        sized = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in sized]
+        lines.append('  '.join(cells).rstrip())
+    return '\n'.join(lines)
 
 
 def definitions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from learnkit.core.learner_type import LearnerLike
 
-__all__ = ['bare_model', 'wrappers_of', 'model_device', 'move_to_device', 'name_of']
+__all__ = ['bare_model', 'wrappers_of', 'model_device', 'move_to_device', 'name_of', 'unwrap_partial']
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -54,3 +55,14 @@ def move_to_device(learn: LearnerLike) -> None:
 def name_of(f: Any) -> str:
     "Return the name of a function, or the class name of another object."
     return getattr(f, '__name__', None) or type(f).__name__
+
+
+def unwrap_partial(f: Any) -> Any:
+    """Return the function inside of nested `functools.partial` objects.
+
+    >>> unwrap_partial(partial(partial(print, 1), 2))
+    <built-in function print>
+    """
+    while isinstance(f, partial):
+        f = f.func
+    return f

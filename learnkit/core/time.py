@@ -294,7 +294,7 @@ def _parse(value: Any) -> tuple[Any, str]:
     if isinstance(value, Time):
         return value.value, value.unit
     if not isinstance(value, str):
-        raise TimeError(f'{value!r} is no time: a number needs a unit. {_help()}')
+        raise TimeError(f'{value!r} is not a time: a number needs a unit. {_help()}')
     text = value.lower()
     percent = _PERCENT.fullmatch(text)
     if percent:
@@ -307,7 +307,7 @@ def _parse(value: Any) -> tuple[Any, str]:
         parts = zip(clock.groups(), SECONDS.values(), strict=True)
         return sum(Decimal(n) * seconds for n, seconds in parts if n), 'sec'
     hint = _suggest_unit(*quantity.groups()) if quantity else ''
-    raise TimeError(f'{value!r} is no time.{hint} {_help()}')
+    raise TimeError(f'{value!r} is not a time.{hint} {_help()}')
 
 
 def _suggest_unit(number: str, word: str) -> str:
@@ -320,7 +320,7 @@ def _convert_value(value: Any, unit: str) -> int | float:
     "Convert a number to an int for a counted unit, else to a float; raise `TimeError` for an invalid number."
     _check_unit(unit)
     if not _is_finite_number(value):
-        raise TimeError(f'{value!r} is no number of {UNITS[unit]}. {_help()}')
+        raise TimeError(f'{value!r} is not a number of {UNITS[unit]}. {_help()}')
     if value < 0:
         raise TimeError(f'A time cannot be negative, got {value}{unit}.')
     if unit == 'dur' and value > 1:

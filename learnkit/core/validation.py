@@ -6,7 +6,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from learnkit.core.batch import tensors_in
 from learnkit.core.errors import LossError, MetricError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.random import preserved_rng
 
 __all__ = [
@@ -265,8 +265,7 @@ def check_pairing(
         return
     if not _ignores_order(loss_func, pred, targ):
         return
-    func = loss_func.func if isinstance(loss_func, partial) else loss_func
-    name = getattr(func, '__name__', None) or type(func).__name__
+    name = name_of(unwrap_partial(loss_func))
     raise LossError(
         f'{name} compares each of the {pred.numel()} predictions with each of the {targ.numel()} targets: '
         f'their shapes {tuple(pred.shape)} and {tuple(targ.shape)} are broadcast. {shape_fix(pred, targ)}'
@@ -357,9 +356,7 @@ def takes_class_numbers(
     "Return True if a metric's function was marked by `needs_class_indices`."
     while metric is not None:
         f = getattr(metric, 'func', None) or getattr(metric, 'prepare', None)
-        while isinstance(f, partial):
-            f = f.func
-        if getattr(f, 'needs_class_indices', False):
+        if getattr(unwrap_partial(f), 'needs_class_indices', False):
             return True
         metric = getattr(metric, '__dict__', {}).get('metric')
     return False

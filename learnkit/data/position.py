@@ -38,10 +38,10 @@ from learnkit.data.dataloaders import TensorLoader, n_batches
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
+    belongs_to_sampler,
     epochs_of,
     fetching_is_random,
-    index_sampler,
-    is_samplers,
+    get_index_sampler,
     set_epochs,
     start_lists,
     with_sampler,
@@ -207,7 +207,7 @@ class LoaderPosition:
         if not workers_ran or workers_run(dl):
             return
         with preserved_rng(), _preserved_own(dl):
-            indices = list(islice(index_sampler(dl), 1)) if _has_index_lists(dl) else []
+            indices = list(islice(get_index_sampler(dl), 1)) if _has_index_lists(dl) else []
         if indices and fetching_is_random(_unshard(dl), indices):
             _warn_of_persistent_workers()
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
@@ -253,7 +253,7 @@ class LoaderPosition:
             return self._replay(n, current)
 
         _restore_own_state(dl, self._now)
-        sampler = ResumedSampler(lists, index_sampler(dl))
+        sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(with_sampler(dl, sampler))
         sampler.lists = None
         if dl.num_workers and not isinstance(dl, Shard):
@@ -321,7 +321,7 @@ class LoaderPosition:
         ):
             return False
         with _preserved_own(dl):
-            return self._must_replay(list(islice(index_sampler(dl), 4)))
+            return self._must_replay(list(islice(get_index_sampler(dl), 4)))
 
     def _resume_from_state(self) -> Iterator[Any]:
         self.dl.load_state_dict(_unmark_arrays(self._now['loader']))
@@ -392,7 +392,7 @@ def _has_index_lists(dl: Any) -> bool:
     is_torch = type(dl) is DataLoader or (isinstance(dl, Shard) and isinstance(dl, DataLoader))
     if not is_torch or isinstance(dl.dataset, IterableDataset):
         return False
-    return not isinstance(index_sampler(dl), Iterator)
+    return not isinstance(get_index_sampler(dl), Iterator)
 
 
 def _has_state(dl: Any) -> bool:
@@ -544,7 +544,7 @@ def _restore_own_state(dl: Any, state: State) -> None:
 
 def _without_samplers(own: State) -> State:
     "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
-    return {name: state for name, state in own.items() if not is_samplers(name)}
+    return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from learnkit.core.random import (
     restore_rng,
     same_states,
 )
-from learnkit.data.torch_loader import epochs_of, is_samplers, set_epochs
+from learnkit.data.torch_loader import belongs_to_sampler, epochs_of, set_epochs
 
 __all__ = ['Order', 'Shard']
 
@@ -121,7 +121,7 @@ class Shard:
         return [
             name
             for name, g in own_generators(self.source).items()
-            if (self.draws_all or is_samplers(name))
+            if (self.draws_all or belongs_to_sampler(name))
             and not any(g is other for other in _list_global_generators())
         ]
 

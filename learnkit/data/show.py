@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_detach
 from learnkit.core.errors import OptionError
+from learnkit.core.model import unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.plotting import WRONG, AxesList, new_axes
 from learnkit.core.random import preserved_generators
@@ -141,8 +141,7 @@ def first_samples(
 
 def binary_cut(loss_func: Any) -> float | None:
     "Return the probability above which torch's binary losses mean class 1, or None for other losses."
-    while isinstance(loss_func, partial):
-        loss_func = loss_func.func
+    loss_func = unwrap_partial(loss_func)
     classes = nn.BCEWithLogitsLoss, nn.BCELoss
     functions = F.binary_cross_entropy_with_logits, F.binary_cross_entropy
     return 0.5 if isinstance(loss_func, classes) or loss_func in functions else None

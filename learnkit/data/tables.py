@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is_sample_list
-from learnkit.core.html import table
+from learnkit.core.html import table, text_table
 from learnkit.core.optional import import_library
 
 __all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
@@ -55,11 +55,7 @@ class Table:
 
     def __repr__(self) -> str:
         rows = list(self._format_rows())
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return '\n'.join(
-            '  '.join(text.rjust(w) for text, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return text_table(rows, right=range(len(rows[0])))
 
     def _repr_html_(self) -> str:
         head, *rows = self._format_rows()

@@ -17,11 +17,11 @@ __all__ = [
     'rebuild',
     'with_sampler',
     'without_workers',
-    'index_sampler',
+    'get_index_sampler',
     'start_lists',
     'ResumedSampler',
     'torch_in_order',
-    'is_samplers',
+    'belongs_to_sampler',
     'workers_run',
     'fetching_is_random',
     'end_workers',
@@ -84,7 +84,7 @@ def without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
     "Rebuild a loader so that it fetches the same batches in this process."
     return with_sampler(
         dl,
-        index_sampler(dl),
+        get_index_sampler(dl),
         num_workers=0,
         persistent_workers=False,
         timeout=0,
@@ -93,7 +93,8 @@ def without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
     )
 
 
-def index_sampler(dl: DataLoader[Any]) -> Any:
+def get_index_sampler(dl: DataLoader[Any]) -> Any:
+    "Return the sampler that a loader iterates: of batches of indices, or of indices without automatic batching."
     return dl.sampler if dl.batch_sampler is None else dl.batch_sampler
 
 
@@ -103,12 +104,12 @@ def start_lists(
     workers_ran: bool,  # whether persistent workers were running already and need no seed
 ) -> Iterator[Any]:
     "Start a loader's sampler as torch does, with the same draws from the generators."
-    lists = iter(index_sampler(dl))
+    lists = iter(get_index_sampler(dl))
     if workers_ran:
         return lists
     # torch draws a seed for workers even if there are no workers
     torch.empty((), dtype=torch.int64).random_(generator=dl.generator)
-    return iter(index_sampler(dl)) if workers else lists
+    return iter(get_index_sampler(dl)) if workers else lists
 
 
 class ResumedSampler:
@@ -141,7 +142,10 @@ def workers_run(dl: Any) -> bool:
     )
 
 
-def is_samplers(name: str) -> bool:
+def belongs_to_sampler(
+    name: str,  # place of a random generator in a loader, as in `own_generators`
+) -> bool:
+    "Return True for a generator that draws the order of samples."
     return name.startswith(('generator', 'sampler', 'batch_sampler'))
 
 
@@ -152,7 +156,7 @@ def fetching_is_random(
     """Return True if fetching samples of these batches moves a random generator.
 
     A separate worker process fetches a few samples, so that this process opens no file."""
-    if not all(map(is_samplers, own_generators(dl))):
+    if not all(map(belongs_to_sampler, own_generators(dl))):
         return True
     if dl.batch_sampler is not None:
         batch_indices = [list(indices)[:4] for indices in batch_indices]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from learnkit.core.errors import CancelException, OptionError, did_you_mean
 from learnkit.core.html import never_raising, table
+from learnkit.core.model import unwrap_partial
 from learnkit.engine.callback import Callback, own_handler
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
 
@@ -161,16 +162,9 @@ def _describe_name(name: str) -> Doc:
 
 def _describe_function(f: Any) -> Doc:
     parameters, returns = _read_signature(f)
-    function = _unwrap_partial(f)
+    function = unwrap_partial(f)
     module = getattr(function, '__module__', '') or ''
     return Doc(_get_title(f), module, parameters, returns, _get_docstring(function))
-
-
-def _unwrap_partial(f: Any) -> Any:
-    "Return the function inside nested partials."
-    while isinstance(f, partial):
-        f = f.func
-    return f
 
 
 def _describe_class(cls: type) -> Doc:
@@ -277,7 +271,7 @@ def comments(
     from fastcore.docments import docments  # only on request: it imports slowly
 
     try:
-        found = docments(_unwrap_partial(f), args_kwargs=True)
+        found = docments(unwrap_partial(f), args_kwargs=True)
     except (OSError, SyntaxError, TypeError, ValueError):  # no source code, or none that parses
         return {}
     directives = ('type:', 'noqa')
@@ -334,7 +328,7 @@ def _get_public_names() -> dict[str, Any]:
 
 
 def _get_title(f: Any) -> str:
-    f = _unwrap_partial(f)
+    f = unwrap_partial(f)
     name = getattr(f, '__name__', repr(f))
     owner = getattr(f, '__self__', None)
     if owner is not None and not isinstance(owner, ModuleType):

@@ -146,7 +146,7 @@ def trace(learn: LearnerLike) -> Iterator[Trace]:
     for name in dict.fromkeys(c.callback for c in changes.by_observers):
         names = [c.what for c in changes.by_observers if c.callback == name]
         changed = ', '.join(dict.fromkeys(names))
-        warn(f'{name} says that it is an observer, and changed {changed}.', stacklevel=3)
+        warn(f'{name} is declared an observer, but changed {changed}.', stacklevel=3)
 
 
 @contextmanager

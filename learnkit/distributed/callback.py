@@ -115,7 +115,7 @@ class DistributedTraining(Callback):
     small one; more often if batches are slow.
 
     Raises `OptionError` for unknown options, and `DistributedError` if the process group cannot be joined, if the
-    models differ, and if another rank fails or does not respond for `timeout`. No state of its own is checkpointed; a
+    models differ, and if another rank fails or does not respond for `timeout`. It has no checkpointed state; a
     checkpoint holds the random generators and the data position of each rank.
 
     >>> DistributedTraining('ddp', batch_size='global').strategy
@@ -460,7 +460,7 @@ class DistributedTraining(Callback):
             return
         raise DistributedError(
             f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
-            'processes: each has weights of its own now. Write the batch as `train_batch`, with `self.optimize(loss)`, '
+            'processes: each has its own weights now. Write the batch as `train_batch`, with `self.optimize(loss)`, '
             'or let `self._do_grad_opt()` call `_step`: both fire the events around backward and step.'
         )
 

@@ -28,7 +28,7 @@ from learnkit.data.dataloaders import (
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     epochs_of,
-    index_sampler,
+    get_index_sampler,
     set_epochs,
     start_lists,
     with_sampler,
@@ -284,7 +284,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
     def batch_lists(self, workers: int, workers_ran: bool, first: RNGState | None) -> Iterator[Any]:
         "Start a pass over this rank's index lists, as `ShardSampler.begin` does."
-        return index_sampler(self).begin(workers, workers_ran, first)
+        return get_index_sampler(self).begin(workers, workers_ran, first)
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
@@ -307,7 +307,7 @@ class ShardSampler:
         sizes = _compute_sizes(self.source, self.cut)
         if sizes is not None:
             return self.cut.n_given(*sizes)
-        rounds, rest = divmod(len(index_sampler(self.source)), self.cut.per_round)
+        rounds, rest = divmod(len(get_index_sampler(self.source)), self.cut.per_round)
         return rounds + (rest > 0 and self.cut.uneven != 'drop')
 
     def __iter__(self) -> Iterator[Any]:
@@ -391,7 +391,7 @@ def _gives_index_lists(dl: Any) -> bool:
         for f in ('__iter__', '__len__', '_get_iterator')
     ):
         return False
-    sampler = index_sampler(dl)
+    sampler = get_index_sampler(dl)
     if isinstance(sampler, Iterator) or dl.batch_sampler is not None:
         return not isinstance(sampler, Iterator)
     epochs = epochs_of(dl)
@@ -403,7 +403,7 @@ def _gives_index_lists(dl: Any) -> bool:
 
 def _compute_sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | None:
     "Return the numbers of samples of a pass, and of a round; None if they are unknown."
-    sampler = index_sampler(dl)
+    sampler = get_index_sampler(dl)
     if type(sampler) is not BatchSampler:
         return None
     n = n_batches(sampler.sampler)

@@ -124,7 +124,7 @@ class Budget(Callback):
         self._n_idle = 0 if self._last > last else self._n_idle + 1
         if self._n_idle > 1:
             raise FitError(
-                f'fit({str(self.total)!r}) would go on for ever: two epochs in a row have used nothing of '
+                f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of '
                 'it. Are their batches or steps all cancelled?'
             )
 

@@ -468,11 +468,11 @@ def as_callback(cb: Any) -> Callback:
     if cls.__module__ == 'torch.optim.lr_scheduler':
         given = f'partial({cls.__name__}, ...)' if cb is cls else 'scheduler'
         raise CallbackError(
-            f'{cls.__name__} is no callback, but a scheduler of torch: write `LRScheduler({given})`.'
+            f'{cls.__name__} is not a callback, but a scheduler of torch: write `LRScheduler({given})`.'
         )
     if callable(cb) and hasattr(cb, '__name__'):
         hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
-    raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
+    raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
 
 
 def sort_callbacks(cbs: list[Any]) -> list[Any]:

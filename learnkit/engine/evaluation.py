@@ -20,7 +20,7 @@ class EvaluationSchedule:
     "When each validation loader is due, and when it was last evaluated in this fit. Checkpointed."
 
     def __init__(self) -> None:
-        self.every: Time | None = None  # unless a loader has an interval of its own; None: never
+        self.every: Time | None = None  # unless a loader has its own interval; None: never
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
         self.evaluated_before: dict[str, Timestamp] = {}  # the same, before `due` was last called
         self.fit_began = Timestamp()

@@ -115,7 +115,7 @@ def lint(
         event = event_like(name)
         if event and not _has_other_use(name, classes):
             warn_user(
-                f'{type(cb).__name__}.{name} is no event and will not run. Did you mean `{event}`?'
+                f'{type(cb).__name__}.{name} is not an event and will not run. Did you mean `{event}`?'
             )
     attributes = {name for cls in user_classes for name in _find_attributes(cls)}
     for name in sorted(_LOOP_ATTRIBUTES & attributes):

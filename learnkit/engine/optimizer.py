@@ -232,7 +232,7 @@ def _check_options(opt_func: Any, maker: Any) -> None:
             raise OptimizerError(
                 f'{maker.__name__} does not take `{option}`: it takes {names}. '
                 "Names are fastai's; torch's go with torch's own classes, "
-                '`partial(torch.optim.SGD, momentum=0.9)` for one.'
+                'for example `partial(torch.optim.SGD, momentum=0.9)`.'
             )
 
 

@@ -36,7 +36,7 @@ class ResumeState:
     state: Mapping[str, Any]
     restorer: Callable[[Any, ResumeState], None]  # restores it in a Learner
     path: Path | None = None  # its file
-    info: dict[str, Any] = field(default_factory=dict)  # what its file says about itself
+    info: dict[str, Any] = field(default_factory=dict)  # metadata of its file
     before: dict[str, Any] | None = None  # the weights and optimizers that it replaces
 
     @property
@@ -57,7 +57,7 @@ class ResumeState:
         if stage is not None:
             return stage
         name = self.path or 'The checkpoint'
-        raise CheckpointError(f'{name} is of a fit of its own, and not of `fine_tune`.')
+        raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
     def restore(self, learn: LoopLike) -> None:
         "Restore everything in a Learner."
@@ -103,7 +103,7 @@ def resume_at(learn: LoopLike, place: str) -> None:
         raise CheckpointError(
             f'The checkpoint was taken after batch {loop["iter"]} of epoch {loop["epoch"]}, and '
             'this fit did not get there: the epoch, or its training, was cancelled, or '
-            f'{type(learn).__name__} trains epochs in a way of its own. Nothing was trained; '
+            f'{type(learn).__name__} trains epochs in its own way. Nothing was trained; '
             "resume from a checkpoint of an epoch's end."
         )
 

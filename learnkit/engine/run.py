@@ -57,7 +57,7 @@ class Run:
     """The run under way, and where it is: `learn.run`.
 
     A run is a fit, a stand-alone validation or prediction, or one of them inside another. Each has
-    levels of its own, so that no Cancel exception crosses out of it.
+    its own levels, so that no Cancel exception crosses out of it.
     """
 
     kind: str = ''  # 'fit', 'evaluation', or '' for none
@@ -284,8 +284,8 @@ def warn_of_held_inputs(learn: LoopLike, cb: Any, event_name: str) -> None:
         name = type(cb).__name__
         warn_user(
             f'{name}.{event_name} starts an evaluation, in which {name} itself is not called: what '
-            f'its {" and ".join(changing)} would do to the batches is not done. Give that a '
-            'callback of its own.'
+            f'its {" and ".join(changing)} would do to the batches is not done. Move that to a '
+            'separate callback.'
         )
 
 

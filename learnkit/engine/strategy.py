@@ -104,7 +104,7 @@ class SingleProcess:
 
 @cache
 def warn_of_others(
-    n: str,  # how many processes a launcher says it has started
+    n: str,  # number of processes that a launcher reports
 ) -> None:
     "Warn once of other processes, which this one does not train with."
     if n.isdigit() and int(n) > 1:

@@ -386,7 +386,7 @@ def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
         if is_rows(ds_idx):
             resolve_loader(learn, ds_idx)  # raises
         raise LoaderError(
-            f'ds_idx={ds_idx!r} is no number of a loader: a loader is given as `dl=`.'
+            f'ds_idx={ds_idx!r} is not the number of a loader: a loader is given as `dl=`.'
         ) from None
     except (IndexError, KeyError):
         loader = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'

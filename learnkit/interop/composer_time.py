@@ -152,7 +152,7 @@ class ComposerTime:
         if isinstance(other, str):
             other = Time(other)
         if not hasattr(other, 'unit'):
-            raise TimeError(f'{other!r} is no time: it cannot be combined with {self}.')
+            raise TimeError(f'{other!r} is not a time: it cannot be combined with {self}.')
         return ComposerTime(other.value, other.unit)
 
     def _value_of(self, other: Any) -> int | float:

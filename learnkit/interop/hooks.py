@@ -72,7 +72,7 @@ def check_style(
             close[name] = matches[0]
     for name, meant in sorted(close.items()):
         warn(
-            f'{type(cb).__name__}.{name} is no hook of a {style} callback and will not run. Did you mean `{meant}`?',
+            f'{type(cb).__name__}.{name} is not a hook of a {style} callback and will not run. Did you mean `{meant}`?',
             stacklevel=4,
         )
     if not found and not close:
@@ -80,7 +80,7 @@ def check_style(
         hints = (did_you_mean(name, names) for name in methods)
         hint = next(filter(None, hints), '')
         raise CallbackError(
-            f'{cb!r} ({type(cb).__name__}) is no {style} callback: it has none of the hooks '
+            f'{cb!r} ({type(cb).__name__}) is not a {style} callback: it lacks all hooks '
             f'{", ".join(names)}.{hint}'
         )
 

@@ -1,4 +1,4 @@
-"""Log images, texts and settings to all loggers of a Learner, from callbacks or other code."""
+"""Log images, text and settings to all loggers of a Learner, from callbacks or other code."""
 
 from __future__ import annotations
 

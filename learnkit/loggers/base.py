@@ -41,7 +41,7 @@ class Logger(Callback):
     `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`;
     the losses and metrics of each evaluation; and the other columns of each epoch's row, as
     `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by
-    monitors). Images, texts and settings come from `log_images`, `log_text` and `log_params`. The
+    monitors). Images, text and settings come from `log_images`, `log_text` and `log_params`. The
     values of one step are written together, after the step and once something is due. For a batch
     that fails, the values logged before the failure count as a step.
 

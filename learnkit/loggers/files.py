@@ -34,7 +34,7 @@ def read_log(
 
 
 class _FileLogger(Logger):
-    "Logger that writes lines to one file, and images and texts to folders next to it."
+    "Logger that writes lines to one file, and images and text to folders next to it."
 
     append: bool
     _suffixes: tuple[str, ...]
@@ -144,7 +144,7 @@ class CSVLogger(_FileLogger):
     """Log to a CSV file: one row per step, and one column per name in the order of first appearance.
 
     A new name rewrites the file with one more column; all other rows are appended. The
-    configuration is in `<file>.params.json`, images and texts in `<file>.images/` and
+    configuration is in `<file>.params.json`, images and text in `<file>.images/` and
     `<file>.texts/`. `read_log` reads the file.
 
     An existing file is appended to, and its steps continue; `append=False` replaces the file, but
@@ -209,7 +209,7 @@ class CSVLogger(_FileLogger):
         header = next(reader, ['step'])
         if header[:1] != ['step']:
             raise OptionError(
-                f'{path} is no log of CSVLogger: its first column is not `step`. {_ELSEWHERE}'
+                f'{path} is not a log of CSVLogger: its first column is not `step`. {_ELSEWHERE}'
             )
         rows = [
             {name: _as_number(v) for name, v in zip(header, row, strict=False) if v != ''}
@@ -218,7 +218,7 @@ class CSVLogger(_FileLogger):
         if _have_int_steps(rows):
             return rows
         raise OptionError(
-            f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers. '
+            f'{path} is not a log of CSVLogger: its `step` column has something other than whole numbers. '
             f'{_ELSEWHERE}'
         )
 
@@ -227,7 +227,7 @@ class JSONLinesLogger(_FileLogger):
     """Log to a file of JSON lines: `{"step": 10, "loss": 0.5, ...}`, and `{"params": {...}}` for each fit.
 
     Values that are not finite are written as `NaN` or `Infinity`, which Python and pandas read.
-    Images and texts are in `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
+    Images and text are in `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -264,7 +264,7 @@ class JSONLinesLogger(_FileLogger):
         if are_rows and _have_int_steps(rows):
             return rows
         raise OptionError(
-            f'{path} is no log of JSONLinesLogger: it has lines other than those of steps. {_ELSEWHERE}'
+            f'{path} is not a log of JSONLinesLogger: it has lines that are not steps. {_ELSEWHERE}'
         )
 
 
@@ -272,7 +272,7 @@ def _logger_class(path: Path) -> type[_FileLogger]:
     for cls in (CSVLogger, JSONLinesLogger):
         if path.suffix in cls._suffixes:
             return cls
-    raise OptionError(f'{path} is no log: those end in .csv, .jsonl or .ndjson.')
+    raise OptionError(f'{path} is not a log: logs end in .csv, .jsonl or .ndjson.')
 
 
 def _whole_lines(path: Path, first_only: bool = False) -> str:

@@ -20,12 +20,12 @@ __all__ = ['TensorBoardLogger']
 
 
 class TensorBoardLogger(Logger):
-    """Log scalars, images and texts to a folder for TensorBoard: `tensorboard --logdir runs`.
+    """Log scalars, images and text to a folder for TensorBoard: `tensorboard --logdir runs`.
 
     Without `folder` each run gets a new folder, `runs/<date and time>`, which a resumed process
     finds again. An existing folder is appended to, and its steps continue. After a resume from an
     earlier checkpoint, TensorBoard hides the numbers that were logged after that checkpoint (but
-    not texts). The configuration is the text `params`. Raises `MissingExtraError` without
+    not text). The configuration is the text `params`. Raises `MissingExtraError` without
     tensorboard.
 
     >>> import tempfile

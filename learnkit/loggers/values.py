@@ -6,7 +6,6 @@ import inspect
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import PurePath
 from types import CodeType, FrameType
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
@@ -153,7 +152,7 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
         'model': type(learn.model).__name__,
         'parameters': sum(p.numel() for p in params),
         'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
-        'loss': name_of(_unwrap_partial(learn.loss_func)) if learn.loss_func is not None else None,
+        'loss': name_of(unwrap_partial(learn.loss_func)) if learn.loss_func is not None else None,
         'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
         'epochs': learn.n_epoch,
     }
@@ -189,12 +188,6 @@ def _callback_options(cb: Any, key: str) -> dict[str, Any]:
     return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
 
 
-def _unwrap_partial(f: Any) -> Any:
-    while isinstance(f, partial):
-        f = f.func
-    return f
-
-
 def plain(value: Any) -> Any:
     "Return a plain value, the number of a tensor, or the string or name of another value."
     if isinstance(value, PLAIN):
@@ -207,7 +200,7 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Sequence):  # also lists of libraries for configuration
         return f'[{", ".join(str(plain(v)) for v in value)}]'
-    return name_of(_unwrap_partial(value))
+    return name_of(unwrap_partial(value))
 
 
 # ------------------------------------------------------------------------------------------- images

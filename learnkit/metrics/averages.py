@@ -20,6 +20,7 @@ from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import unwrap_partial
 from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
 
 __all__ = [
@@ -412,7 +413,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(o, name)
     else:
         raise MetricError(
-            f'{short_repr(m)} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric'
+            f'{short_repr(m)} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric'
             f'{_suggest_metric(m)}.'
         )
 
@@ -425,8 +426,7 @@ def _suggest_metric(name: Any) -> str:
 
 def _check_not_sklearn(f: Any) -> None:
     "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
-    inner = f.func if isinstance(f, partial) else f
-    if str(getattr(inner, '__module__', '')).partition('.')[0] != 'sklearn':
+    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] != 'sklearn':
         return
     name = _func_name(f)
     ours = {
@@ -553,8 +553,7 @@ def _describe_inputs(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
 
 
 def _func_name(func: Any) -> str:
-    while isinstance(func, partial):
-        func = func.func
+    func = unwrap_partial(func)
     return getattr(func, '__name__', None) or class2attr(func, 'Metric')
 
 

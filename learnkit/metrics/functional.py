@@ -273,16 +273,20 @@ def msle(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred.log1p() - targ.log1p()).square().mean()
 
 
-class RMSE(ElementMean):
-    "Root of the mean squared error of the data set; the metric of `rmse`."
-
-    def __init__(self, on: str | None = None) -> None:
-        super().__init__(mse, 'rmse', on)
+class _RootMean(ElementMean):
+    "Root of a mean over the elements of the data set."
 
     @property
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else mean**0.5
+
+
+class RMSE(_RootMean):
+    "Root of the mean squared error of the data set; the metric of `rmse`."
+
+    def __init__(self, on: str | None = None) -> None:
+        super().__init__(mse, 'rmse', on)
 
 
 @whole_set_metric(RMSE)
@@ -302,16 +306,11 @@ def _mean_squared_percentage(pred: Tensor, targ: Tensor) -> Tensor:
     return torch.expm1(pred - targ).square().mean()
 
 
-class ExpRMSPE(ElementMean):
+class ExpRMSPE(_RootMean):
     "Root mean square percentage error of exponentials over the data set; the metric of `exp_rmspe`."
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(_mean_squared_percentage, 'exp_rmspe', on)
-
-    @property
-    def value(self) -> float | None:
-        mean = super().value
-        return None if mean is None else mean**0.5
 
 
 @whole_set_metric(ExpRMSPE)

@@ -12,6 +12,7 @@ from torch import Tensor
 from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.metrics.averages import TorchMetric, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, is_number, paired
 from learnkit.metrics.merge import merged_pairs
@@ -57,8 +58,7 @@ class AccumMetric(TorchMetric):
                 f'{did_you_mean(str(activation), ACTIVATIONS)}'
             )
         self.func = func
-        inner = func.func if isinstance(func, partial) else func
-        name = name or getattr(inner, '__name__', None) or type(inner).__name__
+        name = name or name_of(unwrap_partial(func))
         prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
         super().__init__(_WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
 

@@ -13,6 +13,7 @@ from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.recorder import Recorder
 from learnkit.core.errors import OptionError, TimeError
 from learnkit.testing import synth_learner
+from tests.helpers.measuring import transfers
 
 
 class Seen(Callback):
@@ -211,22 +212,6 @@ def test_compiled_models_are_looked_at_too() -> None:
     model: Any = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), backend='eager')
     learner(model, torch.randn(8, 2), ActivationMonitor(), seen).fit(1)
     assert 'activations/max/1_output.0' in seen.rows[0]
-
-
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    "Return the list to which each transfer of a tensor to the host adds its kind from now on."
-    seen: list[str] = []
-
-    def note(kind: str, own: Any) -> Any:
-        def read(t: Tensor) -> Any:
-            seen.append(kind)
-            return own(t)
-
-        return read
-
-    for kind in ('item', 'tolist'):
-        monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
-    return seen
 
 
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

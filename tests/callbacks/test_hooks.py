@@ -414,7 +414,7 @@ def test_what_cannot_be_hooked_is_told_before_training() -> None:
         learn.fit(1)
     assert learn.model.head.weight.item() == start
     for kwargs, error, message in (
-        ({'modules': 3}, OptionError, '3 is no nn.Module'),
+        ({'modules': 3}, OptionError, 'nn.Module'),
         ({'every': 0}, TimeError, 'positive'),
         ({'every': '5tok'}, TimeError, 'tokens'),
         ({'hook': 3}, OptionError, 'hook=3'),

@@ -30,6 +30,7 @@ from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
 from learnkit.callbacks.system_monitor import SystemMonitor
 from learnkit.core.errors import CancelStepException, TimeError
 from learnkit.testing import synth_learner
+from tests.helpers.measuring import transfers
 
 
 class Seen(Callback):
@@ -311,22 +312,6 @@ def test_half_precision_is_measured_in_single() -> None:
         1
     )
     assert norm(big.weight) == pytest.approx(seen.of('l2_norm/param/weight')[-1], rel=1e-6)
-
-
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    "Return the list to which each transfer of a tensor to the host adds its kind from now on."
-    seen: list[str] = []
-
-    def note(kind: str, own: Any) -> Any:
-        def read(t: Tensor) -> Any:
-            seen.append(kind)
-            return own(t)
-
-        return read
-
-    for kind in ('item', 'tolist'):
-        monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
-    return seen
 
 
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_ready_model_and_one_that_does_not_fit(trained: Learner) -> None:
     wrong: Any = dict
     with pytest.raises(ModelError, match='built a dict'):
         load_learner(path, model=wrong)
-    with pytest.raises(OptionError, match='nothing that builds one'):
+    with pytest.raises(OptionError, match='model='):
         load_learner(path, model='Net')  # type: ignore[arg-type]
 
 

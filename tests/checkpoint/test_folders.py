@@ -95,7 +95,7 @@ def test_which_is_meant(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('which', 'told'),
     [
-        ('latest', 'There is no checkpoint in .*callbacks writes them'),
+        ('latest', 'There is no checkpoint in .*Checkpoint'),
         ('best', 'There is no checkpoint in'),
         ('nothing.ckpt', 'There is no checkpoint nothing.ckpt'),
         ('lastest', 'Did you mean `latest`'),

@@ -14,45 +14,11 @@ import pytest
 import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import OptimizerError, OptionError, WeightsError
-
-
-def net(hidden: int = 5) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(3, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 1)
-    )
-
-
-def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
-    x = torch.linspace(-1, 1, 96).reshape(32, 3)
-    dls = DataLoaders.from_tensors(
-        (x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False
-    )
-    learn = Learner(
-        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
-    )
-    learn.logger = noop
-    return learn
-
-
-def digest(learn: Learner) -> list[Any]:
-    "Everything that a load may change."
-    state = {} if learn.opt is None else learn.opt.state_dict()
-    return pickle.loads(pickle.dumps([learn.model.state_dict(), state, learn.lr]))  # own bytes
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
+from tests.helpers.saving import digest, learner, net, same
 
 # -------------------------------------------------------------------------------------- round trips
 

@@ -233,10 +233,10 @@ class NeedsArgs(Callback):
 
 
 CALLBACKS = [
-    (5, ['5', 'is no callback', 'Callback(event=function)']),
+    (5, ['5', 'Callback(event=function)']),
     ('mixup', ["'mixup'"]),
     (mae, ['mae', 'Callback(before_fit=mae)']),
-    (nn.Linear, ['Linear', 'no callback']),
+    (nn.Linear, ['Linear', 'Callback(before_fit=Linear)']),
     (NeedsArgs, ['NeedsArgs', 'without arguments', 'instance']),
     (object(), ['object']),
 ]

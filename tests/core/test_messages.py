@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_leads_to_the_others(tmp_path: P
     first, last = sorted((tmp_path / 'checkpoints').glob('*.ckpt'))
     last.write_bytes(last.read_bytes()[:-1])
     again = synth_learner(path=tmp_path, cbs=Checkpoint())
-    with pytest.raises(DamagedError, match='goes on from the newest whole one there') as e:
+    with pytest.raises(DamagedError, match='resume=') as e:
         again.fit(2, resume=last)
     assert str(first.parent) in str(e.value)
     with pytest.warns(UserWarning, match='Damaged'), again.no_bar():

@@ -140,7 +140,7 @@ def test_what_is_no_time_of_a_unit(value: Any, unit: Any) -> None:
 
 
 def test_errors_say_what_and_how() -> None:
-    with pytest.raises(TimeError, match=r"'5 parsecs' is no time\. Did you mean `sec`\?") as e:
+    with pytest.raises(TimeError, match=r"'5 parsecs' .* Did you mean `sec`\?") as e:
         Time('5 parsecs')
     assert all(f'{unit} (' in str(e.value) for unit in UNITS) and '1h20m' in str(e.value)
     with pytest.raises(TimeError, match=r"no unit 'token'\. Did you mean `tok`"):

@@ -249,7 +249,7 @@ def test_an_observer_that_changed_a_number_is_reported_by_name() -> None:
 
     learn = learner(n_train=1, cbs=[Peeks(), Honest()])
     with pytest.warns(
-        UserWarning, match='Peeks says that it is an observer, and changed xb, random numbers'
+        UserWarning, match='Peeks is declared an observer, but changed xb, random numbers'
     ):
         with learn.trace() as changes:
             learn.fit(1)
@@ -301,7 +301,7 @@ def test_draws_from_python_and_numpy_are_noticed() -> None:
 
     np.random.rand()  # from then on a draw moves a place in numpy's state, and nothing else
     learn = learner(n_train=1, cbs=Draws())
-    with pytest.warns(UserWarning, match='Draws says'), learn.trace() as changes:
+    with pytest.warns(UserWarning, match='Draws'), learn.trace() as changes:
         learn.fit(1)
     assert {c.event for c in changes.by_observers} == {'after_loss', 'after_step'}
 

@@ -242,7 +242,7 @@ def test_tokens_are_those_of_input_ids() -> None:
 @pytest.mark.parametrize(
     ('budget', 'error', 'text'),
     [
-        ('5 parsecs', TimeError, 'no time'),
+        ('5 parsecs', TimeError, '5 parsecs'),
         ('0ba', TimeError, 'positive'),
         ('-3ba', TimeError, 'negative'),
         ('0.5dur', TimeError, 'share of what'),
@@ -272,7 +272,7 @@ def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None
         raise CancelBatchException
 
     learn = learner(cbs=Callback(before_step=cancel))
-    with pytest.raises(FitError, match='for ever'):
+    with pytest.raises(FitError, match='3st'):
         learn.fit('3st')
     learn.remove_cb(learn.callback)
     learn.fit('3st')
@@ -285,7 +285,7 @@ def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
 
     learn = learner(cbs=Callback(before_epoch=skip))
     for budget in ('5st', '5ba', '20sp'):
-        with pytest.raises(FitError, match='for ever'):
+        with pytest.raises(FitError, match=budget):
             learn.fit(budget)
     assert learn.time.ep == 0
 

@@ -44,7 +44,7 @@ def told(cb: Any) -> list[str]:
 )
 def test_handlers_of_another_name(name: str, meant: str) -> None:
     cls = type('Slip', (Callback,), {name: lambda self, *args: None})
-    assert told(cls) == [f'Slip.{name} is no event and will not run. Did you mean `{meant}`?']
+    assert told(cls) == [f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?']
     assert event_like(name) == meant
 
 

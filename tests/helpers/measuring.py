@@ -43,3 +43,19 @@ def fed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **k
 
 def scores(n: int = 150, n_classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, n_classes), torch.randint(n_classes, (n,))
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    "Return the list to which each transfer of a tensor to the host adds its kind from now on."
+    seen: list[str] = []
+
+    def note(kind: str, own: Any) -> Any:
+        def read(t: torch.Tensor) -> Any:
+            seen.append(kind)
+            return own(t)
+
+        return read
+
+    for kind in ('item', 'tolist'):
+        monkeypatch.setattr(torch.Tensor, kind, note(kind, getattr(torch.Tensor, kind)))
+    return seen

@@ -403,17 +403,13 @@ def test_what_is_no_callback_and_what_is_misspelt() -> None:
         def epoch_end(self, state: Any, logger: Any) -> None:
             pass
 
-    with pytest.raises(
-        CallbackError, match=r'Nothing\) is no Composer callback: it has none of the hooks init, '
-    ):
+    with pytest.raises(CallbackError, match=r'Nothing.*init, '):
         from_composer(Nothing())
     with pytest.raises(CallbackError, match=r'write from_composer\(SpeedMonitor\(...\)\)'):
         from_composer(SpeedMonitor)
     with pytest.raises(CallbackError, match='needs no from_composer'):
         from_composer(Callback())
-    with pytest.warns(
-        UserWarning, match='Misspelt.epoch_strat is no hook.* Did you mean `epoch_start`'
-    ):
+    with pytest.warns(UserWarning, match='Misspelt.epoch_strat.* Did you mean `epoch_start`'):
         from_composer(Misspelt())
 
 

@@ -498,9 +498,7 @@ def test_mistakes() -> None:
     class Never(Progress):
         pass
 
-    with pytest.raises(
-        CallbackError, match=r'is no ksuit callback: it has none of the hooks before_training'
-    ):
+    with pytest.raises(CallbackError, match=r'ksuit .*before_training'):
         from_ksuit(Nothing())
     with pytest.warns(UserWarning, match='Did you mean `periodic_callback`'):
         from_ksuit(Misspelt())

@@ -924,7 +924,7 @@ def test_a_misspelt_handler_is_told() -> None:
         def before_lunch(self) -> None:
             raise AssertionError
 
-    with pytest.warns(UserWarning, match=r'Shout\.after_epoc is no event .* `after_epoch`'):
+    with pytest.warns(UserWarning, match=r'Shout\.after_epoc .*`after_epoch`'):
         synth_learner(cbs=Shout())
 
 

@@ -24,6 +24,7 @@ from learnkit import (
 )
 from learnkit.optim.hyperparams import params
 from learnkit.optim.optimizers import Lookahead
+from tests.helpers.optimizing import data
 
 
 def net() -> nn.Sequential:
@@ -33,17 +34,6 @@ def net() -> nn.Sequential:
         nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)),
         nn.Linear(4, 1),
     ).double()
-
-
-def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-            torch.randn(bs, 1, generator=gen, dtype=torch.float64),
-        )
-        for _ in range(n)
-    ]
 
 
 def parts(m: nn.Module) -> list[list[nn.Parameter]]:

@@ -28,22 +28,7 @@ from learnkit import (
 )
 from learnkit.optim.hyperparams import norm_bias_params, spread
 from learnkit.testing import RegModel, synth_learner
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
-
-
-def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-            torch.randn(bs, 1, generator=gen, dtype=torch.float64),
-        )
-        for _ in range(n)
-    ]
+from tests.helpers.optimizing import data, net
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:

@@ -13,22 +13,12 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
+from tests.helpers.optimizing import data
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-
-
-def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-            torch.randn(bs, 1, generator=gen, dtype=torch.float64),
-        )
-        for _ in range(n)
-    ]
 
 
 def weights(model: nn.Module) -> list[Tensor]:

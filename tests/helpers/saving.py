@@ -1,0 +1,47 @@
+"""A small Learner whose weights are saved, and the comparison of what a load changed."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import DataLoaders, Learner
+
+
+def net(hidden: int = 5) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 1)
+    )
+
+
+def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
+    x = torch.linspace(-1, 1, 96).reshape(32, 3)
+    dls = DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False
+    )
+    learn = Learner(
+        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
+    )
+    learn.logger = noop
+    return learn
+
+
+def digest(learn: Learner) -> list[Any]:
+    "Everything that a load may change."
+    state = {} if learn.opt is None else learn.opt.state_dict()
+    return pickle.loads(pickle.dumps([learn.model.state_dict(), state, learn.lr]))  # own bytes
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
