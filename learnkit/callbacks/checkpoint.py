@@ -41,6 +41,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.countable import check_countable
+from learnkit.engine.resume import LOOP_PLACES
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -127,6 +128,7 @@ class Checkpoint(Callback):
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._last_check = Timestamp()  # time at which the interval was last checked
         self._value: float | None = None  # monitored value of the last evaluation
+        self._has_warned = False  # whether this fit was searched for what no checkpoint holds
         self._next_due = 0.0  # earliest time of the next checkpoint, in the unit of `every`
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
@@ -165,6 +167,7 @@ class Checkpoint(Callback):
         self._last_check = learn.time
         self._next_due = 0.0
         self._value = None
+        self._has_warned = False
         self._eval_snapshot = None
         if self.preemption:
             self._stop_request.install(learn.dls if learn.world.size > 1 else None)
@@ -318,6 +321,9 @@ class Checkpoint(Callback):
         folder = self.checkpoint_folder()
         if self._lock is not None and not (folder / '.lock').exists():
             self._recreate_folder()
+        if not self._has_warned:
+            self._has_warned = True
+            learn.passes.warn_of_lost_state(learn, LOOP_PLACES[place] == 'batch')
         state = self._collect_state(place)
         time = learn.time
         name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,9 @@ from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
+from learnkit.core.random import preserved_generators
 from learnkit.data.checks import epoch_length
+from learnkit.data.counts import capture_counts, restore_counts
 from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count, check_fit
@@ -114,7 +116,7 @@ def check_resume(
 
     def train(until: int, resume: Any = False) -> _StopAt:
         stop = _StopAt(until)
-        with restored(learn):
+        with _as_new_process(learn):
             if resume is not False:
                 reseed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
@@ -139,6 +141,18 @@ def check_resume(
         if resumed.digests.get((owner, name, fix)) != d
     ]
     return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
+
+
+@contextmanager
+def _as_new_process(learn: LearnerLike) -> Iterator[None]:
+    "Restore a Learner, and what only a new process has again: counts of the loader, generators in callbacks' objects."
+    counts = capture_counts(learn.dls.train)
+    with ExitStack() as stack:
+        stack.callback(restore_counts, learn.dls.train, counts)
+        for cb in learn.cbs:
+            stack.enter_context(preserved_generators(cb))
+        stack.enter_context(restored(learn))
+        yield
 
 
 @contextmanager
