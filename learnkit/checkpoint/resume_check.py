@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
@@ -32,9 +33,10 @@ from learnkit.engine.snapshot import restored
 __all__ = ['ResumeCheck', 'check_resume']
 
 
+MAX_LENGTH = 100  # of a list or dict in a loader that is compared
 BY_CALLBACK = 'let a callback keep it'
 BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
-BY_DATA = 'work it out from `epoch`, or give the loader `state_dict` and `load_state_dict`'
+BY_DATA = 'keep a number, or give the loader `state_dict` and `load_state_dict`'
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ def check_resume(
     if middle >= n:
         raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
     check_fit(learn, 1, 0)
+    if any(map(is_lazy, learn.model.parameters())):
+        raise FitError(
+            f'{type(bare_model(learn.model)).__name__} has parameters without values: pass a batch through it first.'
+        )
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
@@ -149,8 +155,8 @@ def _as_new_process(learn: LearnerLike) -> Iterator[None]:
     counts = capture_counts(learn.dls.train)
     with ExitStack() as stack:
         stack.callback(restore_counts, learn.dls.train, counts)
-        for cb in learn.cbs:
-            stack.enter_context(preserved_generators(cb))
+        for owner in (learn.dls.train, *learn.cbs):
+            stack.enter_context(preserved_generators(owner))
         stack.enter_context(restored(learn))
         yield
 
@@ -194,17 +200,19 @@ def digest_attributes(learn: LearnerLike) -> dict[tuple[str, str, str], str]:
     dl = learn.dls.train
     parts = [getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')]
     for owner in (dl, *parts):
-        for key, value in iterate_attributes(owner, ('epoch',), numbers=True):
+        for key, value in iterate_attributes(owner, (), short=True):
             found[type(owner).__name__, key, BY_DATA] = value
     return found
 
 
 def iterate_attributes(
-    owner: Any, excluded: Container[str], numbers: bool = False
+    owner: Any, excluded: Container[str], short: bool = False
 ) -> Iterator[tuple[str, str]]:
-    "Yield the names and digests of public attributes that are plain data; with `numbers`, only integers."
+    "Yield the names and digests of public attributes that are plain data; with `short`, only short containers."
     for name, value in getattr(owner, '__dict__', {}).items():
-        if name.startswith('_') or name in excluded or (numbers and type(value) is not int):
+        if name.startswith('_') or name in excluded:
+            continue
+        if short and not (isinstance(value, (list, dict)) and len(value) <= MAX_LENGTH):
             continue
         with suppress(OptionError):
             yield name, digest(value)

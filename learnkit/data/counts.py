@@ -42,19 +42,22 @@ def capture_counts(dl: Any) -> Counts:
     """
     counts = {}
     for path, owner in find_own_parts(dl):
-        first, present = _get_first_values(owner), _numbers(owner)
-        if present:
-            counts[path] = {name: (first.get(name), value) for name, value in present.items()}
+        first = _get_first_values(owner)
+        counts[path] = {name: (first.get(name), n) for name, n in _numbers(owner).items()}
     return counts
 
 
 def restore_counts(dl: Any, counts: Mapping[str, Any]) -> None:
     "Restore the counts of `capture_counts`, except numbers that were changed neither there nor here."
     for path, owner in find_own_parts(dl):
+        if path not in counts:
+            continue
         own_first, present = _get_first_values(owner), _numbers(owner)
-        for name, (first, value) in counts.get(path, {}).items():
+        for name, (first, value) in counts[path].items():
             if value != first or present.get(name) != own_first.get(name):
                 owner.__dict__[name] = value
+        for name in present.keys() - own_first.keys() - counts[path].keys():
+            del owner.__dict__[name]  # the first pass makes it
 
 
 def find_own_parts(dl: Any) -> Iterator[tuple[str, Any]]:
