@@ -40,6 +40,7 @@ from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import Every, check_countable
+from learnkit.engine.resume import LOOP_PLACES
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -126,6 +127,7 @@ class Checkpoint(Callback):
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._value: float | None = None  # monitored value of the last evaluation
+        self._has_warned = False  # whether this fit was searched for what no checkpoint holds
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -162,6 +164,7 @@ class Checkpoint(Callback):
         self._lock_folder()
         self._begin_run(learn.run.resume)
         self._value = None
+        self._has_warned = False
         self._eval_snapshot = None
         if self.preemption:
             self._stop_request.install(learn.dls if learn.world.size > 1 else None)
@@ -307,6 +310,9 @@ class Checkpoint(Callback):
         folder = self.checkpoint_folder()
         if self._lock is not None and not (folder / '.lock').exists():
             self._recreate_folder()
+        if not self._has_warned:
+            self._has_warned = True
+            learn.passes.warn_of_lost_state(learn, LOOP_PLACES[place] == 'batch')
         state = self._collect_state(place)
         time = learn.time
         name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''

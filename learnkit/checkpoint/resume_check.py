@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
@@ -22,7 +23,9 @@ from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import check_count
+from learnkit.core.random import preserved_generators
 from learnkit.data.checks import epoch_length
+from learnkit.data.counts import capture_counts, restore_counts
 from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
@@ -32,9 +35,10 @@ from learnkit.engine.snapshot import restored
 __all__ = ['ResumeCheck', 'check_resume']
 
 
+MAX_LENGTH = 100  # of a list or dict in a loader that is compared
 BY_CALLBACK = 'let a callback keep it'
 BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
-BY_DATA = 'work it out from `epoch`, or give the loader `state_dict` and `load_state_dict`'
+BY_DATA = 'keep a number, or give the loader `state_dict` and `load_state_dict`'
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,16 @@ def check_resume(
     if middle >= n:
         raise FitError(f'stop_after={stop_after} does not lie within {n_batches} batches.')
     check_not_running(learn)
+    if any(map(is_lazy, learn.model.parameters())):
+        raise FitError(
+            f'{type(bare_model(learn.model)).__name__} has parameters without values: pass a batch through it first.'
+        )
     per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
     n_epoch = n // per_epoch + 1 if per_epoch else n
 
     def train(until: int, resume: Any = False) -> _StopAt:
         stop = _StopAt(until)
-        with restored(learn):
+        with _as_new_process(learn):
             if resume is not False:
                 reseed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
@@ -142,6 +150,18 @@ def check_resume(
         if resumed.digests.get((owner, name, fix)) != d
     ]
     return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
+
+
+@contextmanager
+def _as_new_process(learn: LearnerLike) -> Iterator[None]:
+    "Restore a Learner, and what only a new process has again: counts of the loader, generators in callbacks' objects."
+    counts = capture_counts(learn.dls.train)
+    with ExitStack() as stack:
+        stack.callback(restore_counts, learn.dls.train, counts)
+        for owner in (learn.dls.train, *learn.cbs):
+            stack.enter_context(preserved_generators(owner))
+        stack.enter_context(restored(learn))
+        yield
 
 
 @contextmanager
@@ -183,17 +203,19 @@ def digest_attributes(learn: LearnerLike) -> dict[tuple[str, str, str], str]:
     dl = learn.dls.train
     parts = [getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')]
     for owner in (dl, *parts):
-        for key, value in iterate_attributes(owner, ('epoch',), numbers=True):
+        for key, value in iterate_attributes(owner, (), short=True):
             found[type(owner).__name__, key, BY_DATA] = value
     return found
 
 
 def iterate_attributes(
-    owner: Any, excluded: Container[str], numbers: bool = False
+    owner: Any, excluded: Container[str], short: bool = False
 ) -> Iterator[tuple[str, str]]:
-    "Yield the names and digests of public attributes that are plain data; with `numbers`, only integers."
+    "Yield the names and digests of public attributes that are plain data; with `short`, only short containers."
     for name, value in getattr(owner, '__dict__', {}).items():
-        if name.startswith('_') or name in excluded or (numbers and type(value) is not int):
+        if name.startswith('_') or name in excluded:
+            continue
+        if short and not (isinstance(value, (list, dict)) and len(value) <= MAX_LENGTH):
             continue
         with suppress(OptionError):
             yield name, digest(value)

@@ -218,7 +218,8 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(owner, nn.Module):
         own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
     for k, value in own.items():
-        if k != '_iterator':  # the iterator of a DataLoader refers to parts of the loader
+        # the iterator of a DataLoader refers to parts of the loader, a callback to everything
+        if k not in ('_iterator', 'learn'):
             yield f'{dot}{k}', value
 
 

@@ -34,6 +34,7 @@ from learnkit.core.random import (
     same_states,
 )
 from learnkit.core.validation import warn_user
+from learnkit.data.counts import capture_counts, find_own_parts, restore_counts
 from learnkit.data.dataloaders import TensorLoader, n_batches
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
@@ -42,6 +43,7 @@ from learnkit.data.torch_loader import (
     epochs_of,
     fetching_is_random,
     get_index_sampler,
+    same_batches,
     set_epochs,
     start_lists,
     with_sampler,
@@ -148,6 +150,7 @@ class LoaderPosition:
         now = _capture_own_state(self.dl)
         if _n_workers(self.dl) and self.start is not None:
             now['own'] = _without_samplers(now['own'])
+            now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
             state = _loader_state(self.dl)
@@ -192,6 +195,39 @@ class LoaderPosition:
         if indices is None:
             return None
         return list(indices) if isinstance(indices, Iterable) else [indices]
+
+    def warn_of_lost_state(
+        self,
+        n_drawn: int,  # batches of this epoch drawn so far
+    ) -> None:
+        "Warn of what a run that is resumed here would draw in another way, as far as that can be found."
+        dl = self.dl
+        if self.start is None or not n_drawn or not _has_index_lists(dl):
+            return
+        if not dl.in_order and dl.num_workers:
+            _warn_of_order()
+            return
+        has_own_sampler = any(belongs_to_sampler(path) for path, _ in find_own_parts(_unshard(dl)))
+        if not has_own_sampler and not dl.persistent_workers:
+            return
+        current = capture_rng()
+        with preserved_rng(), _preserved_own(dl):
+            try:
+                _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
+                drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
+            except CheckpointError:
+                drawn, drawn_again = [0], []
+            if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
+                _warn_of_shared_draws('sampler', after_first, current)
+        if not same_batches(drawn, drawn_again):
+            names = [type(part).__name__ for path, part in find_own_parts(dl) if belongs_to_sampler(path)]
+            warn_user(
+                f'The sampler of the training loader ({", ".join(dict.fromkeys(names))}) gives other indices when the '
+                'order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
+                'batches. Let it keep its counts as numbers, and its random generators, in attributes.'
+            )
+        elif dl.persistent_workers and fetching_is_random(_unshard(dl), drawn):
+            _warn_of_persistent_workers()
 
     # -- resuming from a position ------------------------------------------------------------------
 
@@ -242,11 +278,7 @@ class LoaderPosition:
     def _resume_by_index(self, n: int, current: State) -> Iterator[Any]:
         dl = self.dl
         if not dl.in_order and dl.num_workers:
-            warn_user(
-                'A DataLoader with in_order=False gives batches as its workers finish them, so the batches not yet '
-                'trained on are not known: some will come twice and some not at all in this epoch. '
-                'Exact: in_order=True.'
-            )
+            _warn_of_order()
         lists = self._restart_index_lists()
         _, after_first, drawn = _skip(lists, n)
         if self._must_replay(drawn):
@@ -510,9 +542,13 @@ def _format_size(name: str, value: Any, processes: int) -> str:
 
 
 def _capture_own_state(dl: Any) -> State:
-    "Return the loader's own generators and its epoch numbers."
+    "Return the loader's own generators, its epoch numbers and its other counts."
     with _unsharded(dl) as whole:
-        return {'own': capture_own(whole), 'epochs': epochs_of(whole)}
+        return {
+            'own': capture_own(whole),
+            'epochs': epochs_of(whole),
+            'counts': capture_counts(whole),
+        }
 
 
 def _capture_generators(dl: Any) -> State:
@@ -528,6 +564,7 @@ def _restore_generators(dl: Any, state: State | None) -> list[str]:
         if 'rng' in state:
             restore_rng(state['rng'])
         set_epochs(whole, state['epochs'])
+        restore_counts(whole, state.get('counts', {}))
         return restore_own(whole, state['own'])
 
 
@@ -543,7 +580,7 @@ def _restore_own_state(dl: Any, state: State) -> None:
 
 
 def _without_samplers(own: State) -> State:
-    "Drop the generators of samplers, which run ahead of the workers and are restored by drawing again."
+    "Drop the generators or counts of samplers, which run ahead of the workers and are restored by drawing again."
     return {name: state for name, state in own.items() if not belongs_to_sampler(name)}
 
 
@@ -575,6 +612,14 @@ def _warn_of_shared_draws(
             f'{" and ".join(shared)}, and so does other code: what comes next may differ from an '
             'uninterrupted run. Give it its own generator.'
         )
+
+
+def _warn_of_order() -> None:
+    warn_user(
+        'A DataLoader with in_order=False gives batches as its workers finish them, so the batches not yet '
+        'trained on are not known: some come twice and some not at all in the epoch that is resumed. '
+        'Exact: in_order=True.'
+    )
 
 
 def _warn_of_persistent_workers() -> None:

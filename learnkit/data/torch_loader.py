@@ -24,6 +24,7 @@ __all__ = [
     'belongs_to_sampler',
     'workers_run',
     'fetching_is_random',
+    'same_batches',
     'end_workers',
     'forget_workers',
     'epochs_of',
@@ -153,7 +154,7 @@ def fetching_is_random(
     dl: DataLoader[Any],
     batch_indices: list[Any],  # indices of a few batches
 ) -> bool:
-    """Return True if fetching samples of these batches moves a random generator.
+    """Return True if fetching samples of these batches moves a random generator, or gives other samples each time.
 
     A separate worker process fetches a few samples, so that this process opens no file."""
     if not all(map(belongs_to_sampler, own_generators(dl))):
@@ -197,17 +198,45 @@ def forget_workers(dl: Any) -> None:
 
 
 class _GeneratorWatch:
-    "Collate function that returns True if a global generator has moved since the last call."
+    """Collate function that returns True if a global generator has moved since the last call.
+
+    The second batch has the samples of the first: True, too, if it differs, because the data set counts.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
         self.state: RNGState | None = None
+        self.batches: list[Any] = []
 
     def __call__(self, samples: Any) -> bool:
-        self.collate(samples)
+        batch = self.collate(samples)
         before = self.state
         self.state = capture_rng()
-        return before is not None and not same_states(before, self.state)
+        if len(self.batches) < 2:
+            self.batches.append(batch)
+        if before is None:
+            return False
+        return not same_states(before, self.state) or not same_batches(*self.batches)
+
+
+def same_batches(a: Any, b: Any) -> bool:
+    """Return True if two batches, or two lists of indices, are equal; NaN equals NaN.
+
+    >>> same_batches([torch.tensor(torch.nan), 'a'], [torch.tensor(torch.nan), 'a'])
+    True
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_batches(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_batches, a, b))
+    if hasattr(a, '__array__'):
+        return same_batches(torch.as_tensor(a), torch.as_tensor(b))
+    # other objects are equal as far as is known
+    return not isinstance(a, (int, float, str, bytes)) or a == b or a != a
 
 
 # Epoch numbers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
-from learnkit.core.random import capture_own, restore_own
+from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -59,7 +59,7 @@ _MAX_BITS = 2000  # of an integer
 # errors raised by `_encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
 # types that are created with the callback or the Learner, so no checkpoint needs them
-_RECREATED_TYPES = (
+_NO_PARTS = (
     FunctionType,
     MethodType,
     BuiltinFunctionType,
@@ -67,11 +67,11 @@ _RECREATED_TYPES = (
     type,
     nn.Module,
     nn.Parameter,
-    Callback,
     torch.optim.Optimizer,
     torch.device,
     torch.dtype,
 )
+_RECREATED_TYPES = (*_NO_PARTS, Callback)
 
 
 def has_own_state(cb: Any) -> bool:
@@ -188,7 +188,9 @@ def _encode_attributes(cb: Any) -> dict[str, Any]:
         try:
             encoded[name] = encode(value)
         except _ENCODE_ERRORS:
-            continue  # an object of some class: it is created with the callback
+            # an object of some class: it is created with the callback, its random generators move
+            if not isinstance(value, _NO_PARTS) and own_generators([value]):
+                encoded[name] = _encode_generators(value)
     return encoded
 
 
@@ -238,6 +240,11 @@ def _encode_object(value: Any) -> dict[str, Any]:
     "Return the state of an Enum or a generator, from which the new callback's own object is restored."
     if isinstance(value, Enum):
         return {_KIND: 'Enum', 'of': value.name}
+    return _encode_generators(value)
+
+
+def _encode_generators(value: Any) -> dict[str, Any]:
+    "Return the states of the random generators in a value, by attribute path."
     return {_KIND: 'generator', 'of': capture_own([value])}
 
 

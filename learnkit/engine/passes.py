@@ -82,6 +82,17 @@ class TrainingPasses:
             return last.state_dict(0)  # it stands between epochs already
         return LoaderPosition(train, n_before=last.n_before + self.n_drawn).state_dict(0)
 
+    def warn_of_lost_state(
+        self,
+        learn: LoopLike,
+        within_epoch: bool,  # a batch of the epoch was the last thing that was done
+    ) -> None:
+        "Warn of what of the present pass a checkpoint cannot hold."
+        if self.stream is not None:
+            self.stream.position.warn_of_lost_state(self.stream.n)
+        elif self.position is not None:
+            self.position.warn_of_lost_state(learn.iter + 1 if within_epoch else self.n_drawn)
+
     def _open_stream(self, learn: LoopLike) -> Stream:
         dl, device = learn.dl, learn.run.device
         if self.stream is None or self.stream.dl is not dl:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from learnkit import EMA, Callback, DataLoaders, Learner
+from learnkit.core.errors import FitError
 from tests.helpers.resuming import check_every_place
 
 Batch = tuple[Tensor, Tensor]
@@ -172,14 +173,14 @@ class InLearner(Callback):
 
 class InData(Dataset[Batch]):
     def __init__(self) -> None:
-        self.data, self.calls = points(), 0
+        self.data, self.calls = points(), [0]
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, i: int) -> Batch:
-        self.calls += 1
-        return self.data[0][i] / self.calls, self.data[1][i]
+        self.calls[0] += 1
+        return self.data[0][i] / self.calls[0], self.data[1][i]
 
 
 @pytest.mark.parametrize(
@@ -204,3 +205,9 @@ class InSubclass(EMA):
 
 def test_what_a_subclass_of_a_ready_made_callback_adds_is_held() -> None:
     assert make(cbs=InSubclass()).check_resume()
+
+
+def test_the_check_needs_values() -> None:
+    learn = make(model=nn.Sequential(nn.LazyLinear(1)))
+    with pytest.raises(FitError, match='Sequential has parameters without values'):
+        learn.check_resume()
