@@ -8,9 +8,15 @@ from inspect import isfunction, signature
 from typing import Any
 from warnings import warn
 
-from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.core.errors import CallbackError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.engine.attributes import changed_attributes, put_attributes
+from learnkit.engine.attributes import (
+    changed_attributes,
+    decode,
+    encode,
+    put_attributes,
+    replaced_attributes,
+)
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
@@ -84,18 +90,50 @@ def check_style(
 
 
 def state_of(cb: Any) -> Any:
-    "Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data."
+    """Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data.
+
+    Attributes are saved all or none: warns if one of them is no data.
+    """
     own = _own_state(cb, 'state_dict')
-    return {'attributes': changed_attributes(cb)} if own is None else own()
+    if own is not None:
+        return _encode_state(own())
+    lost = replaced_attributes(cb)
+    if lost:
+        _warn_of_lost(cb, lost, 'Its state is not saved')
+    return {'attributes': None if lost else changed_attributes(cb), 'lost': lost}
 
 
-def load_state(cb: Any, sd: Any) -> None:
-    "Load the result of `state_of` into a foreign callback."
+def load_state(
+    cb: Any,
+    sd: Any,  # result of `state_of`
+) -> None:
+    "Load the result of `state_of` into a foreign callback; warn if it holds no state."
     own = _own_state(cb, 'load_state_dict')
-    if own is None:
+    if own is not None:
+        state = decode(sd, None, cb)
+        if state is not None:
+            own(state)
+    elif sd.get('lost'):
+        _warn_of_lost(cb, sd['lost'], 'It starts as new')
+    else:
         put_attributes(cb, sd['attributes'] or {})
-    elif sd is not None:
-        own(sd)
+
+
+def _encode_state(state: Any) -> Any:
+    "Return a state with times as plain data; a state with other objects stays as it is."
+    try:
+        return encode(state)
+    except (OptionError, RecursionError, TypeError, ValueError):
+        return state
+
+
+def _warn_of_lost(cb: Any, lost: Mapping[str, str], consequence: str) -> None:
+    names = ', '.join(f'`{name}` ({kind})' for name, kind in lost.items())
+    warn(
+        f'No checkpoint holds {names} of {type(cb).__name__}. {consequence}, with all its other '
+        'attributes: give it `state_dict` and `load_state_dict`.',
+        stacklevel=3,
+    )
 
 
 def _own_state(cb: Any, name: str) -> Any:
