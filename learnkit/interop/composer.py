@@ -239,10 +239,11 @@ class _FromComposer(Callback):
             count(self)
         self.is_split, self.has_graph = event in SPLIT, event in ('after_loss', 'before_backward')
         for name in self._composer_events(event):
-            if name == 'before_train_batch' and self._trainer is not None:
+            starts = name == 'before_train_batch'
+            if starts and self._trainer is not None and self._hook(name) is not None:
                 self._trainer.begin_batch()
             self._fire(name)
-            if name == 'before_train_batch':
+            if starts:
                 self._grads = []  # where Composer clears them
         if event == 'after_predict' or (event == 'after_validate' and self.place == 'eval'):
             self.place = 'train'

@@ -13,6 +13,7 @@ from learnkit.core.batch_model import takes_batches, whole_batch
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.engine.callback import Callback
+from learnkit.engine.loop import token_count
 from learnkit.interop.composer_state import destinations_of, label_of, measured_values, trainer_of
 from learnkit.metrics.averages import metrics_of_model
 
@@ -20,6 +21,7 @@ __all__ = ['ComposerTrainer', 'add_trainer']
 
 # counts that are logged at the start of each batch
 TIMES = ('batch', 'sample', 'batch_in_epoch', 'sample_in_epoch')
+TOKENS = ('token', 'token_in_epoch')
 
 
 class ComposerTrainer(Callback):
@@ -67,7 +69,8 @@ class ComposerTrainer(Callback):
         self._is_new = False
         for metric in self.batch_metrics.values():
             metric.reset()
-        self._log(partial(self._times, TIMES))
+        has_tokens = token_count(self.learn) > 0
+        self._log(partial(self._times, (*TIMES, *TOKENS) if has_tokens else TIMES))
 
     def before_pred(self) -> None:
         "Measure the last microbatch, and keep the next one."
@@ -119,8 +122,10 @@ class ComposerTrainer(Callback):
 
     def after_fit(self) -> None:
         "Log the counts."
-        if self.learn.fitting:
-            self._log(partial(self._times, ('epoch', *TIMES)))
+        learn = self.learn
+        if learn.fitting:
+            names = ('epoch', *TIMES, *TOKENS) if learn.time.tok else ('epoch', *TIMES)
+            self._log(partial(self._times, names))
 
     def _batch_values(self) -> dict[str, Any]:
         size = next(self._adapters()).view.device_train_microbatch_size

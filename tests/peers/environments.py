@@ -40,6 +40,29 @@ PEERS = [
             TORCHVISION,
         ),
     ),
+    Peer(
+        'composer',
+        (
+            'mosaicml==0.32.1',
+            'antlr4-python3-runtime==4.9.*',
+            'arrow==1.4.*',
+            'backoff==2.2.*',
+            'coolname==5.0.*',
+            'gql==4.4.*',
+            'graphql-core==3.2.*',
+            'mosaicml-cli==0.8.*',
+            'omegaconf==2.4.*',
+            'py-cpuinfo==9.0.*',
+            'pynvml==13.0.*',
+            'questionary==2.1.*',
+            'ruamel.yaml==0.19.*',
+            'tenacity==9.2.*',
+            'torch-optimizer==0.3.*',
+            'validators==0.36.*',
+            'websockets==17.*',
+            TORCHVISION,
+        ),
+    ),
 ]
 
 
