@@ -26,6 +26,7 @@ from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.callbacks.training import CastToTensor
 from learnkit.checkpoint.state import begin_resume, find_checkpoint
 from learnkit.core.batch import to_detach
+from learnkit.core.batch_model import takes_batches
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
 from learnkit.core.errors import (
@@ -68,7 +69,7 @@ from learnkit.engine.own_loop import EventCheck, find_loop_overrides
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
-from learnkit.metrics.averages import as_metrics
+from learnkit.metrics.averages import as_metrics, metrics_of_model
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
@@ -102,6 +103,9 @@ class Learner(Loop):
     and `metrics` are called with the predictions and the targets. `opt_func` creates the optimizer; any torch
     optimizer class works. `learnkit.doc(Learner)` shows every parameter with its meaning, and `doc(Learner.fit)` the
     parameters of a method. The model and the batches are moved to `dls.device`, by default a GPU if available.
+
+    A model with the methods of Composer's `ComposerModel` is called with the whole batch, and needs neither `loss_func`
+    nor `metrics`: its own `loss`, `get_metrics` and `update_metric` are used unless they are given.
 
     Attributes that the Learner does not have are read from the model. `x` and `y` are the inputs and targets of the
     batch: a tuple if there are several, otherwise the single element.
@@ -189,6 +193,8 @@ class Learner(Loop):
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
         self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
+        if metrics is None and takes_batches(model):
+            metrics = metrics_of_model(model)
         self.metrics = metrics
         default = list(defaults.callbacks) if default_cbs else []
         if default and decodes_batches(getattr(self.dls, 'train', None)):

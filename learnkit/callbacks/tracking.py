@@ -219,7 +219,11 @@ def check_counted(
 
 
 class _Patient(TrackerCallback):
-    "Wait for an improvement, then lose patience. Checkpointed: also the time waited."
+    """Wait for an improvement, then lose patience. Checkpointed: also the time waited.
+
+    A number of epochs is the longest wait, as in fastai: patience is lost when it is reached. A time
+    is a wait that is still accepted, as in Composer: patience is lost when more has passed.
+    """
 
     def __init__(
         self,
@@ -248,13 +252,16 @@ class _Patient(TrackerCallback):
         if self.new_best:
             return self._restart_wait()
         self.wait += 1
-        limit = as_time(self.patience, 'ep')
-        if limit.unit == 'ep':
-            is_over = self.wait >= limit.value
-        else:
-            is_over = self.learn.time - self._since >= limit
-        if is_over:
+        if self._is_over():
             self.lose_patience()
+
+    def _is_over(self) -> bool:
+        if not isinstance(self.patience, (str, Time)):
+            return self.wait >= self.patience
+        limit = as_time(self.patience)
+        if limit.unit == 'ep':
+            return self.wait > limit.value
+        return self.learn.time - self._since > limit
 
     def lose_patience(self) -> None:
         "Act after the last epoch of patience; subclasses override this method."
@@ -275,6 +282,9 @@ class EarlyStoppingCallback(_Patient):
 
     The other arguments are as in `TrackerCallback`. The epoch ends as usual, with its checkpoints.
 
+    `patience` as a number is fastai's: 2 stops at the second epoch without improvement. As a string
+    or `Time` it is Composer's: '2ep' stops when more than 2 epochs have passed, at the third.
+
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
     >>> with learn.no_bar(): learn.fit(10)
@@ -294,8 +304,8 @@ class EarlyStoppingCallback(_Patient):
 class ReduceLROnPlateau(_Patient):
     """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
 
-    The other arguments are as in `TrackerCallback`. A schedule that sets the rate at every batch
-    overrides this callback, with a warning.
+    The other arguments are as in `TrackerCallback`, and `patience` as in `EarlyStoppingCallback`. A
+    schedule that sets the rate at every batch overrides this callback, with a warning.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=ReduceLROnPlateau(patience=2, factor=2., min_lr=1e-4))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit.core.batch import find_bs
+from learnkit.core.batch_model import takes_batches
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.validation import warn_user
@@ -235,6 +236,8 @@ def denominator_of_model(model: nn.Module) -> Denominator:
     "Return the denominator of a loss that the model computes itself."
     model = getattr(model, '_orig_mod', model)
     name = type(model).__name__
+    if takes_batches(model):
+        return Samples()  # as Composer weighs microbatches
     if type(model).forward.__module__.partition('.')[0] not in ('transformers', 'peft'):
         return Unknown(f'the own loss of {name}')
     is_decoder = not getattr(getattr(model, 'config', None), 'is_encoder_decoder', False)

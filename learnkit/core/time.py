@@ -55,7 +55,7 @@ _SPELLED = {
     's': 'secs second seconds',
 }
 
-_NUMBER = r'[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?'
+_NUMBER = r'[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?'
 _QUANTITY = re.compile(rf'\s*(-?{_NUMBER})\s*([a-z]*)\s*')
 _PERCENT = re.compile(rf'\s*({_NUMBER})\s*%\s*')
 _CLOCK = re.compile(''.join(rf'\s*(?:({_NUMBER})\s*{unit})?' for unit in SECONDS) + r'\s*')
@@ -70,8 +70,8 @@ class Time:
     Comparison, addition and subtraction require equal units. Raises `TimeError` for an invalid time, and for an
     invalid result: a negative number, a fractional count, or a `dur` above 1.
 
-    >>> Time('500ba') + Time(20, 'ba'), Time('1h20m'), Time('1e6sp')/4
-    (Time('520ba'), Time('4800sec'), Time('250000sp'))
+    >>> Time('500ba') + Time(20, 'ba'), Time('1h20m'), Time('1e6sp')/4, Time('1_000ba')
+    (Time('520ba'), Time('4800sec'), Time('250000sp'), Time('1000ba'))
     >>> Time('90m') > Time('1h'), Time('1h')/Time('90m')
     (True, 0.6666666666666666)
     """

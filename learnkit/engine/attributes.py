@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from functools import cache
+from io import IOBase
+from logging import Filterer
 from pathlib import Path, PurePath
 from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -30,10 +34,16 @@ __all__ = [
     'changed_attributes',
     'put_attributes',
     'lost_attributes',
+    'replaced_attributes',
+    'DataKind',
+    'data_kinds',
+    'encode',
+    'decode',
 ]
 
 # attributes of a callback that hold copies of its attributes
 _ADDED_KEY = '_as_added'
+_NAMES_KEY = '_names_as_added'
 _BEGUN_KEY = '_as_begun'
 _NOT_STATE = frozenset(
     {
@@ -44,6 +54,7 @@ _NOT_STATE = frozenset(
         'run_train',
         'run_valid',
         _ADDED_KEY,
+        _NAMES_KEY,
         _BEGUN_KEY,
         '_given_by_learnkit',
     }
@@ -56,7 +67,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, int, float, str)
 }
 _MAX_BITS = 2000  # of an integer
-# errors raised by `_encode` for values that a checkpoint cannot hold
+# errors raised by `encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
 # types that are created with the callback or the Learner, so no checkpoint needs them
 _NO_PARTS = (
@@ -70,8 +81,22 @@ _NO_PARTS = (
     torch.optim.Optimizer,
     torch.device,
     torch.dtype,
+    IOBase,
+    Filterer,  # loggers and their handlers
 )
 _RECREATED_TYPES = (*_NO_PARTS, Callback)
+
+
+@dataclass(frozen=True)
+class DataKind:
+    "A type of another package whose values a checkpoint holds as plain data."
+
+    accepts: Callable[[Any], bool]  # f(value)
+    encode: Callable[[Any], Any]  # f(value): plain data
+    decode: Callable[[Any, Any], Any]  # f(data, callback): the value
+
+
+data_kinds: dict[str, DataKind] = {}
 
 
 def has_own_state(cb: Any) -> bool:
@@ -115,6 +140,7 @@ def note_attributes(cb: Any) -> None:
     "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
     own = _own_attributes(cb)
     if _ADDED_KEY not in own:
+        own[_NAMES_KEY] = tuple(own)
         own[_ADDED_KEY] = _encode_attributes(cb)
 
 
@@ -148,7 +174,7 @@ def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
         if name not in attributes and name in own and not _is_same(now.get(name), value)
     }
     for name, value in {**changed, **attributes}.items():
-        own[name] = _decode(value, own.get(name), cb)
+        own[name] = decode(value, own.get(name), cb)
 
 
 def lost_attributes(cb: Any) -> dict[str, str]:
@@ -161,6 +187,17 @@ def lost_attributes(cb: Any) -> dict[str, str]:
     return {name: type(value).__name__ for name, value in candidates.items() if not _is_data(value)}
 
 
+def replaced_attributes(cb: Any) -> dict[str, str]:
+    """Return the attributes that no checkpoint holds and that are new, or were data, since the callback was added.
+
+    The values are their types. Other attributes that no checkpoint holds came with the callback.
+    """
+    own = _own_attributes(cb)
+    added, names = own.get(_ADDED_KEY, {}), own.get(_NAMES_KEY, ())
+    lost = lost_attributes(cb)
+    return {name: kind for name, kind in lost.items() if name in added or name not in names}
+
+
 def _own_attributes(cb: Any) -> dict[str, Any]:
     return getattr(cb, '__dict__', {})
 
@@ -169,9 +206,12 @@ def _is_recreated(value: Any) -> bool:
     "Return True if a value belongs to the Learner or to a class, so that creating these creates the value."
     if isinstance(value, (list, tuple)) and value:
         return all(map(_is_recreated, value))
+    if isinstance(value, dict) and value:
+        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
     if isinstance(value, Tensor):
         return value.requires_grad
-    return isinstance(value, _RECREATED_TYPES) or callable(value)
+    is_recreated = isinstance(value, _RECREATED_TYPES) or callable(value)
+    return is_recreated or _is_from_learnkit(type(value))
 
 
 def _encode_attributes(cb: Any) -> dict[str, Any]:
@@ -184,9 +224,9 @@ def _encode_attributes(cb: Any) -> dict[str, Any]:
             continue
         if isinstance(value, Tensor) and _shares_weights(value, cb):
             continue
-        encode = _encode_object if isinstance(value, Enum) or _is_generator(value) else _encode
+        is_object = isinstance(value, Enum) or _is_generator(value)
         try:
-            encoded[name] = encode(value)
+            encoded[name] = _encode_object(value) if is_object else encode(value)
         except _ENCODE_ERRORS:
             # an object of some class: it is created with the callback, its random generators move
             if not isinstance(value, _NO_PARTS) and own_generators([value]):
@@ -210,7 +250,7 @@ def _shares_weights(t: Tensor, cb: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     try:
-        _encode(value)
+        encode(value)
     except _ENCODE_ERRORS:
         return isinstance(value, Enum) or _is_generator(value)
     return True
@@ -248,7 +288,7 @@ def _encode_generators(value: Any) -> dict[str, Any]:
     return {_KIND: 'generator', 'of': capture_own([value])}
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
     kind = type(value)
     if kind is int and value.bit_length() > _MAX_BITS:
@@ -256,7 +296,7 @@ def _encode(value: Any) -> Any:
     if kind in _ATOMS or (kind is bytes and value):
         return value
     if kind in (list, tuple):
-        return kind(map(_encode, value))
+        return kind(map(encode, value))
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in 'biufc':
@@ -264,16 +304,21 @@ def _encode(value: Any) -> Any:
         return {_KIND: name, 'of': torch.from_numpy(np.array(value))}
     if isinstance(value, PurePath):
         return {_KIND: 'Path', 'of': str(value)}
+    if kind is timedelta:
+        return {_KIND: 'timedelta', 'of': (value.days, value.seconds, value.microseconds)}
     if kind in (L, set, frozenset):
         # the order of a set differs from run to run
         items = value if kind is L else sorted(value, key=repr)
-        return {_KIND: kind.__name__, 'of': list(map(_encode, items))}
+        return {_KIND: kind.__name__, 'of': list(map(encode, items))}
     if kind is deque:
-        return {_KIND: 'deque', 'of': list(map(_encode, value)), 'maxlen': value.maxlen}
+        return {_KIND: 'deque', 'of': list(map(encode, value)), 'maxlen': value.maxlen}
     if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
-        return {_encode(k): _encode(v) for k, v in value.items()}
+        return {encode(k): encode(v) for k, v in value.items()}
     if isinstance(value, dict):
         return {_KIND: _get_dict_type(value), **_encode_dict(value)}
+    for name, data_kind in data_kinds.items():
+        if data_kind.accepts(value):
+            return {_KIND: name, 'of': encode(data_kind.encode(value))}
     raise OptionError(f'A {kind.__name__} is more than data.')
 
 
@@ -302,7 +347,7 @@ def _find_tensor_class(name: str, base: type[Tensor] = Tensor) -> type[Tensor] |
 
 
 def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
-    items = [(_encode(k), _encode(v)) for k, v in value.items()]
+    items = [(encode(k), encode(v)) for k, v in value.items()]
     factory = getattr(value, 'default_factory', None)
     return {'of': items, 'factory': getattr(factory, '__name__', None)}
 
@@ -316,19 +361,19 @@ def _get_dict_type(value: dict[Any, Any]) -> str:
     raise OptionError(f'A {name} of this kind is more than data.')
 
 
-def _decode(
-    value: Any,  # result of `_encode` or `_encode_object`
+def decode(
+    value: Any,  # result of `encode` or `_encode_object`
     current: Any,  # present value of the attribute, an Enum or a generator for such a value
     cb: Any,  # callback that gets the value
 ) -> Any:
     "Return the value that was encoded."
     if isinstance(value, (list, tuple)):
-        return type(value)(_decode(v, None, cb) for v in value)
+        return type(value)(decode(v, None, cb) for v in value)
     if not isinstance(value, Mapping):
         return value
     kind = value.get(_KIND)
     if kind is None:
-        return {k: _decode(v, None, cb) for k, v in value.items()}
+        return {k: decode(v, None, cb) for k, v in value.items()}
     content = value['of']
     match kind:
         case 'Enum':
@@ -345,11 +390,15 @@ def _decode(
             return Path(content)
         case 'typed':
             tensor_class = _find_tensor_class(value['type'])
-            tensor = _decode(content, None, cb)
+            tensor = decode(content, None, cb)
             return tensor if tensor_class is None else tensor.as_subclass(tensor_class)
+        case 'timedelta':
+            return timedelta(*content)
         case 'on device':
             return content.to(_find_device(cb) or content.device)
-    items = _decode(content, None, cb)
+    items = decode(content, None, cb)
+    if kind in data_kinds:
+        return data_kinds[kind].decode(items, cb)
     match kind:
         case 'deque':
             return deque(items, value['maxlen'])

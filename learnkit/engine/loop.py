@@ -23,6 +23,7 @@ from learnkit.core.batch import (
     to_device,
     unpack_output,
 )
+from learnkit.core.batch_model import loss_of_batch, predict_batch
 from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.denominator import LossWeights
 from learnkit.core.errors import (
@@ -317,6 +318,8 @@ class Loop(CallbackHost):
     def _do_pred(self) -> tuple[Any, Any]:
         model = self.model if self.replica is None or not self.training else self.replica
         try:
+            if self.run.takes_batches:
+                return predict_batch(self, model)
             return unpack_output(apply_model(model, self.xb))
         except Exception as e:
             __tracebackhide__ = True
@@ -335,6 +338,8 @@ class Loop(CallbackHost):
             loss = self.loss_of(self.pred)
         elif own_loss is not None:
             loss = own_loss
+        elif self.run.takes_batches and self.training:
+            loss = loss_of_batch(self)
         elif self.loss_func is not None and self._needs_no_targets():
             loss = self.loss_of(self.pred)
         else:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from learnkit.core.batch_model import takes_batches
 from learnkit.core.errors import CancelError, CancelException
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
@@ -71,6 +72,7 @@ class Run:
     resume: Any = None  # the `ResumeState` of the checkpoint that is still to be restored
     resumes_at: int = 0  # the next batch of the epoch in which a checkpoint was taken
     stage: int | None = None  # which of the fits of `fine_tune` this is
+    takes_batches: bool = False  # the model is called with whole batches
     device: torch.device | None = None  # where the batches of the loader at hand go
     turn: Turn | None = None  # the call of `optimize` that is under way
     retains_graph: bool | None = None  # whether a backward pass keeps its graph for another one
@@ -103,6 +105,7 @@ def open_run(
             if kind == 'fit':
                 counters.fit_began = began
             if run.depth == 1:
+                run.takes_batches = takes_batches(learn.model)
                 learn.callbacks.refresh()  # classes may have got new handlers since
                 learn._open_for_use()
             try:

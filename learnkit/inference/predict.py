@@ -397,6 +397,7 @@ def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
 
 def _do_predictions(learn: LearnerLike, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
+    learn.dl = dl
     learn('before_predict')
     with preserved_generators(dl):
         learn._do_epoch_validate(dl=dl)

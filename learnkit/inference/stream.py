@@ -182,6 +182,7 @@ def stream_predictions(
 
 def _stream_loader(learn: LearnerLike, dl: Any) -> Iterator[None]:
     "Predict on a loader between `before_predict` and `after_predict`."
+    learn.dl = dl
     learn('before_predict')
     learn.set_loader(dl)
     with preserved_generators(dl), torch.no_grad():

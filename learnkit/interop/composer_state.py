@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import count_samples, find_bs, form_of, to_device
+from learnkit.core.batch_model import takes_batches, whole_batch
 from learnkit.core.errors import BatchError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
+from learnkit.metrics.averages import ModelMetric
 
-__all__ = ['ComposerState', 'ComposerLogger', 'Precision', 'Measured', 'label_of', 'log_as_named']
+__all__ = [
+    'ComposerState',
+    'ComposerLogger',
+    'Measured',
+    'Precision',
+    'destinations_of',
+    'label_of',
+    'log_as_named',
+    'trainer_of',
+]
 
 # attributes of Composer's State that are missing here, with their meaning and a replacement
 NOT_HERE = {
@@ -29,7 +47,6 @@ NOT_HERE = {
     'parallelism_config': 'the settings of parallel training',
     'device_mesh': 'the mesh of devices of parallel training',
     'profiler': 'the profiler; here `learn.timings` shows where the time goes',
-    'precision_config': 'options of the precision; here they are arguments of `MixedPrecision`',
     'train_metric_names': 'names of training metrics; here `learn.recorder.metric_names`',
     'eval_metric_names': 'names of evaluation metrics; here `learn.recorder.metric_names`',
     'dataset_resumption': 'positions of data sets; here a checkpoint has them',
@@ -37,6 +54,10 @@ NOT_HERE = {
     'set_dataloader': 'a method that replaces the loader; here assign `learn.dls`',
 }
 WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
+# attributes of a loader that set its batch size
+_BATCH_SIZES = 'batch_size', 'bs'
+# norms that Composer's OptimizerMonitor logs as 0 if no parameter has a gradient
+GRADIENT_NORMS = 'l2_norm/grad'
 
 
 class Precision(StrEnum):
@@ -119,8 +140,9 @@ class ComposerState:
 
     @property
     def previous_timestamp(self) -> Any:
-        "Timestamp before the last batch, or before the end of the epoch."
-        return self._watch.types.Timestamp(**self._watch.counts_before())
+        "Timestamp before the last batch, or before the end of the epoch; None before the first batch."
+        counts = self._watch.previous
+        return None if counts is None else self._watch.types.Timestamp(**counts)
 
     @property
     def eval_timestamp(self) -> Any:
@@ -141,19 +163,20 @@ class ComposerState:
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
         if end is not None and self.timestamp >= end:
-            return self.learn.stop()
+            return self._watch.stop()
         raise AttributeError(
             '`state.max_duration` can only be set to a time that is reached already, which ends the '
             'fit. Give the length to `learn.fit`.'
         )
 
     def get_elapsed_duration(self) -> Any:
-        "Return the share of the fit that is done, None before the first fit."
-        return self._time(self.learn.pct_train, 'dur') if self._watch.has_fitted else None
+        "Return the finished share of `max_duration`, in its unit; None before the first fit."
+        end = self.max_duration
+        return None if end is None else self.timestamp.get(end.unit) / end
 
     def stop_training(self) -> None:
-        "End the fit after the current batch or epoch, like `learn.stop()`."
-        self.learn.stop()
+        "End the fit after the current batch or epoch, like `learn.stop()`, and set `max_duration`."
+        self._watch.stop()
 
     # -- the batch ---------------------------------------------------------------------------------
 
@@ -163,7 +186,7 @@ class ComposerState:
         learn = self.learn
         if not self._watch.is_split:
             return learn.batch
-        return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
+        return whole_batch(learn)
 
     @batch.setter
     def batch(self, batch: Any) -> None:
@@ -194,8 +217,9 @@ class ComposerState:
 
     @property
     def outputs(self) -> Any:
-        "Output of the model for this batch; None before the forward pass."
-        return self.learn.__dict__.get('pred')
+        "Output of the model for this batch or microbatch; an empty tensor before its forward pass."
+        outputs = self.learn.__dict__.get('pred')
+        return torch.Tensor() if outputs is None else outputs
 
     @outputs.setter
     def outputs(self, outputs: Any) -> None:
@@ -203,32 +227,46 @@ class ComposerState:
 
     @property
     def loss(self) -> Any:
-        "The loss; in `after_loss` and `before_backward` the loss that backward uses."
-        learn = self.learn
-        return learn.__dict__.get('loss_grad', learn.loss) if self._watch.has_graph else learn.loss
+        """Loss of the last microbatch of training, also during evaluation; at first an empty tensor.
+
+        In `after_loss` and `before_backward` it is the loss that backward uses.
+        """
+        learn, watch = self.learn, self._watch
+        if watch.has_graph and 'loss_grad' in learn.__dict__:
+            return learn.loss_grad
+        return torch.Tensor() if watch.last_loss is None else watch.last_loss
 
     @loss.setter
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
-            self.learn.loss_grad = loss
+            self.learn.loss_grad, self._watch.last_loss = loss, self.learn.loss
 
     @property
-    def total_loss_dict(self) -> dict[str, Any]:
-        "Loss of the batch under Composer's name, as a 0-dim tensor."
-        return {'loss/train/total': self.learn.loss}
+    def total_loss_dict(self) -> dict[str, float]:
+        "Loss of the last batch under Composer's name; reading it waits for the device."
+        loss = self._watch.batch_loss
+        return {} if loss is None else {'loss/train/total': float(loss)}
 
     @property
     def device_train_microbatch_size(self) -> Any:
-        "Samples of a microbatch; for 'auto' the size that fits so far; otherwise of the batch."
+        "Samples of a microbatch; for 'auto' the size that fits so far; otherwise of a training batch."
         size = self.learn.microbatch
-        return (self.learn.auto_microbatch if size == 'auto' else size) or self._samples()
+        if size is None and not self._watch.place:
+            return None
+        return (self.learn.auto_microbatch if size == 'auto' else size) or self._batch_size()
 
     @property
     def grad_accum(self) -> int:
         "Number of microbatches of a batch."
-        size = self.device_train_microbatch_size
-        return -(-self._samples() // size) if size else 1
+        size, n = self.device_train_microbatch_size, self._samples()
+        return -(-n // size) if size and n else 1
+
+    def _batch_size(self) -> int:
+        "Return the batch size of the training loader, or the size of the current batch if it has none."
+        train = self.learn.dls.train
+        sizes = (getattr(train, name, None) for name in _BATCH_SIZES)
+        return next((size for size in sizes if isinstance(size, int)), None) or self._samples()
 
     def _samples(self) -> int:
         try:
@@ -251,8 +289,11 @@ class ComposerState:
 
     @property
     def optimizers(self) -> list[Any]:
-        "The torch optimizers; empty before the first fit."
-        return list(self.learn.opt.optimizers.values()) if self.learn.opt is not None else []
+        "The torch optimizers; before the first fit, the ready optimizer that the Learner was given."
+        learn = self.learn
+        if learn.opt is not None:
+            return list(learn.opt.optimizers.values())
+        return [learn.opt_func] if isinstance(learn.opt_func, torch.optim.Optimizer) else []
 
     @property
     def schedulers(self) -> list[Any]:
@@ -261,8 +302,8 @@ class ComposerState:
 
     @property
     def algorithms(self) -> list[Any]:
-        "Empty: algorithms are callbacks in learnkit."
-        return []
+        "The Composer algorithms of the Learner, unwrapped."
+        return [cb.wrapped for cb in self._wrapping() if cb.is_algorithm]
 
     @property
     def _mixed_precision(self) -> Any:
@@ -281,6 +322,9 @@ class ComposerState:
             return Precision.FP32
         return Precision.AMP_FP16 if cb.scales else Precision.AMP_BF16
 
+    _precision = precision
+    precision_config = None
+
     @property
     def device(self) -> Any:
         "Object with the device's `name` and `tensor_to_device`, `batch_to_device`, `module_to_device`."
@@ -297,7 +341,10 @@ class ComposerState:
     @property
     def callbacks(self) -> list[Any]:
         "The Composer callbacks of the Learner, unwrapped."
-        return [cb.wrapped for cb in self.learn.cbs if hasattr(type(cb), 'is_composer')]
+        return [cb.wrapped for cb in self._wrapping() if not cb.is_algorithm]
+
+    def _wrapping(self) -> list[Any]:
+        return [cb for cb in self.learn.cbs if hasattr(type(cb), 'is_composer')]
 
     @property
     def run_name(self) -> str:
@@ -320,25 +367,31 @@ class ComposerState:
         return self.learn.microbatch == 'auto'
 
     fsdp_enabled = deepspeed_enabled = fsdp_sharded_state_dict_enabled = False
+    load_monolith_rank0_only = False
+    fsdp_config_version = 0
+    fsdp_state_dict_type = None
 
     # -- data and metrics --------------------------------------------------------------------------
 
     @property
     def dataloader(self) -> Any:
-        return self.learn.dl
+        "The training loader, except while a loader is evaluated or predicted on; None in `init`."
+        place = self._watch.place
+        if not place:
+            return None
+        return self.learn.dls.train if place == 'train' else self.learn.dl
 
     @property
     def dataloader_label(self) -> str | None:
-        "'train', 'eval', 'predict', or the name of the validation loader."
-        learn = self.learn
-        if learn.dl is None:
-            return None
-        return 'predict' if learn.phase == 'predict' else label_of(learn.dl_name)
+        "'train', 'eval', 'predict', or the name of the validation loader that is evaluated."
+        place: str = self._watch.place
+        return label_of(self.learn.dl_name) if place == 'eval' else place or None
 
     @property
     def dataloader_len(self) -> ComposerTime | None:
         "Number of batches of the loader; None if unknown."
-        n = n_batches(self.learn.dl) if self.learn.dl is not None else None
+        dl = self.dataloader
+        n = None if dl is None else n_batches(dl)
         return None if n is None else self._time(n, 'ba')
 
     @property
@@ -348,6 +401,8 @@ class ComposerState:
     @property
     def evaluators(self) -> list[Any]:
         "The validation loaders with their labels: `evaluator.label`, `evaluator.dataloader.dataloader`."
+        if not self._watch.place:
+            return []
         return [
             SimpleNamespace(
                 label=label_of(name),
@@ -358,16 +413,22 @@ class ComposerState:
         ]
 
     @property
-    def train_metrics(self) -> dict[str, Measured]:
-        "Training loss and metrics of the epoch by name, from `epoch_end` on."
+    def train_metrics(self) -> dict[str, Any]:
+        """Metrics of the last batch for a model with training metrics of its own.
+
+        For other models, training loss and metrics of the epoch by name, from `epoch_end` on.
+        """
+        trainer = trainer_of(self.learn) if self._watch.place else None
+        if trainer is not None and trainer.batch_metrics:
+            return dict(trainer.batch_metrics)
         return self._watch.measured.get('train', {})
 
     @property
     def eval_metrics(self) -> dict[str, dict[str, Measured]]:
         "Loss and metrics of the last evaluation by name, by label of the loader."
         measured = {k: v for k, v in self._watch.measured.items() if k != 'train'}
-        labels = [label_of(name) for name, _ in evaluation_loaders(self.learn.dls)]
-        return {**{label: {} for label in labels}, **measured}
+        unused = {m.name: m.metric for m in self.learn.metrics if isinstance(m, ModelMetric)}
+        return {evaluator.label: unused for evaluator in self.evaluators} | measured
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -375,16 +436,111 @@ class ComposerState:
         return {'train': self.train_metrics, **self.eval_metrics}
 
     @property
+    def train_metric_values(self) -> dict[str, float]:
+        "The values of `train_metrics`."
+        return {name: float(metric.compute()) for name, metric in self.train_metrics.items()}
+
+    @property
+    def eval_metric_values(self) -> dict[str, float]:
+        "The values of the last evaluation, by name."
+        return {
+            name: float(value) for own in self.eval_metrics.values() for name, value in own.items()
+        }
+
+    @property
     def loggers(self) -> list[Any]:
         return []
 
-    def state_dict(self) -> dict[str, Any]:
-        "Return states of model and optimizers, and timestamp; to resume, use the Learner's checkpoints."
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def get_model_state_dict(self) -> dict[str, Any]:
+        "Return the weights."
+        return get_model_state_dict(self.model)
+
+    def get_optim_state_dict(self) -> dict[str, Any]:
+        "Return the states of the optimizers by class, with parameters by name."
         return {
-            'model': self.model.state_dict(),
-            'optimizers': [opt.state_dict() for opt in self.optimizers],
-            'timestamp': self.timestamp.state_dict(),
+            type(opt).__qualname__: get_optimizer_state_dict(self.model, opt)
+            for opt in self.optimizers
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizers, timestamp and callbacks' states in the form of Composer's files.
+
+        To resume a fit, use the Learner's checkpoints.
+        """
+        return {
+            'model': self.get_model_state_dict(),
+            'optimizers': self.get_optim_state_dict(),
+            'timestamp': {'Timestamp': self.timestamp.state_dict()},
+            'callbacks': _states_by_class(self.callbacks),
+            'algorithms': list(_states_by_class(self.algorithms).items()),
+            'rank_zero_seed': self.rank_zero_seed,
+            'run_name': self.run_name,
+            'integrations': self._get_integrations_state_dict(),
+            'metadata': self._get_state_metadata(),
+        }
+
+    def _get_integrations_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _get_state_metadata(self) -> dict[str, Any]:
+        return {
+            'torch_version': torch.__version__,
+            'device': self.device.name,
+            'precision': self.precision.value,
+            'world_size': self.learn.world.size,
+            'device_train_microbatch_size': self.device_train_microbatch_size,
+        }
+
+    def load_model_state(
+        self,
+        state_dict: Mapping[str, Any],  # `state` of a Composer checkpoint
+        logger: Any = None,  # unused
+        strict: bool = True,  # whether all names must match
+        **_: Any,  # options of Composer for algorithms
+    ) -> None:
+        "Load the weights."
+        self.model.load_state_dict(state_dict['model'], strict)
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],  # `state` of a Composer checkpoint
+        logger: Any = None,  # unused
+        strict: bool = False,  # whether all names must match
+        **_: Any,  # options of Composer for algorithms
+    ) -> None:
+        """Load weights, optimizers, callbacks' states and counts, except the position in the epoch.
+
+        Optimizers are loaded if the Learner has them: from the start of its first fit on.
+        """
+        self.load_model_state(state, logger, strict)
+        for opt in self.optimizers:
+            own = state.get('optimizers', {}).get(type(opt).__qualname__)
+            if own is not None:
+                set_optimizer_state_dict(self.model, opt, own)
+        for cb in self.callbacks:
+            own = state.get('callbacks', {}).get(type(cb).__qualname__)
+            if own and hasattr(cb, 'load_state_dict'):
+                cb.load_state_dict(own)
+        counts = state.get('timestamp', {}).get('Timestamp')
+        if counts:
+            self._load_counts(counts)
+
+    def _load_counts(self, counts: Mapping[str, Any]) -> None:
+        counters = self.learn.counters
+        counters.epochs, counters.batches = counts['epoch'], counts['batch']
+        counters.samples, counters.tokens = counts['sample'], counts['token']
+        counters.iterations = counts.get('iteration', 0)
+        if counts['batch_in_epoch']:
+            warn_user(
+                f'The checkpoint was taken after batch {counts["batch_in_epoch"]} of an epoch. The '
+                'fit begins with a whole epoch: to resume at a batch, use `Checkpoint`.'
+            )
+
+
+def _states_by_class(cbs: list[Any]) -> dict[str, Any]:
+    return {type(cb).__qualname__: cb.state_dict() for cb in cbs if hasattr(cb, 'state_dict')}
 
 
 def label_of(dl_name: str) -> str:
@@ -392,25 +548,54 @@ def label_of(dl_name: str) -> str:
     return 'eval' if dl_name == 'valid' else dl_name
 
 
+def trainer_of(learn: LearnerLike) -> Any:
+    "Return the callback that measures what Composer's Trainer measures, or None."
+    return next((cb for cb in learn.cbs if hasattr(type(cb), 'is_composer_trainer')), None)
+
+
+def measured_values(
+    learn: LearnerLike,
+    values: Mapping[str, Any],  # values of an evaluation by column
+) -> dict[str, float]:
+    """Return the numbers of the loader that is evaluated, without the prefix of the loader.
+
+    The loss that a model of whole batches computes itself is left out: Composer does not evaluate it.
+    """
+    name = learn.dl_name
+    prefix = '' if name == 'valid' else f'{name}/'
+    found = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+    if not prefix:
+        found = {k: v for k, v in found.items() if '/' not in k and not k.startswith('train_')}
+    if learn.loss_func is None and takes_batches(learn.model):
+        found.pop('loss' if prefix else 'valid_loss', None)
+    return {k: v for k, v in found.items() if isinstance(v, (int, float))}
+
+
+def destinations_of(learn: LearnerLike) -> list[Any]:
+    "Return the callbacks of the Learner that are Composer's logger destinations, ready to log."
+    found: list[Any] = [cb for cb in learn.cbs if getattr(cb, 'is_destination', False)]
+    for cb in found:
+        cb.begin()
+    return found
+
+
 def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
     "Log a value without the prefix of the loader that `learn.log` adds in evaluation."
     for cb in learn.cbs:
         receive = getattr(type(cb), 'receive_log', None)
-        if receive:
+        if receive and not getattr(cb, 'is_destination', False):
             receive(cb, name, value, 1, True)
 
 
 class ComposerLogger:
     """Composer's logger: metrics go to `learn.log`, other content to callbacks that accept it.
 
-    Metrics are averaged over the epoch and become columns of the history; `step` is ignored in
-    favor of the Learner's step. Hyper-parameters, tables and traces (as text) and images go to
-    learnkit's loggers, and to each callback with such a method (`log_params(params)`,
-    `log_text(step, name, text)`, `log_images(step, name, images)`); files go to callbacks with
-    `log_file(name, path)`.
+    Metrics are averaged over the epoch and become columns of the history. Hyper-parameters, tables
+    and traces (as text) and images go to learnkit's loggers, and to each callback with such a
+    method (`log_params(params)`, `log_text(step, name, text)`, `log_images(step, name, images)`);
+    files go to callbacks with `log_file(name, path)`. Composer's own logger destinations, added
+    with `from_composer`, get everything as in Composer, at the same step.
     """
-
-    destinations: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -418,17 +603,34 @@ class ComposerLogger:
     ) -> None:
         self._watch = watch
 
+    @property
+    def destinations(self) -> tuple[Any, ...]:
+        "Composer's logger destinations of the Learner, unwrapped."
+        return tuple(cb.wrapped for cb in destinations_of(self._watch.learn))
+
+    def _send(self, method: str, *content: Any, **options: Any) -> None:
+        "Call a method of each destination."
+        for destination in self.destinations:
+            getattr(destination, method)(*content, **options)
+
+    def _step(self, step: int | None) -> int:
+        return self._watch.counts()['batch'] if step is None else step
+
     def _methods(self, method: str) -> list[Any]:
         return [getattr(cb, method) for cb in self._watch.learn.cbs if hasattr(type(cb), method)]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        "Log numbers by name."
+        "Log numbers by name; without any gradient, norms of gradients are left out."
+        if self._watch.has_no_gradients():
+            metrics = {k: v for k, v in metrics.items() if not k.startswith(GRADIENT_NORMS)}
         for name, value in metrics.items():
             log_as_named(self._watch.learn, name, value)
+        self._send('log_metrics', metrics, self._step(step))
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
         send_to_loggers(self._watch.learn, 'log_params', parameters)
+        self._send('log_hyperparameters', parameters)
 
     def log_table(
         self,
@@ -442,11 +644,13 @@ class ComposerLogger:
         for cells in [columns, ['---'] * len(columns), *rows]:
             lines.append(f'| {" | ".join(map(str, cells))} |')
         self._log_text(name, '\n'.join(lines))
+        self._send('log_table', columns, rows, name, self._step(step))
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         "Log traces as text."
         for name, value in traces.items():
             self._log_text(name, str(value))
+        self._send('log_traces', traces)
 
     def _log_text(self, name: str, text: str) -> None:
         send_to_loggers(self._watch.learn, 'log_text', name, text)
@@ -461,7 +665,17 @@ class ComposerLogger:
         mask_class_labels: Any = None,
         use_table: bool = True,
     ) -> None:
-        "Log images, with the channels first."
+        "Log images; learnkit's loggers get them with the channels first."
+        self._send(
+            'log_images',
+            images,
+            name,
+            channels_last,
+            self._step(step),
+            masks,
+            mask_class_labels,
+            use_table,
+        )
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
         send_to_loggers(self._watch.learn, 'log_images', name, images)
@@ -469,10 +683,18 @@ class ComposerLogger:
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
     ) -> None:
-        "Pass a file to the callbacks that store files."
+        "Pass a file to the callbacks and destinations that store files."
         for log in self._methods('log_file'):
             log(remote_file_name, file_path)
+        state = self._watch.view
+        name, path = (
+            text.replace('{run_name}', state.run_name)
+            for text in (remote_file_name, str(file_path))
+        )
+        for destination in self.destinations:
+            destination.upload_file(state, name, Path(path), overwrite=overwrite)
 
     def has_file_upload_destination(self) -> bool:
-        "Return True if a callback stores files."
-        return bool(self._methods('log_file'))
+        "Return True if a callback or destination stores files."
+        can = [destination.can_upload_files() for destination in self.destinations]
+        return bool(self._methods('log_file')) or any(can)

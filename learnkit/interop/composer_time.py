@@ -12,6 +12,7 @@ from typing import Any
 
 from learnkit.core.errors import TimeError
 from learnkit.core.time import Time
+from learnkit.engine.attributes import DataKind, data_kinds
 from learnkit.interop.hooks import is_of
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
@@ -303,6 +304,44 @@ class ComposerTimestamp:
         return {
             k: v.total_seconds() if isinstance(v, timedelta) else v.value for k, v in values.items()
         }
+
+
+def _is_time(value: Any) -> bool:
+    "Return True for a time of Composer, or of this module."
+    return type(value).__name__ in ('Time', 'ComposerTime') and _is_composer(value)
+
+
+def _is_timestamp(value: Any) -> bool:
+    "Return True for a timestamp of Composer, or of this module."
+    return type(value).__name__ in ('Timestamp', 'ComposerTimestamp') and _is_composer(value)
+
+
+def _is_composer(value: Any) -> bool:
+    return type(value).__module__ in ('composer.core.time', __name__)
+
+
+def _encode_time(time: Any) -> tuple[Any, str]:
+    return time.value, time.unit.value
+
+
+def _decode_time(data: Any, cb: Any) -> Any:
+    types = types_for(cb)
+    value, unit = data
+    return types.Time(value, types.TimeUnit(unit))
+
+
+def _encode_timestamp(timestamp: Any) -> dict[str, Any]:
+    "Return what Composer's timestamps and the timestamps of this module have in common."
+    values = {f.name: getattr(timestamp, f.name) for f in fields(ComposerTimestamp)}
+    return {name: getattr(value, 'value', value) for name, value in values.items()}
+
+
+def _decode_timestamp(data: Any, cb: Any) -> Any:
+    return types_for(cb).Timestamp(**data)
+
+
+data_kinds['Composer time'] = DataKind(_is_time, _encode_time, _decode_time)
+data_kinds['Composer timestamp'] = DataKind(_is_timestamp, _encode_timestamp, _decode_timestamp)
 
 
 OWN = SimpleNamespace(

@@ -8,9 +8,15 @@ from inspect import isfunction, signature
 from typing import Any
 from warnings import warn
 
-from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.core.errors import CallbackError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.engine.attributes import changed_attributes, put_attributes
+from learnkit.engine.attributes import (
+    changed_attributes,
+    decode,
+    encode,
+    put_attributes,
+    replaced_attributes,
+)
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
@@ -89,23 +95,60 @@ def state_of(cb: Any) -> Any:
     """Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data.
 
     A `state_dict` that returns None, as in a base class of callbacks without state, is no state.
+    Attributes are saved all or none: warns if one of them is no data.
     """
     own = _own_state(cb, 'state_dict')
     if own is None:
-        return {'attributes': changed_attributes(cb)}
+        return _collect_attributes(cb)
     state = own()
-    return {INSTEAD: changed_attributes(cb)} if state is None else state
+    return {INSTEAD: _collect_attributes(cb)} if state is None else _encode_state(state)
 
 
-def load_state(cb: Any, sd: Any) -> None:
-    "Load the result of `state_of` into a foreign callback."
+def load_state(
+    cb: Any,
+    sd: Any,  # result of `state_of`
+) -> None:
+    "Load the result of `state_of` into a foreign callback; warn if it holds no state."
     own = _own_state(cb, 'load_state_dict')
     if isinstance(sd, Mapping) and INSTEAD in sd:
-        put_attributes(cb, sd[INSTEAD] or {})
+        _load_attributes(cb, sd[INSTEAD])
     elif own is None:
+        _load_attributes(cb, sd)
+    else:
+        state = decode(sd, None, cb)
+        if state is not None:
+            own(state)
+
+
+def _collect_attributes(cb: Any) -> dict[str, Any]:
+    lost = replaced_attributes(cb)
+    if lost:
+        _warn_of_lost(cb, lost, 'Its state is not saved')
+    return {'attributes': None if lost else changed_attributes(cb), 'lost': lost}
+
+
+def _load_attributes(cb: Any, sd: Any) -> None:
+    if sd['lost']:
+        _warn_of_lost(cb, sd['lost'], 'It starts as new')
+    else:
         put_attributes(cb, sd['attributes'] or {})
-    elif sd is not None:
-        own(sd)
+
+
+def _encode_state(state: Any) -> Any:
+    "Return a state with times as plain data; a state with other objects stays as it is."
+    try:
+        return encode(state)
+    except (OptionError, RecursionError, TypeError, ValueError):
+        return state
+
+
+def _warn_of_lost(cb: Any, lost: Mapping[str, str], consequence: str) -> None:
+    names = ', '.join(f'`{name}` ({kind})' for name, kind in lost.items())
+    warn(
+        f'No checkpoint holds {names} of {type(cb).__name__}. {consequence}, with all its other '
+        'attributes: give it `state_dict` and `load_state_dict`.',
+        stacklevel=4,
+    )
 
 
 def _own_state(cb: Any, name: str) -> Any:

@@ -17,10 +17,11 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
+from learnkit.core.batch_model import whole_batch
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import unwrap_partial
+from learnkit.core.model import bare_model, unwrap_partial
 from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
 
 __all__ = [
@@ -29,12 +30,14 @@ __all__ = [
     'SumMetric',
     'ValueMetric',
     'TorchMetric',
+    'ModelMetric',
     'as_metrics',
     'batch_weight',
     'check_column',
     'check_on',
     'dry_run',
     'loss_weight',
+    'metrics_of_model',
     'whole_set_metric',
     'measures_batches',
     'paired',
@@ -312,6 +315,28 @@ class TorchMetric(Metric):
     @property
     def name(self) -> str:
         return self._name or class2attr(self.metric, 'Metric')
+
+
+class ModelMetric(TorchMetric):
+    "Run a torchmetrics object that a model of whole batches updates, by its `update_metric`."
+
+    def accumulate(self, learn: LearnerLike) -> None:
+        _move_to_device_of(learn.pred, self.metric)
+        model: Any = bare_model(learn.model)
+        with torch.no_grad():
+            model.update_metric(whole_batch(learn), to_detach(learn.pred, cpu=False), self.metric)
+        self._updates += 1
+
+
+def metrics_of_model(
+    model: nn.Module,  # model with `get_metrics`
+    is_train: bool = False,  # whether to return the metrics of training batches
+) -> list[ModelMetric]:
+    "Return copies of the metrics that a model of whole batches names."
+    bare: Any = bare_model(model)
+    on = 'train' if is_train else 'valid'
+    metrics = copy.deepcopy(bare.get_metrics(is_train))
+    return [ModelMetric(metric, name, on) for name, metric in metrics.items()]
 
 
 class _Renamed(Metric):

@@ -92,6 +92,8 @@ def test_fit_fires_all_in_order() -> None:
         'epoch_checkpoint',
     ]
     assert cb.taken() == [
+        'before_load',
+        'after_load',
         'fit_start',
         'iteration_start',
         *epoch * 2,
@@ -101,12 +103,42 @@ def test_fit_fires_all_in_order() -> None:
     ]
 
 
+def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch_has_no_end_of_it() -> (
+    None
+):
+    cb = Heard()
+    learn = learner(cb)
+    cb.taken()
+    learn.fit('4ba')
+    assert cb.taken() == [
+        'before_load',
+        'after_load',
+        'fit_start',
+        'iteration_start',
+        'epoch_start',
+        *ONE_BATCH * 3,
+        'before_dataloader',
+        'epoch_end',
+        'eval_before_all',
+        *ONE_EVAL * 2,
+        'eval_after_all',
+        'epoch_checkpoint',
+        'epoch_start',
+        *ONE_BATCH,
+        'fit_end',
+        'eval_before_all',
+        *ONE_EVAL * 2,
+        'eval_after_all',
+    ]
+
+
 def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None:
     cb = Heard()
     learn = learner(cb)
     cb.taken()
     learn.validate()
-    assert cb.taken() == ['eval_standalone_start', *ONE_EVAL * 2, 'eval_standalone_end']
+    loads = ['before_load', 'after_load']
+    assert cb.taken() == [*loads, 'eval_standalone_start', *ONE_EVAL * 2, 'eval_standalone_end']
     learn.get_preds()
     one = [
         'predict_batch_start',
@@ -167,7 +199,7 @@ def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_lear
     adapter = from_composer(cb)
     learn = synth_learner(n_train=1)
     learn.fit(1, cbs=adapter)
-    assert cb.taken()[:2] == ['init', 'fit_start']
+    assert cb.taken()[:4] == ['init', 'before_load', 'after_load', 'fit_start']
     learn.fit(1, cbs=adapter)
     assert cb.taken()[0] == 'fit_start'
     synth_learner(n_train=1, cbs=adapter)
@@ -184,7 +216,6 @@ def test_only_the_events_of_the_callback_are_handled() -> None:
     for event in (
         'before_pred',
         'after_pred',
-        'after_loss',
         'before_backward',
         'before_step',
         'batch_checkpoint',

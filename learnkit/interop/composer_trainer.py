@@ -1,0 +1,178 @@
+"""What Composer's Trainer measures and logs itself, for callbacks and logger destinations of Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.batch_model import takes_batches, whole_batch
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model
+from learnkit.engine.callback import Callback
+from learnkit.engine.loop import token_count
+from learnkit.interop.composer_state import destinations_of, label_of, measured_values, trainer_of
+from learnkit.metrics.averages import metrics_of_model
+
+__all__ = ['ComposerTrainer', 'add_trainer']
+
+# counts that are logged at the start of each batch
+TIMES = ('batch', 'sample', 'batch_in_epoch', 'sample_in_epoch')
+TOKENS = ('token', 'token_in_epoch')
+
+
+class ComposerTrainer(Callback):
+    """Compute a `ComposerModel`'s training metrics at each batch, and log as Composer's Trainer does.
+
+    `from_composer` adds it to a Learner whose model has training metrics, or that has a logger
+    destination of Composer. Destinations get `time/...`, `loss/train/total`, `metrics/train/...`
+    and `metrics/<label>/...`, with a copy of the loss to the host at each batch, as in Composer.
+    """
+
+    order = 58
+    is_composer_trainer = True
+
+    def __init__(
+        self,
+        batch_metrics: Mapping[str, Any] | None = None,  # torchmetrics objects by name
+    ) -> None:
+        self.batch_metrics = dict(batch_metrics or {})
+        # the microbatch before algorithms change it, and its outputs
+        self._batch: Any = None
+        self._outputs: Any = None
+        self._is_new = False  # whether a batch has begun that `begin_batch` has not seen
+
+    def before_fit(self) -> None:
+        "Log the names of the algorithms."
+        names = [type(cb.wrapped).__name__ for cb in self._adapters() if cb.is_algorithm]
+        if self.learn.fitting and names:
+            enabled = {f'enabled_algorithms/{name}': True for name in names}
+            for cb in destinations_of(self.learn):
+                cb.wrapped.log_hyperparameters(enabled)
+
+    def before_epoch(self) -> None:
+        "Log the number of the epoch."
+        if self.learn.fitting:
+            self._log(lambda: {'time/epoch': self.learn.time.ep})
+
+    def before_batch(self) -> None:
+        "Note that a batch begins."
+        self._is_new = self.learn.training
+
+    def begin_batch(self) -> None:
+        "Reset the metrics and log the counts: between Composer's events at the start of a batch."
+        if not self._is_new:
+            return
+        self._is_new = False
+        for metric in self.batch_metrics.values():
+            metric.reset()
+        has_tokens = token_count(self.learn) > 0
+        self._log(partial(self._times, (*TIMES, *TOKENS) if has_tokens else TIMES))
+
+    def before_pred(self) -> None:
+        "Measure the last microbatch, and keep the next one."
+        if not self.learn.training:
+            return
+        self.begin_batch()
+        self._measure()
+        if self.batch_metrics and not self.learn.run.repeating:
+            self._batch = whole_batch(self.learn)
+
+    def after_backward(self) -> None:
+        "Keep the outputs, as Composer measures after this event."
+        if self._batch is not None:
+            self._outputs = self.learn.pred
+
+    def before_step(self) -> None:
+        "Measure the last microbatch."
+        self._measure()
+
+    def _measure(self) -> None:
+        "Update the metrics with the microbatch that was kept, in evaluation mode."
+        batch, outputs = self._batch, self._outputs
+        self._batch = self._outputs = None
+        if outputs is None:
+            return
+        model: Any = bare_model(self.learn.model)
+        modules = [m for m in self.learn.model.modules() if m.training]
+        with torch.no_grad():
+            self.learn.model.eval()
+            measured = model.eval_forward(batch, outputs)
+            for metric in self.batch_metrics.values():
+                model.update_metric(batch, measured, metric)
+        for m in modules:
+            m.training = True
+
+    def after_step(self) -> None:
+        "Log loss and metrics of the batch."
+        self._log(self._batch_values)
+
+    def after_train(self) -> None:
+        "Log the metrics of the last batch of the epoch."
+        if self.batch_metrics and not next(self._adapters()).ends_within_epoch():
+            self._log(self._metric_values)
+
+    def after_validate(self) -> None:
+        "Log the values of a validation loader."
+        if self.learn.phase != 'predict':
+            self._log(self._validation_values)
+
+    def after_fit(self) -> None:
+        "Log the counts."
+        learn = self.learn
+        if learn.fitting:
+            names = ('epoch', *TIMES, *TOKENS) if learn.time.tok else ('epoch', *TIMES)
+            self._log(partial(self._times, names))
+
+    def _batch_values(self) -> dict[str, Any]:
+        size = next(self._adapters()).view.device_train_microbatch_size
+        return {
+            'trainer/device_train_microbatch_size': size,
+            'loss/train/total': self.learn.loss.item(),
+            **self._metric_values(),
+        }
+
+    def _metric_values(self) -> dict[str, Any]:
+        return {f'metrics/train/{name}': m.compute() for name, m in self.batch_metrics.items()}
+
+    def _validation_values(self) -> dict[str, Any]:
+        learn, recorder = self.learn, recorder_of(self.learn)
+        measured = {} if recorder is None else recorder.measured
+        values = measured_values(learn, measured)
+        label = label_of(learn.dl_name)
+        return {f'metrics/{label}/{name}': value for name, value in values.items()}
+
+    def _times(self, names: Iterable[str]) -> dict[str, Any]:
+        counts = next(self._adapters()).counts()
+        return {f'time/{name}': counts[name] for name in names}
+
+    def _adapters(self) -> Iterator[Any]:
+        return (cb for cb in self.learn.cbs if hasattr(type(cb), 'is_composer'))
+
+    def _log(self, measure: Callable[[], dict[str, Any]]) -> None:
+        "Log to the destinations alone; without one, nothing is measured."
+        destinations = destinations_of(self.learn)
+        metrics = measure() if destinations else {}
+        if not metrics:
+            return
+        for cb in destinations:
+            cb.wrapped.log_metrics(metrics, cb.counts()['batch'])
+
+
+def add_trainer(
+    learn: LearnerLike,
+    has_destination: bool,  # whether a logger destination of Composer is there
+) -> ComposerTrainer | None:
+    "Return the Learner's `ComposerTrainer`, which is added if there is something to measure or log."
+    trainer: ComposerTrainer | None = trainer_of(learn)
+    if trainer is None:
+        has_metrics = takes_batches(learn.model)
+        metrics = metrics_of_model(learn.model, is_train=True) if has_metrics else []
+        if not has_destination and not metrics:
+            return None
+        trainer = ComposerTrainer({m.name: m.metric for m in metrics})
+        learn.add_cb(trainer)
+    return trainer
