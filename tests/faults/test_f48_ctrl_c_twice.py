@@ -21,6 +21,9 @@ from learnkit.engine import run as runs
 from learnkit.testing.forks import start
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
+# outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
 
 @pytest.fixture(autouse=True)
 def pythons_own_handlers() -> Iterator[None]:
