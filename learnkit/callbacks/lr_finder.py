@@ -322,11 +322,12 @@ def lr_find(
     n = epoch_length(learn.dls, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
     with (
-        deferred_interrupts(),
+        deferred_interrupts() as deferred,
         learn.lock,
         learn.removed_cbs(left_out),
         restored(learn),
         learn.no_logging(),
+        deferred.paused(),
     ):
         learn.fit(finder.num_it // n + 1 if n else finder.num_it, cbs=finder)
 

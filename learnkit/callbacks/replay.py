@@ -150,11 +150,12 @@ def replay(
     if learn.logger is not noop:
         print(announce(source, drawn))
     with (
-        deferred_interrupts(),
+        deferred_interrupts() as deferred,
         restored(learn),
         with_callbacks(learn, source),
         learn.no_logging(),
         learn.no_mbar(),
+        deferred.paused(),
     ):
         return repeat(learn, source, drawn, detect_anomaly)
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ['deferred_interrupts', 'allow_interrupts', 'run_all']
 
@@ -32,36 +32,49 @@ class deferred_interrupts:
     """Let Ctrl-C wait until all contexts that are being entered or left inside of this one are complete.
 
     A first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is under way, a second one at
-    once. Acts on the main thread only, and only in place of Python's own handler, which is restored at the end.
+    once. Acts on the main thread only, and only in place of Python's own handler, which is back in the block of
+    `with deferred.paused()` and at the end.
 
     >>> handler = signal.getsignal(signal.SIGINT)
-    >>> with deferred_interrupts(): pass
-    >>> signal.getsignal(signal.SIGINT) is handler
+    >>> with deferred_interrupts() as deferred, deferred.paused():
+    ...     print(signal.getsignal(signal.SIGINT) is handler)
     True
     """
 
     def __init__(self) -> None:
-        self._installs = False
+        self._acts = False
         self._waits = False  # an interrupt is to be raised
         self._outside: FrameType | None = None  # what is under way there is not ours
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return
-        self._outside = sys._getframe(1)
-        self._installs = True
-        signal.signal(signal.SIGINT, self._receive)
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._outside = sys._getframe(1)
+            self._acts = True
+            self._install()
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._installs:
-            return
-        if signal.getsignal(signal.SIGINT) == self._receive:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._outside = None
+        self._uninstall()
+        self._acts, self._outside = False, None
         if self._waits:
             self._stop_waiting()
             raise KeyboardInterrupt
+
+    def paused(self) -> _Pause:
+        """Return a context with Python's own handler, as the innermost one.
+
+        It has nothing to restore, so that an interrupt that ends it early does no harm.
+        """
+        return _Pause(self)
+
+    def _install(self) -> None:
+        if self._acts and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._receive)
+
+    def _uninstall(self) -> None:
+        if self._acts and signal.getsignal(signal.SIGINT) == self._receive:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         # the profile function is the one thing that Python calls when a frame ends
@@ -91,6 +104,19 @@ class deferred_interrupts:
                 return False
             frame = frame.f_back
         return False
+
+
+class _Pause:
+    "Context inside of `deferred_interrupts` in which the handler is not installed."
+
+    def __init__(self, deferred: deferred_interrupts) -> None:
+        self._deferred = deferred
+
+    def __enter__(self) -> None:
+        self._deferred._uninstall()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._deferred._install()
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +51,8 @@ class FolderLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._make_lock()  # a lock from before a fork cannot be acquired in the child
         try:
-            self._lock.acquire()
+            with _waiting_signals():
+                self._lock.acquire()
         except Timeout:
             raise self._make_error() from None
         except OSError as e:
@@ -63,7 +67,8 @@ class FolderLock:
 
     def release(self) -> None:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
-        self._lock.release()
+        with _waiting_signals():
+            self._lock.release()
 
     @property
     def held(self) -> bool:
@@ -92,6 +97,19 @@ class FolderLock:
             f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
             'would mix their checkpoints: give this one its own folder, or end the other.'
         )
+
+
+@contextmanager
+def _waiting_signals() -> Iterator[None]:
+    "Let Ctrl-C and SIGTERM wait: filelock would lose a lock that it was interrupted in taking or giving back."
+    if not hasattr(signal, 'pthread_sigmask'):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write_owner(fd: int) -> None:

@@ -10,7 +10,14 @@ from torch import nn
 
 from learnkit.core.learner_type import LearnerLike
 
-__all__ = ['bare_model', 'wrappers_of', 'model_device', 'move_to_device', 'name_of', 'unwrap_partial']
+__all__ = [
+    'bare_model',
+    'wrappers_of',
+    'model_device',
+    'move_to_device',
+    'name_of',
+    'unwrap_partial',
+]
 
 
 def bare_model(model: nn.Module) -> nn.Module:

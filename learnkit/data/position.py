@@ -220,7 +220,9 @@ class LoaderPosition:
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
         if not same_batches(drawn, drawn_again):
-            names = [type(part).__name__ for path, part in find_own_parts(dl) if belongs_to_sampler(path)]
+            names = [
+                type(part).__name__ for path, part in find_own_parts(dl) if belongs_to_sampler(path)
+            ]
             warn_user(
                 f'The sampler of the training loader ({", ".join(dict.fromkeys(names))}) gives other indices when the '
                 'order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '

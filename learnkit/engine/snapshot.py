@@ -75,7 +75,11 @@ class Snapshot:
 
     def undo(self) -> None:
         "Write all contents back, also if Ctrl-C interrupts it."
-        run_all(self._undo_steps)
+        has_grad = torch.is_grad_enabled()
+        try:
+            run_all(self._undo_steps)
+        finally:
+            torch.set_grad_enabled(has_grad)  # an interrupted `no_grad` leaves it off
 
     def _copy(self, o: Any) -> None:
         if type(o) in _ATOMS or id(o) in self._visited:

@@ -86,11 +86,12 @@ def validate(
     learn.final_record = None
     try:
         with (
-            deferred_interrupts(),
+            deferred_interrupts() as deferred,
             learn.lock,
             preserved_state(learn),
             learn.validation_context(cbs=cbs, inner=True),
             learn.strategy.run(learn, 'evaluation'),
+            deferred.paused(),
         ):
             learn.loader_name = loader_name
             _run_in_fit_and_epoch(learn, partial(learn.do_evaluation, loaders))
@@ -163,12 +164,13 @@ def _run_predictions(
     "Predict on a loader; the callbacks `cbs` receive the predictions."
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
-        deferred_interrupts(),
+        deferred_interrupts() as deferred,
         learn.lock,
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
         learn.strategy.run(learn, 'evaluation'),
+        deferred.paused(),
     ):
         learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
         body = partial(_do_predictions, learn, dl)

@@ -237,7 +237,9 @@ def test_a_callback_of_one_fit_resumes(tmp_path: Path) -> None:
     def fit(learn: Learner, resume: Any) -> None:
         learn.fit(
             2,
-            cbs=[made(BY_NAME[name]) for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')],
+            cbs=[
+                made(BY_NAME[name]) for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
+            ],
             resume=resume,
         )
 

@@ -306,7 +306,7 @@ def test_it_came_while_torch_had_gradients_switched_off() -> None:
 
 
 class Interrupter:
-    "A profiler that raises KeyboardInterrupt at the n-th instant at which CPython looks for signals: a call or return."
+    "A profiler that presses Ctrl-C at the n-th instant at which CPython looks for signals: a call or return."
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -317,7 +317,7 @@ class Interrupter:
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
 
 def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
@@ -342,7 +342,7 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 # an interrupt inside a `__del__` is only a warning
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
-    "Pure Python cannot close every gap (between a context's `__enter__` and its block, for one), but few may be left."
+    "A context that is being entered or left is complete before the interrupt is raised: nothing is left swapped."
     n, bad, runs = (
         0,
         list[str](),
@@ -358,6 +358,4 @@ def test_at_every_instant() -> None:
                 bad.append(problem)
     print(f'row 8: {n} instants of three runs, the next fit differs after {len(bad)}')
     torch.set_grad_enabled(True)
-    assert len(bad) < 0.02 * n, bad[
-        :10
-    ]  # between two instructions of a context manager Python leaves a gap
+    assert n > 1000 and not bad, bad[:10]

@@ -21,12 +21,16 @@ from learnkit.core.interrupts import deferred_interrupts, run_all
 from learnkit.engine.snapshot import Snapshot
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
+# outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
 
 @pytest.fixture(autouse=True)
 def pythons_own_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    torch.set_grad_enabled(True)
 
 
 def find(learn: Learner) -> None:
@@ -137,6 +141,7 @@ def test_a_snapshot_is_written_back_as_a_whole(how: Callable[[], None]) -> None:
             snapshot.undo()
         if interrupter.left > 0:
             break
+        assert torch.is_grad_enabled()
         # before the first step nothing has begun
         if at > 1:
             assert repr(o) == repr(contents())

@@ -15,11 +15,13 @@ from fault_helpers import make_learner, raised_by
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, sigterm
 from learnkit.callbacks.sigterm import StopRequest
-from learnkit.core import locks
 from learnkit.core.locks import FolderLock
 from learnkit.engine import run as runs
 from learnkit.testing.forks import start
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
+
+# outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +53,6 @@ def problems_in(folder: Path) -> list[str]:
     if sigterm._active_requests or sigterm._before:
         found.append(f'{sigterm._active_requests} {sigterm._before}')
         sigterm._reset()
-    if locks._held_locks:
-        found.append(f'{locks._held_locks}')
-        locks._held_locks.clear()
     if not found:
         learner(folder).fit(1)
     return found
@@ -128,13 +127,15 @@ def test_the_second_at_every_instant_of_the_end(tmp_path: Path) -> None:
 # -- the mechanism ---------------------------------------------------------------------------------
 
 
-def steps(acquire: Callable[[], Any], release: Callable[[], Any]) -> Iterator[int]:
+def steps(
+    acquire: Callable[[], Any], release: Callable[[], Any], how: Callable[[], None]
+) -> Iterator[int]:
     "Interrupt both at each instant, and release once more; yield the number of instants."
     for f in (acquire, release):
         for at in range(1, 1000):
             if f is release:
                 acquire()
-            interrupter = Interrupter(at, f.__func__.__code__, how=interrupt)  # type: ignore[attr-defined]
+            interrupter = Interrupter(at, f.__func__.__code__, how=how)  # type: ignore[attr-defined]
             with interrupting(interrupter):
                 f()
             release()
@@ -146,18 +147,18 @@ def steps(acquire: Callable[[], Any], release: Callable[[], Any]) -> Iterator[in
 def test_a_lock_can_be_released_whatever_was_interrupted(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     n = 0
-    for _ in steps(lock.acquire, lock.release):
+    for _ in steps(lock.acquire, lock.release, press):
         n += 1
-        assert not locks._held_locks and not lock.held
+        assert not lock.held
         with FolderLock(tmp_path):
             pass
-    assert n > 20
+    assert n > 5
 
 
 def test_a_stop_request_can_be_restored_whatever_was_interrupted() -> None:
     request = StopRequest()
     n = 0
-    for _ in steps(request.install, request.restore):
+    for _ in steps(request.install, request.restore, interrupt):
         n += 1
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not sigterm._active_requests and not sigterm._before
