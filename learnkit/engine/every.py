@@ -31,7 +31,7 @@ class Every:
         interval: Time,  # a positive amount
     ) -> None:
         self.interval = interval
-        self._passed = 0  # number of multiples up to the last check
+        self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
 
     def start(self, learn: LoopLike) -> None:
         "Count from a Learner's current time."
@@ -43,8 +43,9 @@ class Every:
         ahead: int = 0,  # units that are about to finish
     ) -> bool:
         "Return True once per multiple, when it was reached since the last check."
-        before, self._passed = self._passed, self._count(learn, ahead)
-        return self._passed > before
+        before, now = self._passed, self._count(learn, ahead)
+        self._passed = now
+        return before is not None and now > before
 
     def _count(self, learn: LoopLike, ahead: int) -> int:
         unit = self.interval.unit
@@ -56,10 +57,16 @@ class Every:
         return {'every': str(self.interval), 'passed': self._passed}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of multiples; of another interval in the same unit, it is converted."
-        saved = Time(sd['every'])
-        if saved.unit == self.interval.unit:
-            self._passed = count_multiples(saved.value * sd['passed'], self.interval)
+        """Restore the number of multiples.
+
+        For another interval of the same unit, the number is converted. In another unit, counting starts at the next
+        check.
+        """
+        saved, passed = Time(sd['every']), sd['passed']
+        is_convertible = saved.unit == self.interval.unit and passed is not None
+        self._passed = (
+            count_multiples(saved.value * passed, self.interval) if is_convertible else None
+        )
 
 
 def counts_tokens(learn: LoopLike) -> bool:

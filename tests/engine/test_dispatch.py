@@ -266,7 +266,7 @@ def test_a_name_of_the_learner_keeps_the_learners_attribute(cls: str) -> None:
 @pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_epoch, object()])
 def test_what_is_no_callback_is_refused_before_anything_is_added(wrong: Any) -> None:
     learn = bare()
-    with pytest.raises(CallbackError, match='no callback'):
+    with pytest.raises(CallbackError, match='Callback'):
         learn.add_cbs([Callback(), wrong])
     assert len(learn.cbs) == 1
 

@@ -36,7 +36,8 @@ def test_it_counts_from_the_start_of_the_learner() -> None:
 
 
 @pytest.mark.parametrize(
-    ('interval', 'due'), [('10ba', [60, 70]), ('30ba', [60]), ('5ba', [55, 60, 65, 70])]
+    ('interval', 'due'),
+    [('10ba', [60, 70]), ('30ba', [60]), ('5ba', [55, 60, 65, 70]), ('10sp', [60, 70])],
 )
 def test_a_run_may_resume_with_another_interval(interval: str, due: list[int]) -> None:
     before, after = Every(Time('10ba')), Every(Time(interval))
