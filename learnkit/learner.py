@@ -246,15 +246,10 @@ class Learner(Loop):
         if find_loop_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
-<<<<<<< HEAD
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
                 checkpoint = find_checkpoint(self, resume)
-=======
-        with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
-            checkpoint = find_checkpoint(self, resume)
->>>>>>> ksuit
             self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'), deferred.paused():
