@@ -1238,7 +1238,7 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
         Traceback (most recent call last):
-        learnkit.core.errors.OptionError: nproc=0: give a whole number of processes, 1 or more.
+        learnkit.core.errors.OptionError: nproc=0: give a whole number, 1 or more.
         """
         from learnkit.distributed.launch import launch
 
