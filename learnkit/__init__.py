@@ -33,10 +33,10 @@ def __getattr__(name: str) -> Any:
         module = import_module(f'learnkit.{package}')
         if name in module.__all__:
             return getattr(module, name)
-    from learnkit.core.hints import class_hint
+    from learnkit.core.hints import suggest_class
 
     packages = ['learnkit', *(f'learnkit.{package}' for package in _SEARCHED)]
-    hint = class_hint(name, {package: import_module(package).__all__ for package in packages})
+    hint = suggest_class(name, {package: import_module(package).__all__ for package in packages})
     if _is_import(sys._getframe(1)):  # which would replace the message of an AttributeError
         raise ImportError(f'cannot import name {name!r} from {__name__!r}.{hint}', name=__name__)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}.{hint}', name=name)

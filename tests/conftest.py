@@ -190,6 +190,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    "Skip a test whose fixtures need a library that is not installed."
+    try:
+        return (yield)
+    except ImportError as e:
+        if type(e).__name__ != 'MissingExtraError':
+            raise
+        pytest.skip(str(e))
+
+
 def run_or_skip(runtest: Callable[[], None]) -> None:
     from learnkit.core.errors import MissingExtraError  # not before torch has one thread
 

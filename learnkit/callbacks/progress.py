@@ -282,6 +282,7 @@ class TerminalDisplay(Display):
             return
         self.bar.leave, self.bar.delay = stopped_at is not None, 0
         self.bar.close()
+        self.bar = None  # whoever has kept a replaced stream writes to it as to the stream itself
 
     def clear_bar(self) -> None:
         "Clear the line of the bar, with what the terminal has echoed behind the bar."
@@ -483,7 +484,7 @@ class ProgressCallback(Callback):
             self._count(self.learn.iter)
 
     def _describe_interrupt(self) -> str:
-        "Return one line: where the run stopped, and how to go on."
+        "Return one line: where the run stopped, and how to resume."
         learn = self.learn
         text = f'Stopped by Ctrl-C ({place(learn)}).'
         if not learn.fitting:

@@ -11,19 +11,19 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['activation_of']
+__all__ = ['find_activation']
 
 
-def activation_of(
-    loss_func: Any,  # loss function: of this module, of torch, or any other
+def find_activation(
+    loss_func: Any,  # loss function of learnkit, of torch, or any other
 ) -> Callable[[Any], Any]:
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
     `loss_func.activation` comes first. torch's cross-entropy has the softmax over dimension 1, its negative log
-    likelihood the exponential, and its binary cross-entropy of logits the sigmoid; predictions that are no tensor
+    likelihood the exponential, and its binary cross-entropy of logits the sigmoid; predictions that are not tensors
     stay as they are.
 
-    >>> activation_of(nn.BCEWithLogitsLoss())(torch.zeros(2))
+    >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])
     """
     if hasattr(loss_func, 'activation'):

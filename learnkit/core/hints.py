@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from learnkit.core.errors import did_you_mean
 
-__all__ = ['check_keywords', 'keyword_hint', 'class_hint']
+__all__ = ['check_keywords', 'suggest_keyword', 'suggest_class']
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -29,7 +29,6 @@ _KEYWORDS = {
     'dl': 'dataloader loader data',
     'valid': 'val validation valid_data val_data validation_data',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
-    'n_acc': 'accumulate_grad_batches n_samples',
 }
 # parameters that belong to another call
 _ELSEWHERE = {
@@ -62,15 +61,15 @@ _CLASSES = {
 }
 
 
-def keyword_hint(
+def suggest_keyword(
     name: str,  # unknown keyword
     known: Collection[str],  # parameters of the function
 ) -> str:
     """Return a hint for an unknown keyword, as a sentence after a space, or an empty string.
 
-    >>> keyword_hint('callbacks', ['dls', 'cbs'])
+    >>> suggest_keyword('callbacks', ['dls', 'cbs'])
     ' Write `cbs=`.'
-    >>> keyword_hint('metrcs', ['dls', 'metrics'])
+    >>> suggest_keyword('metrcs', ['dls', 'metrics'])
     ' Did you mean `metrics`?'
     """
     for own, others in _KEYWORDS.items():
@@ -83,13 +82,13 @@ def keyword_hint(
     return did_you_mean(name, known)
 
 
-def class_hint(
+def suggest_class(
     name: str,  # unknown name of the package
     packages: dict[str, Collection[str]],  # public names of packages, by the name of the package
 ) -> str:
     """Return a hint for a name that the package does not have, as a sentence after a space, or an empty string.
 
-    >>> class_hint('EarlyStopping', {'learnkit.callbacks': ['EarlyStopping']})
+    >>> suggest_class('EarlyStopping', {'learnkit.callbacks': ['EarlyStopping']})
     ' Write `from learnkit.callbacks import EarlyStopping`.'
     """
     own = _CLASSES.get(name, name)
@@ -112,7 +111,7 @@ def check_keywords(f: F) -> F:
         __tracebackhide__ = True
         if not kwargs.keys() <= known:
             name = next(name for name in kwargs if name not in known)
-            hint = keyword_hint(name, sorted(known))
+            hint = suggest_keyword(name, sorted(known))
             raise TypeError(
                 f'{f.__qualname__}() got an unexpected keyword argument {name!r}.{hint}'
             )

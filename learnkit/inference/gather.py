@@ -11,7 +11,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.core.activation import activation_of
+from learnkit.core.activation import find_activation
 from learnkit.core.batch import (
     batch_counter,
     children_of,
@@ -322,7 +322,7 @@ class PredictionSink:
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
         self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
-        self.act = act or activation_of(learn.loss_func)
+        self.act = act or find_activation(learn.loss_func)
         self.decode = getattr(learn.loss_func, 'decodes', noop)
         included = {
             'inputs': with_input,

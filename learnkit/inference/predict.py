@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from learnkit.core.activation import activation_of
+from learnkit.core.activation import find_activation
 from learnkit.core.batch import (
     children_of,
     describe,
@@ -145,7 +145,7 @@ def get_preds(
     res = cb.all_tensors()
     i = 1 if with_input else 0  # index of the predictions
     if res[i] is not None:
-        activate = act or activation_of(learn.loss_func)
+        activate = act or find_activation(learn.loss_func)
         res[i] = activate(res[i])
         if with_decoded:
             decode = getattr(learn.loss_func, 'decodes', noop)

@@ -253,17 +253,17 @@ def test_data_sets_and_first_batch() -> None:
         DataLoaders(iter([])).one_batch()
 
 
-def test_device_is_chosen_once_and_can_be_set() -> None:
+def test_device_is_chosen_once_and_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     dls = DataLoaders(BATCHES)
     assert dls.device == default_device() and dls.device is dls.device
     dls.device = 'meta'
     assert dls.device == torch.device('meta')
     assert dls.cpu() is dls and dls.device == torch.device('cpu')
-    if not torch.cuda.is_available():
-        for move in (dls.cuda, lambda: dls.to('cuda:1')):
-            with pytest.raises(LoaderError, match=r"device='cuda"):
-                move()
-        assert dls.device == torch.device('cpu')
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.backends.cuda, 'is_built', lambda: True)
+    assert dls.to('cuda:1').device == torch.device('cuda', 1) and dls.cuda().device.type == 'cuda'
+    with pytest.raises(LoaderError, match="'cuda:2': there are 2 GPUs"):
+        dls.to('cuda:2')
     assert not torch.cuda.is_initialized()
 
 
