@@ -60,13 +60,12 @@ def table(rows: Sequence[Row]) -> str:
     for part in dict.fromkeys(row.part for row in rows):
         shown = [row for row in rows if row.part == part]
         own = [row for row in shown if row.runs is not None]
-        n_run = sum(row.runs for row in own)
-        n_keys = sum(row.keys for row in own)
-        n_equal = sum(row.numbers == EQUAL for row in own)
-        count = (
-            f'{part}: of {len(own)}, {n_run} run unchanged, {n_keys} have the same keys, '
-            f'{n_equal} equal numbers.'
-        )
+        count = f'{part}: of {len(own)}, {sum(row.runs for row in own)} run unchanged'
+        if any(row.keys is not None for row in own):
+            n_keys = sum(bool(row.keys) for row in own)
+            n_equal = sum(row.numbers == EQUAL for row in own)
+            count += f', {n_keys} have the same keys, {n_equal} equal numbers'
+        count += '.'
         lines = [f'| {" | ".join(cells(row))} |' for row in shown]
         blocks.append('\n'.join([count, '', HEAD, *lines]))
     return '\n\n'.join(blocks)
@@ -75,12 +74,13 @@ def table(rows: Sequence[Row]) -> str:
 def cells(row: Row) -> list[str]:
     "Return what stands in a line of the table."
     why = row.why.replace('|', r'\|').replace('\n', ' ')
-    return [f'`{row.callback}`', yes(row.runs), yes(row.keys), row.numbers, why]
+    runs = 'not run' if row.runs is None else yes(row.runs)
+    return [f'`{row.callback}`', runs, yes(row.keys), row.numbers, why]
 
 
 def yes(value: bool | None) -> str:
     if value is None:
-        return 'not run'
+        return ''
     return 'yes' if value else '**no**'
 
 

@@ -26,6 +26,7 @@ import torch
 import learnkit
 from tests.peers import fastai_data as data
 from tests.peers.fastai_cases import CASES, NOT_RUN, Case
+from tests.peers.fastai_guide import guide_rows
 from tests.peers.fastai_vision import vision_rows
 from tests.peers.rows import TOO_FAR, Row, compare_numbers
 
@@ -168,6 +169,7 @@ def rows(names: list[str] | None = None) -> list[Row]:
     return [
         *found,
         *vision_rows(),
+        *guide_rows(),
         *(Row(name, None, None, '', why) for name, why in NOT_RUN.items()),
     ]
 

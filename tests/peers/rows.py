@@ -31,7 +31,7 @@ class Row:
     callback: str
     # runs in a learnkit Learner as its package ships it; None: was not run
     runs: bool | None
-    # what it logs has the same keys as in the package's own trainer
+    # what it logs has the same keys as in the package's own trainer; None: was not compared
     keys: bool | None
     # `EQUAL`, within one of `LIMITS`, or `TOO_FAR`: weights, steps and values
     numbers: str

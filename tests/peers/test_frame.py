@@ -29,7 +29,7 @@ def test_a_table_counts_what_was_run_and_stands_between_its_marks() -> None:
     text = table(rows)
     assert text.startswith('Callbacks: of 2, 1 run unchanged, 1 have the same keys, 1 equal')
     assert r'| `Bad` | **no** | **no** | differ | a \| b |' in text
-    assert '| `Absent` | not run | not run |  | needs a GPU |' in text
+    assert '| `Absent` | not run |  |  | needs a GPU |' in text
     peer = Peer('other')
     page = f'before\n{begin(peer)}\n\nold\n\n<!-- end -->\nafter\n'
     new = replace_part(page, peer, text)
