@@ -651,7 +651,8 @@ def run_guide() -> None:
     cells = json.loads(GUIDE.read_text('utf-8'))['cells']
     texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
     before = os.getcwd()
-    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+    # a progress bar needs a file with a descriptor
+    with TemporaryDirectory() as folder, open(os.devnull, 'w') as void, redirect_stderr(void):
         os.chdir(folder)
         try:
             for text in texts:
