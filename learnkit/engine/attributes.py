@@ -81,10 +81,10 @@ _NO_PARTS = (
     torch.optim.Optimizer,
     torch.device,
     torch.dtype,
-    IOBase,
-    Filterer,  # loggers and their handlers
 )
 _RECREATED_TYPES = (*_NO_PARTS, Callback)
+# further types that a callback of another library opens itself: files, loggers and their handlers
+_OPENED_TYPES = IOBase, Filterer
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,19 @@ def lost_attributes(cb: Any) -> dict[str, str]:
 def replaced_attributes(cb: Any) -> dict[str, str]:
     """Return the attributes that no checkpoint holds and that are new, or were data, since the callback was added.
 
-    The values are their types. Other attributes that no checkpoint holds came with the callback.
+    The values are their types. Other attributes that no checkpoint holds came with the callback, or
+    are opened or looked up by it: files, loggers, tables of modules, objects of this package.
     """
     own = _own_attributes(cb)
     added, names = own.get(_ADDED_KEY, {}), own.get(_NAMES_KEY, ())
-    lost = lost_attributes(cb)
+    lost = {name: kind for name, kind in lost_attributes(cb).items() if not _is_opened(own[name])}
     return {name: kind for name, kind in lost.items() if name in added or name not in names}
+
+
+def _is_opened(value: Any) -> bool:
+    if isinstance(value, dict) and value:
+        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
+    return isinstance(value, _OPENED_TYPES) or _is_from_learnkit(type(value))
 
 
 def _own_attributes(cb: Any) -> dict[str, Any]:
@@ -206,12 +213,9 @@ def _is_recreated(value: Any) -> bool:
     "Return True if a value belongs to the Learner or to a class, so that creating these creates the value."
     if isinstance(value, (list, tuple)) and value:
         return all(map(_is_recreated, value))
-    if isinstance(value, dict) and value:
-        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
     if isinstance(value, Tensor):
         return value.requires_grad
-    is_recreated = isinstance(value, _RECREATED_TYPES) or callable(value)
-    return is_recreated or _is_from_learnkit(type(value))
+    return isinstance(value, _RECREATED_TYPES) or callable(value)
 
 
 def _encode_attributes(cb: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Composer-style callbacks in a Learner: `from_composer(cb)`."""
+"""Composer-style callbacks, algorithms and loggers in a Learner: `from_composer(cb)`."""
 
 from __future__ import annotations
 
@@ -114,20 +114,27 @@ def composer_events(
 
 
 def from_composer(
-    cb: Any,  # callback with methods such as `epoch_start(state, logger)`, or with `run_event`
+    cb: Any,  # callback, algorithm or logger destination of Composer, or in its style
 ) -> Callback:
-    """Return a callback that runs a Composer callback.
+    """Return a callback that runs a Composer callback, algorithm or logger destination.
 
-    The methods run at the events in the table of docs/lifecycle.md, with a `state` that reads the
-    Learner and a `logger` that writes to `learn.log`; microbatches have their own events from
-    `before_forward` to `after_backward`. `init` runs before any other event, also for a callback
-    that is added later. Composer itself is not needed; if it is imported, its own callbacks get its
-    own events and times.
+    The methods of a callback (`epoch_start(state, logger)` ..., or `run_event`) run at the events in
+    the table of docs/lifecycle.md, with a `state` that reads the Learner and a `logger` that writes
+    to `learn.log`; microbatches have their own events from `before_forward` to `after_backward`.
+    `init` runs before any other event, also for a callback that is added later; `before_load` and
+    `after_load` run before the first fit or evaluation. The gradients of a step can be read until
+    the next `before_forward`. A fit that ends within an epoch has no `epoch_end`, as in Composer.
 
-    Checkpointed: the callback's `state_dict` (without one, its changed attributes with plain data),
-    the position in the epoch, and the last measurements.
+    An algorithm has `match(event, state)` and `apply(event, state, logger)`, and runs before
+    callbacks. A logger destination gets what `learn.log` and other callbacks log, and what
+    Composer's Trainer logs itself. Composer is not needed; if it is imported, its own callbacks get
+    its own events and times.
 
-    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
+    Checkpointed: the callback's `state_dict` (without one, its changed attributes if all of them are
+    data), the position in the epoch, and the last measurements.
+
+    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook and of
+    attributes that cannot be saved.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import random
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -38,7 +40,7 @@ from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: E402
 
-from learnkit import DataLoaders, Learner  # noqa: E402
+from learnkit import Checkpoint, DataLoaders, Learner  # noqa: E402
 from learnkit.interop import from_composer  # noqa: E402
 
 # names, or beginnings of names, of values that no two runs share
@@ -184,22 +186,28 @@ def in_composer(
     return outcome(model, memory, error)
 
 
-def in_learnkit(
-    setting: Setting, cbs: Sequence[Any] = (), algs: Sequence[Any] = (), loggers: Sequence[Any] = ()
-) -> Outcome:
-    "Train with a Learner."
-    memory = InMemoryLogger()
+def make_learner(setting: Setting, *cbs: Any) -> Learner:
+    "Return a Learner with the same model, optimizer and data."
     train, valid = loaders(setting)
     model = make_model(setting)
-    learn = Learner(
+    return Learner(
         DataLoaders(train, {'eval': valid}),
         model,
         opt_func=setting.optimizer(model.parameters(), lr=0.05, **setting.options),
         microbatch=setting.microbatch,
         eval_every=setting.eval_interval,
-        cbs=[from_composer(cb) for cb in (Seed(), *cbs, *algs, memory, *loggers)],
+        cbs=cbs,
         path='peer',
     )
+
+
+def in_learnkit(
+    setting: Setting, cbs: Sequence[Any] = (), algs: Sequence[Any] = (), loggers: Sequence[Any] = ()
+) -> Outcome:
+    "Train with a Learner."
+    memory = InMemoryLogger()
+    adapted = [from_composer(cb) for cb in (Seed(), *cbs, *algs, memory, *loggers)]
+    learn = make_learner(setting, *adapted)
     error = ''
     with learn.no_bar(), learn.no_logging():
         try:
@@ -207,7 +215,7 @@ def in_learnkit(
         except Exception as e:
             error = describe(e)
     learn.close()
-    return outcome(model, memory, error)
+    return outcome(learn.model, memory, error)
 
 
 def describe(e: Exception) -> str:
@@ -447,6 +455,10 @@ def algorithm(name: str, why: str = '', **options: Any) -> Case:
 
 
 NEEDS_DATASET = 'Composer too: it needs the data set of images'
+COUNTS_DRAWN = (
+    'weights and metrics are equal; `time/sample` counts trained samples, in Composer the samples of '
+    'the batch that the algorithm reduces'
+)
 NEEDS_MODEL = 'Composer too: it needs a model of Hugging Face'
 ALGORITHMS = [
     algorithm('Alibi', max_sequence_length=8),
@@ -471,7 +483,7 @@ ALGORITHMS = [
     algorithm('RandAugment', NEEDS_DATASET),
     algorithm('SAM', 'it replaces the optimizer: use `SAM` of learnkit'),
     algorithm('SWA', swa_start='0.5dur', swa_end='0.9dur', update_interval='2ba'),
-    algorithm('SelectiveBackprop', start=0.0, end=1.0),
+    algorithm('SelectiveBackprop', COUNTS_DRAWN, start=0.0, end=1.0),
     algorithm('SeqLengthWarmup', NEEDS_MODEL),
     algorithm('SqueezeExcite', latent_channels=2, min_channels=1),
     algorithm('StochasticDepth', target_layer_name='ResNetBottleneck'),
@@ -574,10 +586,95 @@ EVENTS = {
 }
 
 
+# -- resume, and the guide -------------------------------------------------------------------------
+
+
+def stopper_and_saver() -> list[Any]:
+    stopper = callbacks.EarlyStopper('CrossEntropy', 'eval', patience='2ep', min_delta=9.0)
+    return [stopper, callbacks.CheckpointSaver('files', overwrite=True)]
+
+
+def resumed(setting: Setting) -> Outcome:
+    "Train 2 epochs with a `Checkpoint`, and resume in a new Learner."
+    for resume in (False, True):
+        memory = InMemoryLogger()
+        adapted = [from_composer(cb) for cb in (Seed(), *stopper_and_saver(), memory)]
+        learn = make_learner(setting, *adapted, Checkpoint('1ep'))
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(setting.duration if resume else '2ep', resume=resume)
+        learn.close()
+    return outcome(learn.model, memory, '')
+
+
+def compare_resumed() -> Row:
+    "Compare a resumed fit with a whole one of Composer."
+    name = 'EarlyStopper and CheckpointSaver with Checkpoint'
+    case = Case(name, lambda: {'cbs': stopper_and_saver()}, LONG, files_of)
+    theirs, their_files = run_case(case, in_composer)
+    ours, files = run_case(
+        Case(name, dict, LONG, files_of), lambda setting, **arguments: resumed(setting)
+    )
+    own = [f for f in files or () if f.startswith('files')]
+    numbers = compare_numbers(numbers_of(theirs), numbers_of(ours))
+    same_files = own == their_files
+    return Row(
+        name,
+        not ours.error,
+        same_files and ours.log.keys() == theirs.log.keys(),
+        numbers,
+        ours.error,
+        'Resume',
+    )
+
+
+GUIDE = Path(__file__).resolve().parents[2] / 'nbs' / 'from_composer.ipynb'
+GUIDE_IMPORTS = """
+from functools import partial
+import numpy as np, torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+from composer import *
+from composer.algorithms import *
+from composer.models import ComposerClassifier, ComposerModel
+digits = load_digits()
+x, y = digits.data.astype('float32') / 16, digits.target
+def mlp(): return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+"""
+
+
+def run_guide() -> None:
+    "Run Composer's side of the guide, section by section; what needs a GPU may say so."
+    names: dict[str, Any] = {}
+    exec(GUIDE_IMPORTS, names)
+    cells = json.loads(GUIDE.read_text('utf-8'))['cells']
+    texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
+    before = os.getcwd()
+    # a progress bar needs a file with a descriptor
+    with TemporaryDirectory() as folder, open(os.devnull, 'w') as void, redirect_stderr(void):
+        os.chdir(folder)
+        try:
+            for text in texts:
+                left = re.search(r'```python\n(.*?)```', text, re.DOTALL)
+                if left is None:
+                    continue
+                try:
+                    with redirect_stdout(io.StringIO()):
+                        exec(left[1], names)
+                except ValueError as e:
+                    if 'not supported for CPU' not in str(e):
+                        raise
+        finally:
+            os.chdir(before)
+
+
 def rows() -> list[Row]:
     "Return a row for each callback, logger and algorithm of Composer, and for its events."
     logging.disable(logging.CRITICAL)
+    run_guide()
     found = [compare(case, 'Callbacks') for case in CALLBACKS]
     found += [compare(case, 'Loggers') for case in LOGGERS]
     found += [compare(case, 'Algorithms') for case in ALGORITHMS]
-    return found + [compare_events(name, setting) for name, setting in EVENTS.items()]
+    found += [compare_events(name, setting) for name, setting in EVENTS.items()]
+    return [*found, compare_resumed()]
