@@ -657,16 +657,11 @@ def judge(set_up: SetUp, folder: Path, at: int) -> str:
 
 SOME = [
     'loader: sampler HiddenCount',
-    'loader: sampler Wrapping',
-    'loader: workers, sampler LateCount',
     'loader: workers, a data set that counts',
     'loader: a data set that counts',
     'loader: one of its own that counts',
-    'callback: a generator in a helper',
     'callback: generators in nested callbacks',
-    'callback: a nested callback with the Learner',
     'warned set-up: sampler InClosure',
-    'warned set-up: sampler CountInList',
     'warned set-up: persistent workers, noise',
 ]
 
