@@ -215,7 +215,7 @@ class LoaderPosition:
             try:
                 _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
                 drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
-            except CheckpointError:
+            except Exception:  # a sampler that can be iterated once may raise anything
                 drawn, drawn_again = [0], []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
