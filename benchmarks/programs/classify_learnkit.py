@@ -1,0 +1,11 @@
+"Classification with learnkit."
+
+from torch.nn import functional as F
+
+from learnkit import DataLoaders, Learner, accuracy
+
+
+def train(data, model, epochs, lr):
+    dls = DataLoaders.from_tensors((data.x, data.y), (data.x_valid, data.y_valid), bs=64)
+    learn = Learner(dls, model, F.cross_entropy, metrics=accuracy)
+    learn.fit_one_cycle(epochs, lr)

@@ -1,0 +1,160 @@
+"""The benchmarks of a GPU and of time to accuracy run, and what they check holds."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import environments, gpu, tasks
+from benchmarks.programs import classify_learnkit, classify_loop, classify_tuned
+from tests.helpers.measuring import devices
+
+# -- on a GPU, and on the CPU in small -------------------------------------------------------------
+
+
+def cells(device: str, section: str) -> list[list[str]]:
+    if device == 'cuda':
+        gpu.keep_deterministic()
+    return gpu.measure(gpu.Setting(torch.device(device), small=True), section).rows
+
+
+@devices
+def test_what_has_to_hold_holds(device: str) -> None:
+    found = dict(cells(device, 'checks'))
+    memory = found.pop("`microbatch='auto'` where memory runs out")
+    assert re.match(
+        r'microbatches of (16|32|64) of 64; weights (equal|differ by \d\.\de-0[789])', memory
+    )
+    assert found.pop('memory after a failed fit') == '+0.00 MiB'
+    assert len(found) == 4 and all('weights equal' in said for said in found.values())
+
+
+@devices
+@pytest.mark.parametrize('section', ['waits', 'data', 'save'])
+def test_each_section_runs(section: str, device: str) -> None:
+    rows = cells(device, section)
+    waits = '0.00' if device == 'cuda' else '-'
+    if section == 'waits':
+        assert [row[1] for row in rows] == [waits, waits]
+    else:
+        assert all(float(cell) >= 0 for row in rows for cell in row[1:3])
+
+
+@pytest.mark.full
+@devices
+@pytest.mark.parametrize('section', ['mlp', 'resnet', 'gpt'])
+def test_steps_of_every_kind_are_measured(section: str, device: str) -> None:
+    rows = {name: values for name, *values in cells(device, section)}
+    installed = {name: values for name, values in rows.items() if values[0] != 'not installed'}
+    assert {'by hand', 'learnkit', 'by hand, compiled', 'learnkit, compiled'} <= installed.keys()
+    assert all(float(values[0]) > 0 for values in installed.values())
+
+
+def test_the_large_gpt_has_124_million_weights() -> None:
+    with torch.device('meta'):
+        model = gpu.GPT(50304, 1024, 768, 12, 12, tied=True)
+        resnet = gpu.ResNet()
+    # GPT-2 with its vocabulary padded to a multiple of 64, without biases in the output
+    assert sum(p.numel() for p in model.parameters()) == 124_475_904
+    assert sum(p.numel() for p in resnet.parameters()) == 11_173_962  # He's ResNet-18 for CIFAR
+
+
+def test_a_gpt_sees_no_later_token() -> None:
+    model = gpu.GPT(vocabulary=7, length=6)
+    tokens = torch.randint(7, (2, 6))
+    changed = tokens.clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % 7
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :4], b[:, :4])
+    assert not torch.allclose(a[:, 4:], b[:, 4:])
+
+
+# -- time to accuracy ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data() -> SimpleNamespace:
+    "Two classes in the plane, which a linear model separates."
+    x = np.random.default_rng(0).normal(size=(320, 2)).astype('float32')
+    return SimpleNamespace(**tasks.split_rows(x, (x.sum(1) > 0).astype('int64'), 64, 64))
+
+
+def test_rows_are_split_once(data: SimpleNamespace) -> None:
+    assert [len(getattr(data, part)) for part in tasks.PARTS] == [192, 192, 64, 64, 64, 64]
+    joined = np.concatenate([data.x, data.x_valid, data.x_test])
+    assert len(np.unique(joined, axis=0)) == 320
+
+
+@pytest.mark.parametrize('program', [classify_learnkit, classify_loop, classify_tuned])
+def test_programs_train_in_place(
+    program: Any, data: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    program.train(data, model, 8, 0.1)
+    right = model(torch.from_numpy(data.x_test)).argmax(1) == torch.from_numpy(data.y_test)
+    assert right.double().mean() > 0.95
+
+
+def test_lines_of_code_are_counted() -> None:
+    source = '''"""A docstring
+
+of three lines."""
+# a comment
+import torch  # counts
+
+def f(
+    x,
+):
+    "Another."
+    return """one
+two"""
+'''
+    assert tasks.count_lines(source) == 6
+
+
+def test_every_task_has_a_setting_and_every_package_a_program() -> None:
+    settings = tasks.json.loads(tasks.SETTINGS.read_text('utf-8'))
+    assert settings.keys() == tasks.TASKS.keys()
+    for task in tasks.TASKS:
+        assert settings[task]['epochs'] in tasks.TASKS[task].epochs
+        for package in tasks.PACKAGES:
+            assert tasks.program_of(task, package).exists()
+
+
+def test_the_table_sorts_by_seconds_and_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, 'is_installed', lambda library: library != 'fastai')
+
+    def rounds(*seconds: float) -> list[dict[str, float]]:
+        return [{'seconds': s, 'score': 0.97, 'first_epoch': 2.0} for s in seconds]
+
+    found = {'learnkit': rounds(1.0, 9.0, 2.0), 'loop': rounds(3.0, 1.0, 1.5), 'keras': 'an error'}
+    lines = tasks.report('digits', found).splitlines()
+    assert lines[4].startswith('| by hand | 1.50 | 0.970 | 2.0 |')
+    assert lines[5].startswith('| learnkit | 2.00 |')
+    assert '| fastai | not installed | | |' in lines[6] and '| Keras 3 | failed' in lines[7]
+    assert lines[-1] == 'an error'
+
+
+def test_a_process_continues_in_an_environment_that_exists(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(environments, 'FOLDER', tmp_path)
+    monkeypatch.setattr(environments.os, 'execv', lambda *args: calls.append(args))
+    monkeypatch.setenv('PYTHONPATH', '')
+    environments.continue_in('tasks', 'benchmarks.tasks', ['--tune'])
+    assert calls == []
+    python = tmp_path / 'tasks' / 'bin' / 'python'
+    python.parent.mkdir(parents=True)
+    python.touch()
+    environments.continue_in('tasks', 'benchmarks.tasks', ['--tune'])
+    assert calls == [(python, [str(python), '-m', 'benchmarks.tasks', '--tune'])]
