@@ -62,6 +62,7 @@ def interrupted(run: Callable[[Learner], None], at: int) -> tuple[bool, str]:
     if run is find:
         lost = [name for name in before if name not in vars(learn)]
         problems += [f'{lost=}'] * bool(lost)
+    vars(learn).pop('lr_search', None)  # the result, once all is restored
     try:
         # a fit with the finder counts as one
         learn.fit(1) if run is find_in_a_fit else fits_like_fresh(learn)

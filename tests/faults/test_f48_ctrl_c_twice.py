@@ -112,16 +112,16 @@ def test_the_second_at_some_instants_of_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_second_at_every_instant_of_the_end(tmp_path: Path) -> None:
+def test_the_second_at_many_instants_of_the_end(tmp_path: Path) -> None:
     n, bad = 0, list[Any]()
-    for at in range(1, 10**5):
+    for at in range(1, 10**5, 5):
         has_come, problems = second_at(at, tmp_path)
         if not has_come:
             break
         n += 1
         bad += problems
     print(f'row 48: {n} instants of the end of an interrupted fit, {len(bad)} left something taken')
-    assert n > 100 and not bad, bad[:5]
+    assert n > 50 and not bad, bad[:5]
 
 
 # -- the mechanism ---------------------------------------------------------------------------------
