@@ -317,9 +317,12 @@ def test_a_renamed_metric_has_no_other_attributes() -> None:
 
 
 def torchmetrics_objects() -> list[Any]:
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
-
-    return [MulticlassAccuracy(3, average='micro'), MulticlassF1Score(3), MulticlassAUROC(3)]
+    library = pytest.importorskip('torchmetrics.classification')
+    return [
+        library.MulticlassAccuracy(3, average='micro'),
+        library.MulticlassF1Score(3),
+        library.MulticlassAUROC(3),
+    ]
 
 
 @pytest.mark.parametrize('i', range(3))
@@ -349,8 +352,7 @@ def test_torchmetrics_against_sklearn() -> None:
 
 
 def test_a_torchmetrics_collection_is_expanded() -> None:
-    from torchmetrics import MetricCollection
-
+    MetricCollection = pytest.importorskip('torchmetrics').MetricCollection
     acc, f1, auroc = torchmetrics_objects()
     ms = as_metrics(
         [MetricCollection({'acc': acc, 'f1': f1}, prefix='m_'), {'auc': auroc, 'mine': accuracy}]
@@ -362,8 +364,7 @@ def test_a_torchmetrics_collection_is_expanded() -> None:
 
 
 def test_a_torchmetrics_value_per_class_comes_as_a_tensor() -> None:
-    from torchmetrics.classification import MulticlassAccuracy
-
+    MulticlassAccuracy = pytest.importorskip('torchmetrics.classification').MulticlassAccuracy
     pred, targ = scores(150)
     m = fed(TorchMetric(MulticlassAccuracy(3, average=None), 'per_class', on='valid'), pred, targ)
     expected = torch.stack([(pred.argmax(1) == targ)[targ == c].float().mean() for c in range(3)])
