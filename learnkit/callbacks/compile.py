@@ -37,6 +37,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, passed_names
+from learnkit.core.batch_model import takes_batches
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.dispatch import Entry
 from learnkit.engine.events import CONTEXTS
@@ -330,6 +331,8 @@ def refusals(learn: LearnerLike) -> Iterator[str]:
     yield from find_overrides(learn)
     if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         yield f'the model is a {type(learn.model).__name__}'
+    if takes_batches(learn.model):
+        yield f'{type(learn.model).__name__} takes whole batches'
     devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
     if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
         yield 'what is trained is not all on one CPU or CUDA device'

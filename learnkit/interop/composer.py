@@ -235,7 +235,7 @@ class _FromComposer(Callback):
     def _at(self, event: str) -> None:
         if event not in ('close', 'post_close'):
             self.begin()
-        if event == 'before_load':
+        if event in ('before_load', 'after_load'):
             self._has_loaded = True
         elif event == 'before_fit' and not self._has_loaded:
             self._has_loaded = True
@@ -342,7 +342,6 @@ class _FromComposer(Callback):
         self._end = self._stopped_at = self._cut = None
         # a failed fit may have left these set
         self._epoch_over, self._eval_began = False, 0.0
-        self.end()
 
     def _cleanup(self) -> None:
         self.end()  # keeps the end, as the budget is removed after the fit

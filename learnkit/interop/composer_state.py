@@ -10,11 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import count_samples, find_bs, form_of, to_device
@@ -455,10 +450,14 @@ class ComposerState:
 
     def get_model_state_dict(self) -> dict[str, Any]:
         "Return the weights."
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         return get_model_state_dict(self.model)
 
     def get_optim_state_dict(self) -> dict[str, Any]:
         "Return the states of the optimizers by class, with parameters by name."
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         return {
             type(opt).__qualname__: get_optimizer_state_dict(self.model, opt)
             for opt in self.optimizers
@@ -514,6 +513,8 @@ class ComposerState:
 
         Optimizers are loaded if the Learner has them: from the start of its first fit on.
         """
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
         self.load_model_state(state, logger, strict)
         for opt in self.optimizers:
             own = state.get('optimizers', {}).get(type(opt).__qualname__)

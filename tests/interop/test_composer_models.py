@@ -156,6 +156,13 @@ def test_no_norm_is_reported_of_a_batch_without_gradients() -> None:
     assert 'n' in learn.history[0] and 'l2_norm/grad/global' not in learn.history[0]
 
 
+def test_a_composer_model_is_not_compiled_as_a_whole_step() -> None:
+    learn = learner()
+    learn.compile(step=True)
+    learn.fit(1)
+    assert 'Model takes whole batches' in learn.explain_step()
+
+
 # -- the state after an evaluation -----------------------------------------------------------------
 
 
