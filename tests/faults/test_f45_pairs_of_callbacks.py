@@ -35,7 +35,7 @@ REFUSED: set[frozenset[str]] = {
     *map(frozenset, combinations(('CutMix', 'MixHandler', 'MixUp'), 2)),
     frozenset({'GradientAccumulation', 'SAM'}),
 }
-GROUP_SIZE = 30
+GROUP_SIZE = 45
 N_EPOCH, KILLED_AT = 2, 2  # epochs of 4 batches, of which two callbacks may skip 6
 
 
