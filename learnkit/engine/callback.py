@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -319,8 +319,7 @@ class Callback:
     @property
     def name(self) -> str:
         "Name of the class in snake_case, without a trailing `Callback`: an attribute of the Learner."
-        cls = type(self).__name__
-        return camel2snake(cls.removesuffix('Callback') or cls)
+        return _shorten_class_name(type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(('__', *SHOWN_ELSEWHERE)):
@@ -424,10 +423,18 @@ def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
         ) from None
 
 
+@cache
+def _shorten_class_name(cls: str) -> str:
+    return camel2snake(cls.removesuffix('Callback') or cls)
+
+
+# spellings of the events that have an alias
+_SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
+
+
 def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     "Return the handler that `cb` itself has for an event, or None; the Learner's attributes are not searched."
-    aliases = [alias for alias, name in ALIASES.items() if name == event_name]
-    for spelling in (event_name, *aliases):
+    for spelling in _SPELLINGS.get(event_name, (event_name,)):
         try:
             handler = object.__getattribute__(cb, spelling)
         except AttributeError:
