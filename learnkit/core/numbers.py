@@ -7,6 +7,7 @@ import operator
 from numbers import Real
 from typing import Any
 
+from learnkit.core.batch import short_repr
 from learnkit.core.errors import LearnkitError, OptionError
 
 __all__ = ['is_number', 'is_count', 'check_number', 'check_count']
@@ -45,7 +46,7 @@ def check_number(
     if is_number(value) and above < value < below:  # type: ignore[operator]
         return
     limit = '' if below == math.inf else f' and below {below:g}'
-    raise error(f'{name}={value!r}: give a number above {above:g}{limit}.')
+    raise error(f'{name}={short_repr(value)}: give a number above {above:g}{limit}.')
 
 
 def check_count(
@@ -62,4 +63,4 @@ def check_count(
     """
     if is_count(value, least):
         return operator.index(value)
-    raise error(f'{name}={value!r}: give a whole number, {least} or more.')
+    raise error(f'{name}={short_repr(value)}: give a whole number, {least} or more.')

@@ -7,7 +7,7 @@ from typing import Any
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
+from learnkit.core.numbers import check_count, is_count
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import check_countable
@@ -44,7 +44,7 @@ def parse_length(
 
 def _check_no_data(value: object) -> None:
     "Raise `FitError` for data in the place of the number of epochs, `fit(x, y)`."
-    if hasattr(value, '__iter__'):
+    if hasattr(value, '__iter__') and not is_count(value, 0):
         raise FitError(
             f'n_epoch={short_repr(value)}: give a whole number, 0 or more. Data goes into the Learner: '
             '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'

@@ -198,7 +198,7 @@ def test_every_callback_resumes_as_if_it_had_not_stopped(
 
 # what goes together: instances of one class, accumulation, loggers with those whose values they get
 TOGETHER: dict[str, list[str]] = {
-    'two of a class': ['TrackerCallback', 'TrackerCallback', 'EMA', 'EMA', 'Periodic', 'Periodic'],
+    'two of a class': ['TrackerCallback', 'TrackerCallback', 'EMA', 'Periodic', 'Periodic'],
     'clip and average accumulated gradients': [
         'GradientAccumulation',
         'EMA',

@@ -224,7 +224,7 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
     'two folders': (renamed('a/version', 'b/version'), 'two folders'),
     'a record twice': (twice, 'twice'),
     'records with the attribute of a folder': (in_the_table(38, 0x10), 'torch does not write'),
-    'encrypted records': (in_the_table(8, 1), 'compressed'),
+    'encrypted records': (in_the_table(8, 1), 'torch does not write'),
     'compressed records': (lambda path: rebuilt(path, dict, ZIP_DEFLATED), 'compressed'),
     'records of LZMA': (lambda path: rebuilt(path, dict, ZIP_LZMA), 'compressed'),
     'a record under two names': (patched(b'byteorder', b'byteOrder', first=True), 'byteorder'),

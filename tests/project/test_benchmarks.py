@@ -31,7 +31,8 @@ def test_what_has_to_hold_holds(device: str) -> None:
     assert re.match(
         r'microbatches of (16|32|64) of 64; weights (equal|differ by \d\.\de-0[789])', memory
     )
-    assert found.pop('memory after a failed fit') == '+0.00 MiB'
+    kept_mib = float(found.pop('memory after a failed fit').removesuffix(' MiB'))
+    assert kept_mib < 0.1
     assert len(found) == 4 and all('weights equal' in said for said in found.values())
 
 
