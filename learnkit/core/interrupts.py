@@ -1,8 +1,9 @@
-"""Ctrl-C while something is being restored: the restoring is finished first.
+"""Ctrl-C: what is being restored is finished first, and a script ends in one line.
 
 A signal can arrive between any two instructions of Python, also inside the `__exit__` of a context, of which
 the rest is then skipped. `deferred_interrupts` lets `KeyboardInterrupt` wait until contexts that are being entered
-or left are complete; `run_all` finishes a list of steps whatever is raised."""
+or left are complete; `run_all` finishes a list of steps whatever is raised. `end_in_one_line` takes the place of a
+traceback through torch."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ['deferred_interrupts', 'allow_interrupts', 'run_all']
+__all__ = ['deferred_interrupts', 'allow_interrupts', 'end_in_one_line', 'run_all']
 
 # what is not interrupted: entering and leaving a context, and a `__del__`, in which the interrupt would be lost
 _UNDIVIDED = ('__enter__', '__exit__', '__del__')
 _ATTEMPTS = 10  # a step is not repeated forever
+_LINE = 'learnkit_line'  # attribute of an interrupt: the line to print
 # functions that call code of users, which may take long and can be interrupted at once
 _interruptible: set[CodeType] = set()
 
@@ -142,3 +144,27 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
                 break
     if first is not None:
         raise first
+
+
+def end_in_one_line(
+    error: KeyboardInterrupt,  # interrupt that ends a run
+    line: str,  # what to print if the script does not catch the interrupt
+) -> None:
+    """Print `line` instead of a traceback if the interrupt ends a script.
+
+    Does nothing in an interactive session, or if another excepthook is installed. The exit code is as ever.
+    """
+    if sys.excepthook not in (sys.__excepthook__, _show_line) or hasattr(sys, 'ps1'):
+        return
+    setattr(error, _LINE, line)
+    sys.excepthook = _show_line
+
+
+def _show_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    line = getattr(error, _LINE, None)
+    if line is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        print(line, file=sys.stderr)

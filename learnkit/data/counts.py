@@ -100,5 +100,8 @@ def _get_first_values(owner: Any) -> dict[str, Any]:
     return values
 
 
-def _forget(key: int, _: object) -> None:
-    _first_values.pop(key, None)
+def _forget(key: int, reference: object) -> None:
+    "Drop the values of an owner that is gone; a newer object may have its id already."
+    known = _first_values.get(key)
+    if known is not None and known[0] is reference:
+        del _first_values[key]
