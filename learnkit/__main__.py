@@ -13,7 +13,7 @@ from learnkit.core.version import VERSION
 
 __all__ = ['describe_environment', 'main']
 
-REQUIRED = 'torch fastcore numpy tqdm lazy_loader safetensors'.split()
+REQUIRED = 'torch fastcore numpy tqdm lazy_loader safetensors filelock'.split()
 OPTIONAL = (
     'matplotlib scikit-learn pandas torchmetrics transformers pytorch_optimizer schedulefree psutil tensorboard '
     'wandb mlflow mlflow-skinny cloudpickle ray onnx onnxruntime torchvision ipykernel jupyterlab'

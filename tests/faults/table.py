@@ -11,11 +11,11 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import learnkit
 from benchmarks.harness import machine
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +79,7 @@ class Rows:
         "Return the table in Markdown, under a line that says when and where."
         rows = {number: row for number, row in self.rows.items() if row.outcomes}
         total = sum((row.outcomes for row in rows.values()), Counter[str]())
-        here = {**machine(), 'learnkit': version('learnkit')}
+        here = {**machine(), 'learnkit': learnkit.__version__}
         place = ', '.join(
             f'{key} {value}' for key, value in here.items() if key not in ('date', 'threads')
         )
