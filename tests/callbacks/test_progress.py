@@ -749,7 +749,8 @@ def test_a_notebook_keeps_one_output_with_table_and_text(notebook: Any) -> None:
     assert [line.split()[0] for line in text.splitlines()] == ['epoch', '0', '1', '2', '3', '4']
     for number in re.findall(r'<td>(.*?)</td>', html):
         assert number in text
-    assert '<progress' not in html and 'color' not in html
+    # nothing of a run that is under way or was stopped; a theme's color is behind the heading
+    assert '<progress' not in html and not re.search(r'(?<![\w-])color', html)
 
 
 @pytest.mark.notebook
