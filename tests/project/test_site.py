@@ -8,6 +8,7 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
@@ -178,7 +179,7 @@ def test_every_public_name_is_described_once_and_no_internal_one(site: Path) -> 
     for module in ('learnkit', *(f'learnkit.{name}' for name in public.split())):
         for name in getattr(import_module(module), '__all__', ()):
             value = getattr(import_module(module), name)
-            if getattr(value, '__module__', '').startswith('learnkit'):
+            if isinstance(value, type | FunctionType) and value.__module__.startswith('learnkit'):
                 full = f'{value.__module__}.{value.__qualname__}'
                 assert sum(full in page.anchors for page in pages.values()) == 1, full
     assert {
