@@ -104,7 +104,7 @@ class Failures:
         "Publish an error, and return the error that was published first."
         return str(self.store.compare_set('error', '', text).decode())
 
-    def _ask(self, f: Callable[[], Any]) -> Any:
+    def _ask(self, f: Callable[[], Any], settle_s: float = SETTLE_S) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
         answers: list[Any] = []
         if not self._store_answers:
@@ -118,7 +118,7 @@ class Failures:
 
         thread = Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(PATIENCE_S + SETTLE_SEVERAL_S)
+        thread.join(PATIENCE_S + settle_s)
         self._store_answers = bool(answers)
         return answers[0] if answers else None
 
@@ -137,7 +137,8 @@ class Failures:
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
         self.comm.leave()
-        cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)))
+        self._ask(lambda: self._set('lost', here))
+        cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)), SETTLE_SEVERAL_S)
         if cause is not None:
             return str(cause)
         who = "torchrun's agent" if has_agent_store() else f'Process 0 of {self.comm.size}'
@@ -150,7 +151,6 @@ class Failures:
         "Return the message of a failed rank, or of what the other ranks report; wait for the reports."
         store = self.store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
-        self._set('lost', here)
         began = monotonic()
         while True:
             if store.check(['error']):

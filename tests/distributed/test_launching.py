@@ -231,7 +231,7 @@ def _in_a_run(learn: Learner) -> None:
 
 
 def _on_gpus(learn: Learner) -> None:
-    learn.dls.device = torch.device('cuda')
+    learn.dls._device = torch.device('cuda')  # without a GPU, the setter refuses it
     launch(learn, print, torch.cuda.device_count() + 2)
 
 
