@@ -20,9 +20,7 @@ from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 
-SETTLE_S = 2.0  # seconds to wait for the report of one other rank
-# Seconds to wait while several ranks have not reported: rarely do two of them end at once, but busy ones take long.
-SETTLE_SEVERAL_S = 6.0
+SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
 # parts of gloo's messages, because gloo's errors have no type of their own
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
@@ -104,7 +102,7 @@ class Failures:
         "Publish an error, and return the error that was published first."
         return str(self.store.compare_set('error', '', text).decode())
 
-    def _ask(self, f: Callable[[], Any], settle_s: float = SETTLE_S) -> Any:
+    def _ask(self, f: Callable[[], Any]) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
         answers: list[Any] = []
         if not self._store_answers:
@@ -118,7 +116,7 @@ class Failures:
 
         thread = Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(PATIENCE_S + settle_s)
+        thread.join(PATIENCE_S + SETTLE_S)
         self._store_answers = bool(answers)
         return answers[0] if answers else None
 
@@ -137,8 +135,7 @@ class Failures:
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
         self.comm.leave()
-        self._ask(lambda: self._set('lost', here))
-        cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)), SETTLE_SEVERAL_S)
+        cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)))
         if cause is not None:
             return str(cause)
         who = "torchrun's agent" if has_agent_store() else f'Process 0 of {self.comm.size}'
@@ -148,18 +145,18 @@ class Failures:
         )
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
-        "Return the message of a failed rank, or of what the other ranks report; wait for the reports."
+        "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."
         store = self.store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
-        began = monotonic()
+        self._set('lost', here)
+        end = monotonic() + SETTLE_S
         while True:
             if store.check(['error']):
                 return str(store.get('error').decode())
             left = [rank for rank in others if store.check([f'left/{rank}'])]
             lost = [rank for rank in others if store.check([f'lost/{rank}'])]
             self._silent_ranks = [rank for rank in others if rank not in lost]
-            settle_s = SETTLE_S if len(self._silent_ranks) == 1 else SETTLE_SEVERAL_S
-            if not self._silent_ranks or left or monotonic() > began + settle_s:
+            if not self._silent_ranks or left or monotonic() > end:
                 break
             sleep(0.02)
         places = {rank: store.get(f'lost/{rank}').decode() for rank in lost}
