@@ -62,7 +62,7 @@ def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
     result.click()
     tab.wait_for_url('**/api/train.html*')
     assert tab.locator('h1').inner_text().startswith('Train')
-    assert 'gradient of one big batch' in tab.locator('article').inner_text()
+    assert 'number of samples of a step' in tab.locator('article').inner_text()
 
     tab.locator('article a', has_text='OptionError').first.click()
     tab.wait_for_url('**/api/errors.html#learnkit.core.errors.OptionError')
