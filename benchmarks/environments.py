@@ -13,7 +13,7 @@ import venv
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ['FOLDER', 'continue_in', 'make_environment']
+__all__ = ['FOLDER', 'continue_in', 'create_empty', 'install', 'make_environment']
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / '.peers'
@@ -21,19 +21,34 @@ FOLDER = ROOT / '.peers'
 
 def make_environment(name: str, requirements: Iterable[str]) -> list[str]:
     "Make the environment `name` with these packages; return pip's last line for each that cannot be installed."
-    folder = FOLDER / name
+    create_empty(FOLDER / name)
+    failed = []
+    for requirement in requirements:
+        error = install(FOLDER / name, requirement)
+        if error is not None:
+            failed.append(f'{requirement}: {error}')
+    return failed
+
+
+def create_empty(folder: Path) -> None:
+    "Make an environment, or empty one that exists, which sees the packages of the one that runs this."
     venv.create(folder, clear=True, with_pip=False)
     packages = next(folder.glob('lib/python*/site-packages'))
     lines = [f'import site; site.addsitedir({path!r})\n' for path in site.getsitepackages()]
     (packages / 'project.pth').write_text(''.join(lines), 'utf-8')
+
+
+def install(
+    folder: Path,  # of the environment
+    *requirements: str,  # installed without their dependencies
+) -> str | None:
+    "Install packages into an environment; return pip's last line if pip fails, else None."
     pip = [sys.executable, '-m', 'pip', '--python', str(folder / 'bin' / 'python')]
-    install = ['install', '-q', '--no-deps', '--retries', '1', '--disable-pip-version-check']
-    failed = []
-    for requirement in requirements:
-        done = subprocess.run([*pip, *install, requirement], capture_output=True, text=True)
-        if done.returncode:
-            failed.append(f'{requirement}: {done.stderr.strip().splitlines()[-1]}')
-    return failed
+    options = ['install', '-q', '--no-deps', '--retries', '1', '--disable-pip-version-check']
+    done = subprocess.run(
+        [*pip, *options, *requirements], capture_output=True, text=True, check=False
+    )
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
 def continue_in(name: str, module: str, argv: list[str]) -> None:

@@ -11,6 +11,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from learnkit.core.model import unwrap_partial
+
 __all__ = ['find_activation']
 
 
@@ -29,8 +31,7 @@ def find_activation(
     if hasattr(loss_func, 'activation'):
         own: Callable[[Any], Any] = loss_func.activation
         return own
-    while isinstance(loss_func, partial):
-        loss_func = loss_func.func
+    loss_func = unwrap_partial(loss_func)
     for classes, functions, activate in _ACTIVATIONS:
         if isinstance(loss_func, classes) or loss_func in functions:
             return partial(_activate, activate)

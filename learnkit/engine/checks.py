@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 from learnkit.core.batch import apply_model, form_of, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_class_numbers, takes_class_numbers, warn_user
@@ -132,8 +131,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
 
 def contains_activation(loss_func: Any) -> str:
     "Return 'softmax' or 'sigmoid' if a loss function of logits contains one, else an empty string."
-    while isinstance(loss_func, partial):
-        loss_func = loss_func.func
+    loss_func = unwrap_partial(loss_func)
     if isinstance(loss_func, _CROSS_ENTROPIES) or loss_func is functional.cross_entropy:
         return 'softmax'
     is_binary = loss_func is functional.binary_cross_entropy_with_logits

@@ -19,7 +19,7 @@ from torch import nn
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model
+from learnkit.core.model import bare_model, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
@@ -27,7 +27,6 @@ from learnkit.optim.hyperparams import (
     check_hyper,
     check_maker,
     is_many,
-    maker_of,
     members,
     norm_bias_params,
     spread,
@@ -85,7 +84,7 @@ def make_optimizer(
         add_loss(opt, model, loss_func)
     if isinstance(lr, Mapping):
         opt.set_hyper('lr', lr)
-    name = getattr(maker_of(opt_func), '__name__', '')
+    name = getattr(unwrap_partial(opt_func), '__name__', '')
     if name.isidentifier() and opt is not opt_func:
         opt.called = name
     excludes_norms = opt.spares_norms and callable(opt_func)
@@ -194,7 +193,7 @@ def list_norms_and_biases(model: nn.Module, loss_func: Any) -> list[nn.Parameter
 
 def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
     "Return True if the function has a parameter `model`; raise `OptimizerError` if its signature does not fit."
-    maker = maker_of(opt_func)
+    maker = unwrap_partial(opt_func)
     if maker is getattr(torch.optim, 'Muon', None) and not all(
         p.ndim == 2 for p in members(groups)
     ):

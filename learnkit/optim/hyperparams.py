@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from learnkit.core.dtensor import local
 from learnkit.core.errors import OptimizerError, did_you_mean
+from learnkit.core.model import unwrap_partial
 
 __all__ = [
     'HYPERS',
@@ -160,7 +160,7 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     for name in res:
         if name in takes:
             continue
-        maker = getattr(maker_of(opt), '__name__', opt)
+        maker = getattr(unwrap_partial(opt), '__name__', opt)
         raise OptimizerError(
             f'{maker} does not take `{name}`.{did_you_mean(name, [*takes, *HYPERS])}'
         )
@@ -169,13 +169,6 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_pair(place: str | tuple[str, int]) -> tuple[str, int | None]:
     return (place, None) if isinstance(place, str) else place
-
-
-def maker_of(opt: Any) -> Any:
-    "Return the class or function inside of `functools.partial` objects."
-    while isinstance(opt, partial):
-        opt = opt.func
-    return opt
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -275,7 +268,7 @@ def _list_params(params: Any) -> list[Any]:
 
 def check_maker(opt: Any) -> None:
     "Raise `OptimizerError` for a class that is not an optimizer class."
-    cls = maker_of(opt)
+    cls = unwrap_partial(opt)
     if isinstance(cls, type) and not issubclass(cls, torch.optim.Optimizer):
         raise OptimizerError(
             f'{cls.__name__} is no torch.optim.Optimizer: give one of their classes, or a function of '

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
+from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     OPTIONS,
@@ -26,7 +27,6 @@ from learnkit.optim.hyperparams import (
     check_maker,
     fused_of,
     is_many,
-    maker_of,
     norm_bias_params,
     spread,
     torch_names,
@@ -107,7 +107,7 @@ class OptimWrapper(torch.optim.Optimizer):
             check_maker(opt)
             if params is None:
                 wrapper = type(self).__name__
-                name = getattr(maker_of(opt), '__name__', repr(opt))
+                name = getattr(unwrap_partial(opt), '__name__', repr(opt))
                 if wrapper == 'OptimWrapper':
                     fix = f'partial({wrapper}, opt={name})'
                 else:
@@ -736,7 +736,7 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
         if not isinstance(o, torch.optim.Optimizer):
             if name and callable(o):
                 raise OptimizerError(
-                    f'opt_func[{name}] is {getattr(maker_of(o), "__name__", o)}, no ready optimizer. '
+                    f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, no ready optimizer. '
                     'A list holds ready optimizers, each of its own parameters, for example '
                     '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
                     'optimizer goes without a list, and metrics go as `metrics=`.'

@@ -18,6 +18,7 @@ from learnkit.interop import from_ksuit
 from learnkit.loggers import JSONLinesLogger, read_log
 from learnkit.testing import RegModel, synth_learner
 from tests.peers import ksuit_bench as bench, ksuit_callbacks as ks
+from tests.peers.ksuit_callbacks import CallbackBase
 from tests.peers.rows import EQUAL
 
 
@@ -54,23 +55,8 @@ def test_logs_files_and_weights_equal_the_plain_loop(
 # -- construction ----------------------------------------------------------------------------------
 
 
-class Base:
-    "Keeps its services as ksuit's base class does, and has no state."
-
-    def __init__(
-        self,
-        trainer: Any,
-        model: Any,
-        data_container: Any,
-        tracker: Any,
-        log_writer: Any,
-        checkpoint_writer: Any,
-        metric_property_provider: Any,
-        name: str | None = None,
-    ) -> None:
-        self.trainer, self.model, self.data_container = trainer, model, data_container
-        self.tracker, self.writer, self.checkpoint_writer = tracker, log_writer, checkpoint_writer
-        self.metric_property_provider, self.name = metric_property_provider, name
+class Base(CallbackBase):
+    "Has no state, as ksuit's base class."
 
     def state_dict(self) -> dict[str, Any] | None:
         return None

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.peers.environments import PEERS, ROOT, InstallError, Peer, make_environment
+from benchmarks.environments import ROOT
+from tests.peers.environments import PEERS, InstallError, Peer, make_environment
 from tests.peers.rows import EQUAL, TOO_FAR, Row
 
 PAGE = ROOT / 'docs' / 'compatibility.md'

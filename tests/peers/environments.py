@@ -5,16 +5,13 @@ named here. `TORCHVISION` is the release for the torch that is installed."""
 
 from __future__ import annotations
 
-import site
-import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / '.peers'
+from benchmarks.environments import FOLDER, create_empty, install
+
 TORCHVISION = f'torchvision==0.{int(version("torch").split(".")[1]) + 15}.*'
 
 
@@ -85,16 +82,9 @@ def make_environment(peer: Peer) -> Path:
     requirements = '\n'.join([version('torch'), *peer.requirements])
     if stamp.exists() and stamp.read_text('utf-8') == requirements:
         return python
-    venv.create(folder, clear=True, with_pip=False)
-    packages = next(folder.glob('lib/python*/site-packages'))
-    lines = [f'import site; site.addsitedir({path!r})\n' for path in site.getsitepackages()]
-    (packages / 'project.pth').write_text(''.join(lines), 'utf-8')
-    install = ['install', '-q', '--no-deps', '--retries', '1', '--disable-pip-version-check']
-    pip = [sys.executable, '-m', 'pip', '--python', str(python)]
-    done = subprocess.run(
-        [*pip, *install, *peer.requirements], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise InstallError(done.stderr.strip().splitlines()[-1])
+    create_empty(folder)
+    error = install(folder, *peer.requirements)
+    if error is not None:
+        raise InstallError(error)
     stamp.write_text(requirements, 'utf-8')
     return python

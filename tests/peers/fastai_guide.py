@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import ROOT
 from tests.peers import fastai_data as data
-from tests.peers.environments import ROOT
 from tests.peers.rows import Row
 
 GUIDE = ROOT / 'nbs' / 'from_fastai.ipynb'
