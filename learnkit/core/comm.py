@@ -29,6 +29,8 @@ Address = tuple[str, int]
 # numbers that ranks exchange while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
 
+STORE_INTERVAL_S = 0.5  # seconds between looks at the store while a rank waits for others
+
 # kept open, because the same processes may join again at the same address
 _stores: dict[Address, Store] = {}
 _n_joined: Counter[Address] = Counter()
@@ -138,7 +140,7 @@ class Comm:
         work = dist.all_reduce(total, group=self.control, async_op=True)
 
         def wait() -> Tensor:
-            work.wait()
+            self._wait(work)
             return total
 
         return wait
@@ -183,6 +185,24 @@ class Comm:
             if message is not None:
                 raise DistributedError(f'Process {rank} of {self.size} has failed: {message}')
         return result  # type: ignore[return-value]  # set if there was no error
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an asynchronous collective; raise torch's error if it fails, or if another rank has failed.
+
+        A rank that has failed keeps a connection open while another of its collectives runs. Without a look at the
+        store, a rank that waits on this connection would not return before the timeout."""
+        from torch.distributed import DistBackendError
+
+        end = monotonic() + self.timeout_s
+        while not work.is_completed() and monotonic() < end:
+            try:
+                work.wait(timedelta(seconds=STORE_INTERVAL_S))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self.store is not None and self.store.check(['failed']):
+                    raise DistBackendError('A collective of another rank has failed.') from None
+        work.wait()
 
     # -- numbers that are exchanged while a batch is computed --------------------------------------
 
@@ -265,7 +285,7 @@ class Comm:
         if self._pending is None:
             return
         (work, t), self._pending = self._pending, None
-        work.wait()
+        self._wait(work)
         self._agree_on(t.tolist())
 
     def _agree_on(self, greatest: list[float]) -> None:

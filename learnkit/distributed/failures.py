@@ -35,8 +35,9 @@ ADVICE = (
 class Failures:
     """Exchange of failures between the ranks of one `Comm`.
 
-    Keys of the store: `error`, the first error of all ranks; `lost/RANK`, the place where a collective of a rank has
-    failed; `left/RANK`, if a rank has left; `read/RANK`, once a rank has found the cause of its failure."""
+    Keys of the store: `failed`, once a rank has failed, which `Comm` looks for while it waits; `error`, the first
+    error of all ranks; `lost/RANK`, the place where a collective of a rank has failed; `left/RANK`, if a rank has
+    left; `read/RANK`, once a rank has found the cause of its failure."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -44,6 +45,7 @@ class Failures:
         self._raised: BaseException | None = None  # error that is raised instead of it
         self._silent_ranks: list[int] = []  # ranks that have not reported, and will not read
         self._store_answers = True
+        self._leaving: Thread | None = None
 
     def report(
         self,
@@ -77,7 +79,12 @@ class Failures:
             self._ask(lambda: self._set('left'))
 
     def linger(self) -> None:
-        "Wait until the other ranks have read the store, if the store ends with this process."
+        "Wait until this rank has left, and until the others have read the store, if it ends with this process."
+        self._await_readers()
+        if self._leaving is not None:
+            self._leaving.join(PATIENCE_S)
+
+    def _await_readers(self) -> None:
         if not self.comm.is_first or has_agent_store():
             return
         readers = [rank for rank in range(1, self.comm.size) if rank not in self._silent_ranks]
@@ -98,9 +105,23 @@ class Failures:
     def _set(self, key: str, text: str = '') -> None:
         self.store.set(f'{key}/{self.comm.rank}', text)
 
+    def _set_lost(self, here: str) -> None:
+        "Publish where a collective of this rank has failed."
+        self._set('lost', here)
+        self.store.set('failed', '')
+
+    def _start_to_leave(self) -> None:
+        """Leave the process group in a thread.
+
+        gloo waits for collectives that still run, and these may wait for a rank that waits for this rank's report."""
+        self._leaving = Thread(target=self.comm.leave, daemon=True)
+        self._leaving.start()
+
     def _publish(self, text: str) -> str:
         "Publish an error, and return the error that was published first."
-        return str(self.store.compare_set('error', '', text).decode())
+        error = self.store.compare_set('error', '', text)
+        self.store.set('failed', '')
+        return str(error.decode())
 
     def _ask(self, f: Callable[[], Any]) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
@@ -132,9 +153,10 @@ class Failures:
     def _find_cause(self, e: BaseException, learn: LearnerLike) -> str:
         "Return a message with the rank that made a collective of this rank fail, and the reason."
         here = f'{describe_place(e, learn)}{describe_line(e)}'
+        self._ask(lambda: self._set_lost(here))
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
-        self.comm.leave()
+        self._start_to_leave()
         cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)))
         if cause is not None:
             return str(cause)
@@ -148,7 +170,6 @@ class Failures:
         "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."
         store = self.store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
-        self._set('lost', here)
         end = monotonic() + SETTLE_S
         while True:
             if store.check(['error']):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 import time
@@ -104,10 +103,8 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         for child in children:
             child.wait(20)
         assert time.monotonic() - began < 18
-        # gloo closes the connections of rank 0 late, so that the other survivor may not have reported yet
-        named = r'DistributedError: Process (1|1, 2|0, 1) of 3 has ended without a message'
         for rank in (0, 2):
-            assert re.search(named, children[rank].stderr)
+            assert 'DistributedError: Process 1 of 3 has ended without a' in children[rank].stderr
             assert '(epoch 0, batch 3)' in children[rank].stderr
 
 
