@@ -51,8 +51,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
     if collection_path.suffix != '.py':
         return None
-    if config.option.skipped and not is_skipped_before(config, name_of(config, collection_path)):
-        return True
     source = collection_path.read_text('utf-8')
     if not markers:
         unwanted = re.findall(r'not (\w+)', config.option.markexpr)
@@ -77,9 +75,6 @@ def pytest_collect_file(file_path: Path) -> Iterator[None]:
 
 TESTS = Path(__file__).parent
 SLOW = TESTS / 'slow.txt'  # seconds and name of what takes a twentieth of a second or more
-SKIPPED = (
-    'learnkit/skipped'  # key of pytest's cache: the names of the tests that the last run skipped
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,11 +82,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         '--quick',
         action='store_true',
         help='each test once, with its first arguments; none of slow.txt',
-    )
-    parser.addoption(
-        '--skipped',
-        action='store_true',
-        help='the tests that the last run skipped, such as those of libraries that were missing',
     )
     parser.addoption(
         '--write-slow', action='store_true', help='write slow.txt from the times of this run'
@@ -104,16 +94,6 @@ def function_of(nodeid: str) -> str:
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition('::')[0]
-
-
-def name_of(config: pytest.Config, path: Path) -> str:
-    return path.relative_to(config.rootpath).as_posix()
-
-
-def is_skipped_before(config: pytest.Config, nodeid: str) -> bool:
-    "Return True if the last run skipped this test, its whole file, or a test of this file."
-    skipped = config.cache.get(SKIPPED, [])
-    return any(name in (nodeid, file_of(nodeid)) or file_of(name) == nodeid for name in skipped)
 
 
 def slow_functions() -> dict[str, float]:
@@ -129,8 +109,6 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
     for name, seconds in slow.items():
         of_file[file_of(name)] += seconds
     items.sort(key=lambda item: -of_file[file_of(item.nodeid)])
-    if config.option.skipped:
-        select(config, items, [item for item in items if is_skipped_before(config, item.nodeid)])
     if not config.option.quick:
         return
     first = {function_of(item.nodeid): item for item in reversed(items)}
@@ -152,11 +130,7 @@ def select(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    "Keep the names of skipped tests for `--skipped`; write slow.txt where `--write-slow` asks for it."
-    cache = getattr(config, 'cache', None)
-    if cache and not config.option.skipped:
-        skipped = terminalreporter.stats.get('skipped', [])
-        cache.set(SKIPPED, sorted({report.nodeid for report in skipped}))
+    "Write slow.txt where `--write-slow` asks for it."
     if not config.option.write_slow:
         return
     seconds: Counter[str] = Counter()

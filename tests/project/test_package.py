@@ -320,7 +320,7 @@ def test_readme_has_two_setup_commands() -> None:
     assert commands == fenced('sh', 'Set-up\n')
     assert [command.count('\n') for command in commands] == [1, 1]
     ends = ['python -m learnkit demo', 'pytest -n 2 --dist worksteal']
-    for command, extra, last in zip(commands, ['demo', 'test'], ends, strict=True):
+    for command, extra, last in zip(commands, ['demo', 'dev'], ends, strict=True):
         assert (
             command
             == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
