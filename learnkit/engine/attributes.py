@@ -233,9 +233,20 @@ def _encode_attributes(cb: Any) -> dict[str, Any]:
             encoded[name] = _encode_object(value) if is_object else encode(value)
         except _ENCODE_ERRORS:
             # an object of some class: it is created with the callback, its random generators move
-            if not isinstance(value, _NO_PARTS) and own_generators([value]):
+            if nested := _find_nested_callbacks(value):
+                states = [_encode_attributes(inner) for inner in nested]
+                encoded[name] = {_KIND: 'callbacks', 'of': states}
+            elif not isinstance(value, _NO_PARTS) and own_generators([value]):
                 encoded[name] = _encode_generators(value)
     return encoded
+
+
+def _find_nested_callbacks(value: Any) -> list[Callback]:
+    "Return the callbacks of an attribute, itself or in a list, that belong to their owner and not to the Learner."
+    items = [*value] if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, Callback) and not has_own_state(item) for item in items):
+        return []
+    return [cb for cb in items if all(cb is not other for other in getattr(cb.learn, 'cbs', ()))]
 
 
 def _shares_weights(t: Tensor, cb: Any) -> bool:
@@ -385,6 +396,10 @@ def decode(
             return type(current)[content] if is_member else current
         case 'generator':
             restore_own([current], content)
+            return current
+        case 'callbacks':
+            for inner, state in zip(_find_nested_callbacks(current), content, strict=False):
+                put_attributes(inner, state)
             return current
         case 'number':
             return content.numpy()[()]

@@ -191,6 +191,43 @@ def test_a_tensor_of_the_loop_is_data() -> None:
     assert list(state) == ['kept'] and isinstance(state['kept'], Tensor)
 
 
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Holds(Callback):
+    "Counts batches in callbacks of its own, which the Learner does not know; holds one of the Learner's too."
+
+    def __init__(self, count: Counts, counts: list[Counts], recorder: Any = None) -> None:
+        self.count, self.counts, self.recorder = count, counts, recorder
+
+    def after_batch(self) -> None:
+        if self.training:
+            for i, cb in enumerate((self.count, *self.counts)):
+                cb.n += i + 1
+
+
+def test_callbacks_held_by_a_callback_keep_their_attributes() -> None:
+    def make() -> tuple[Any, Holds]:
+        learn = synth_learner()
+        cb = Holds(Counts(), [Counts(), Counts()], learn.recorder)
+        cb.counts[1].learn = learn  # as a wrapper gives it
+        learn.add_cb(cb)
+        return learn, cb
+
+    learn, cb = make()
+    learn.fit('3ba')
+    state = through_a_file(learn.checkpoint_state())
+    assert [inner.n for inner in (cb.count, *cb.counts)] == [3, 6, 9]
+    assert 'recorder' not in state['callbacks']['holds']
+    resumed, held = make()
+    inner = [held.count, *held.counts]
+    resumed.load_checkpoint_state(state)
+    assert [cb.n for cb in inner] == [3, 6, 9]
+    assert inner == [held.count, *held.counts]
+
+
 class Hidden(Callback):
     "Takes rates from an iterator, of which no checkpoint can know how far it is."
 

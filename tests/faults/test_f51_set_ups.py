@@ -359,6 +359,16 @@ class CountingCallback(Jitter):
         return self.n % 3 / 10 + len(self.seen) % 5 / 10
 
 
+class NestedCounting(Jitter):
+    "Holds callbacks that count."
+
+    def __init__(self) -> None:
+        self.inner, self.more = CountingCallback(), [CountingCallback(), CountingCallback()]
+
+    def draw(self) -> float:
+        return self.inner.draw() + self.more[1].draw()
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -545,6 +555,7 @@ def callbacks() -> dict[str, Callable[[], list[Callback]]]:
         'a generator in a helper': lambda: [HelperJitter()],
         'generators in nested callbacks': lambda: [NestedJitter()],
         'a nested callback with the Learner': lambda: [SetJitter()],
+        'nested callbacks that count': lambda: [NestedCounting()],
     }
     for name, cls in KINDS.items():
         if name != 'torch':
