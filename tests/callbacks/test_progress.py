@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -37,6 +38,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import TrainEvalCallback
 from learnkit.learner import Learner
 from learnkit.testing.forks import start
+from tests.helpers.kernel import kernel_env, kernel_name
 
 ROOT = Path(__file__).parents[2]
 CLOCK = r'\d\d:\d\d'
@@ -711,7 +713,7 @@ def test_other_errors_and_sessions_show_their_traceback(
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "A notebook that was executed in a kernel of its own, saved, and read again."
     nbformat = pytest.importorskip('nbformat')
-    pytest.importorskip('nbclient')
+    nbclient = pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
     cells = [
         SCRIPT,
@@ -725,19 +727,14 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
         'for _ in range(3): make_learner().validate()',
     ]
     folder = tmp_path_factory.mktemp('notebook')
-    path = folder / 'run.ipynb'
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells]), path
-    )
-    run_python(
-        f"""
-import nbformat, nbclient
-nb = nbformat.read({str(path)!r}, 4)
-nbclient.NotebookClient(nb, kernel_name='python3', allow_errors=True, timeout=120).execute()
-nbformat.write(nb, {str(path)!r})""",
-        timeout=180,
-    )
-    return nbformat.read(path, 4)
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=120)
+    with warnings.catch_warnings():
+        # those of the client and its sockets: the kernel is another process
+        warnings.simplefilter('ignore')
+        client.execute(env=kernel_env(folder))
+    nbformat.write(nb, folder / 'run.ipynb')
+    return nbformat.read(folder / 'run.ipynb', 4)
 
 
 @pytest.mark.notebook

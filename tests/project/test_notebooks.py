@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.kernel import kernel_env, kernel_name
 
 nbformat = pytest.importorskip('nbformat')
 nbclient = pytest.importorskip('nbclient')
@@ -43,16 +44,13 @@ def code_cells(nb: Any) -> list[Any]:
 def execute(nb: Any, cwd: Path) -> None:
     "Run every cell in a fresh kernel, in a folder where it may leave files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
-    # figures go into the notebook
-    env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
-    env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(cwd / '.ipython')}
     client = nbclient.NotebookClient(
-        nb, timeout=60, kernel_name='python3', resources={'metadata': {'path': str(cwd)}}
+        nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
     )
     with warnings.catch_warnings():
         # those of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
-        client.execute(env=env)
+        client.execute(env=kernel_env(cwd))
     del nb.cells[0]
 
 
