@@ -1363,6 +1363,38 @@ class Learner(Loop):
 
         return summarize_learner(self)
 
+    def report(
+        self,
+        fname: str | Path = 'report.html',  # name below `path`, or absolute path; appends `.html`
+        predictions: bool = True,  # predict on the first validation loader, if it has classes
+        top_k: int = 9,  # number of samples with the largest losses to show
+    ) -> Path:
+        """Write a report of the run as one HTML file, and return its path.
+
+        The file holds the settings, the history with its curves, the schedule of the last fit, the
+        layers of the model, data, seeds, machine and versions (as `python -m learnkit env`), and for
+        classes also the confusion matrix and the samples with the largest losses. Parts without
+        data are left out. It has no script, loads nothing, and follows the browser's light or dark
+        mode. Names of classes and callbacks are escaped.
+
+        During a fit, a callback may write the report at any event: weights, counters, history,
+        random generators and the order of the data are unchanged. The file is written atomically.
+        With several ranks, every rank calls `report` and rank 0 writes. Plots need matplotlib.
+
+        Raises `OptionError` for a folder that does not exist and for an invalid file name.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with synth_learner(path=folder).no_bar() as learn: learn.fit(1)
+        ...     text = learn.report('run.html').read_text()
+        >>> text.count('<h1>RegModel</h1>'), '<script' in text
+        (1, False)
+        """
+        from learnkit.debug.report import write_report
+
+        return write_report(self, fname, predictions, top_k)
+
     def gather_args(self) -> dict[str, Any]:
         """Return the options of the Learner, its data and callbacks, as loggers record them.
 
