@@ -482,6 +482,39 @@ class Learner(Loop):
 
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
+    def find_batch_size(
+        self,
+        max_size: int | None = None,  # largest size to try; None: the number of training samples
+        exact: bool = False,  # bisect between powers of two, to the exact size
+    ) -> int:
+        """Return the largest batch size with which a training step fits in memory.
+
+        The sizes 2, 4, 8 ... are tried, with two steps each, until memory runs out: the result is a
+        power of two. With `exact` the sizes up to the one that failed are bisected, and the result is
+        the largest size itself. Batches are made of the samples of the loader's first batch, each as
+        often as needed; samples of other shapes may need more memory, and other programs take a
+        share of a GPU too, so leave some room.
+
+        Everything is restored as by `lr_find`: weights, buffers, optimizer, random generators,
+        loaders, counters and callbacks; the copies are in the memory of the CPU. Callbacks run as in
+        a fit, except those with `remove_on_find`, `GradientAccumulation` and `OOMObserver`.
+        Microbatches are switched off: the result is also the largest `microbatch`.
+
+        On the CPU, a system that never refuses memory ends the process instead: set a limit
+        (`ulimit -v`), or a small `max_size`.
+
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run and in
+        several processes, and `OptionError` for a loader that is an iterator.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.find_batch_size(max_size=100), learn.find_batch_size(100, exact=True), learn.opt
+        (64, 100, None)
+        """
+        from learnkit.callbacks.batch_size_finder import find_batch_size
+
+        return find_batch_size(self, max_size, exact)
+
     def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         "Make or update the optimizer for a fit, and set its rates and weight decay."
         if reset_opt or self.opt is None or self.has_foreign_opt():
