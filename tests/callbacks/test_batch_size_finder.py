@@ -30,7 +30,6 @@ from learnkit.testing import synth_learner
 from learnkit.testing.forks import start
 from tests.helpers.ranks import run_ranks
 
-
 SIZES: list[int] = []  # not an attribute of the model, which would be restored
 
 
@@ -83,7 +82,7 @@ def test_the_largest_size_that_fits(
         model.layers[1] = nn.Identity()
     SIZES.clear()
     assert learner(model).find_batch_size(**options) == found
-    assert SIZES == sizes
+    assert sizes == SIZES
 
 
 def test_one_sample_that_fits_and_one_that_does_not() -> None:
