@@ -998,7 +998,8 @@ class Learner(Loop):
     ) -> Any:
         """Show a batch with its predictions: images in a grid, other data as a table; return the figure or table.
 
-        Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. If the loader (as in
+        Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. Each image of a
+        segmentation is followed by its target mask and the predicted one, with one legend. If the loader (as in
         fastai) or its data set has a method `show_results(batch, preds, max_n=..., **kwargs)`, that method is called
         with a whole batch and the decoded predictions instead. Loaders, random generators and the model are restored.
 
