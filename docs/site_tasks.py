@@ -97,7 +97,7 @@ _ROWS = (
         'Measure speed, memory, gradients, activations and data while training.',
         'callbacks.monitor callbacks.periodic callbacks.speed callbacks.memory callbacks.system_monitor '
         'callbacks.optimizer_monitor callbacks.activation_monitor callbacks.activation_stats callbacks.dataset '
-        'callbacks.images callbacks.mlperf',
+        'callbacks.images callbacks.mlperf callbacks.profiler',
     ),
     (
         'inference',

@@ -52,6 +52,9 @@ from .callbacks.predictions import (
     FetchPredsCallback as FetchPredsCallback,
     MCDropoutCallback as MCDropoutCallback,
 )
+from .callbacks.profiler import (
+    TorchProfiler as TorchProfiler,
+)
 from .callbacks.progress import (
     ProgressCallback as ProgressCallback,
 )

@@ -482,6 +482,39 @@ class Learner(Loop):
 
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
+    def find_batch_size(
+        self,
+        max_size: int | None = None,  # largest size to try; None: the number of training samples
+        exact: bool = False,  # bisect between powers of two, to the exact size
+    ) -> int:
+        """Return the largest batch size with which a training step fits in memory.
+
+        The sizes 2, 4, 8 ... are tried, with two steps each, until memory runs out: the result is a
+        power of two. With `exact` the sizes up to the one that failed are bisected, and the result is
+        the largest size itself. Batches are made of the samples of the loader's first batch, each as
+        often as needed; samples of other shapes may need more memory, and other programs take a
+        share of a GPU too, so leave some room.
+
+        Everything is restored as by `lr_find`: weights, buffers, optimizer, random generators,
+        loaders, counters and callbacks; the copies are in the memory of the CPU. Callbacks run as in
+        a fit, except those with `remove_on_find`, `GradientAccumulation` and `OOMObserver`.
+        Microbatches are switched off: the result is also the largest `microbatch`.
+
+        On the CPU, a system that never refuses memory ends the process instead: set a limit
+        (`ulimit -v`), or a small `max_size`.
+
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run and in
+        several processes, and `OptionError` for a loader that is an iterator.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.find_batch_size(max_size=100), learn.find_batch_size(100, exact=True), learn.opt
+        (64, 100, None)
+        """
+        from learnkit.callbacks.batch_size_finder import find_batch_size
+
+        return find_batch_size(self, max_size, exact)
+
     def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         "Make or update the optimizer for a fit, and set its rates and weight decay."
         if reset_opt or self.opt is None or self.has_foreign_opt():
@@ -965,7 +998,8 @@ class Learner(Loop):
     ) -> Any:
         """Show a batch with its predictions: images in a grid, other data as a table; return the figure or table.
 
-        Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. If the loader (as in
+        Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. Each image of a
+        segmentation is followed by its target mask and the predicted one, with one legend. If the loader (as in
         fastai) or its data set has a method `show_results(batch, preds, max_n=..., **kwargs)`, that method is called
         with a whole batch and the decoded predictions instead. Loaders, random generators and the model are restored.
 
@@ -1362,6 +1396,38 @@ class Learner(Loop):
         from learnkit.callbacks.model_summary import summarize_learner
 
         return summarize_learner(self)
+
+    def report(
+        self,
+        fname: str | Path = 'report.html',  # name below `path`, or absolute path; appends `.html`
+        predictions: bool = True,  # predict on the first validation loader, if it has classes
+        top_k: int = 9,  # number of samples with the largest losses to show
+    ) -> Path:
+        """Write a report of the run as one HTML file, and return its path.
+
+        The file holds the settings, the history with its curves, the schedule of the last fit, the
+        layers of the model, data, seeds, machine and versions (as `python -m learnkit env`), and for
+        classes also the confusion matrix and the samples with the largest losses. Parts without
+        data are left out. It has no script, loads nothing, and follows the browser's light or dark
+        mode. Names of classes and callbacks are escaped.
+
+        During a fit, a callback may write the report at any event: weights, counters, history,
+        random generators and the order of the data are unchanged. The file is written atomically.
+        With several ranks, every rank calls `report` and rank 0 writes. Plots need matplotlib.
+
+        Raises `OptionError` for a folder that does not exist and for an invalid file name.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with synth_learner(path=folder).no_bar() as learn: learn.fit(1)
+        ...     text = learn.report('run.html').read_text()
+        >>> text.count('<h1>RegModel</h1>'), '<script' in text
+        (1, False)
+        """
+        from learnkit.debug.report import write_report
+
+        return write_report(self, fname, predictions, top_k)
 
     def gather_args(self) -> dict[str, Any]:
         """Return the options of the Learner, its data and callbacks, as loggers record them.

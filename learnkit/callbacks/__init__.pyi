@@ -90,6 +90,9 @@ from .predictions import (
     MCDropoutCallback as MCDropoutCallback,
     mc_dropout_preds as mc_dropout_preds,
 )
+from .profiler import (
+    TorchProfiler as TorchProfiler,
+)
 from .replay import (
     Replay as Replay,
 )

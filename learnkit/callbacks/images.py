@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from colorsys import hsv_to_rgb
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from learnkit.core.batch import describe, tensors_in
@@ -13,7 +11,7 @@ from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mea
 from learnkit.core.numbers import check_count
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
-from learnkit.data.show import as_pictures
+from learnkit.data.show import as_pictures, class_colors
 from learnkit.engine.callback import Periodic, defined_on_class
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
@@ -153,27 +151,6 @@ class ImageVisualizer(Periodic):
         "Restore the state of `state_dict`."
         super().load_state_dict(sd)
         self._wanted = sd['wanted']
-
-
-def class_colors(
-    classes: Tensor,  # class indices (n, H, W); negative ones are ignored
-) -> Tensor:  # image (n, 3, H, W) on the CPU, in [0, 1]
-    """Return an image of class indices: 0 is black, ignored pixels are grey, others have one color each.
-
-    >>> class_colors(torch.tensor([[[0, 1, -100]]]))[0, :, 0].T
-    tensor([[0.0000, 0.0000, 0.0000],
-            [0.2375, 0.4454, 0.9500],
-            [0.5000, 0.5000, 0.5000]])
-    """
-    classes = classes.detach().cpu().long()
-    n = max(int(classes.max()), 0) + 1 if classes.numel() else 1
-    # hues at multiples of the golden ratio are far apart for any number of classes
-    colors = [
-        (0.0, 0.0, 0.0),
-        *(hsv_to_rgb(k * 0.618034 % 1, 0.75, 0.95) for k in range(1, n)),
-        (0.5, 0.5, 0.5),
-    ]
-    return torch.tensor(colors)[classes.where(classes >= 0, n)].permute(0, 3, 1, 2)
 
 
 def _predict_classes(pred: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import gc
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_folder, unused_path
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
@@ -68,14 +67,14 @@ class OOMObserver(Callback):
     def before_fit(self) -> None:
         "Check that the report can be written."
         if self.learn.fitting and self.learn.world.is_first:
-            _check_folder(self.learn.path / self.folder)
+            check_folder(self.learn.path / self.folder)
 
     def after_error(self) -> None:
         "Write the report if the error is out of memory."
         learn = self.learn
         if not isinstance(learn.error, RuntimeError) or not is_out_of_memory(learn.error):
             return
-        path = _unused_path(learn.path / self.folder / f'oom-batch-{learn.time.ba}.txt')
+        path = unused_path(learn.path / self.folder / f'oom-batch-{learn.time.ba}.txt')
         with atomic_write(path) as tmp:
             tmp.write_text('\n'.join(self._lines()), 'utf-8')
         self.report = path
@@ -231,7 +230,7 @@ class MemorySnapshot(Callback):
             )
             return
         if self.learn.world.is_first:
-            _check_folder(self.learn.path / self.folder)
+            check_folder(self.learn.path / self.folder)
         self._to_skip = self.skip_batches
 
     def before_batch(self) -> None:
@@ -282,7 +281,7 @@ def write_snapshot(
     from torch.cuda._memory_viz import trace_plot  # the import takes one second
 
     contents = {'.json': json.dumps(snapshot, default=str), '.html': trace_plot(snapshot)}
-    files = [_unused_path(stem.with_name(f'{stem.name}{suffix}')) for suffix in contents]
+    files = [unused_path(stem.with_name(f'{stem.name}{suffix}')) for suffix in contents]
     for path, text in zip(files, contents.values(), strict=True):
         with atomic_write(path) as tmp:
             tmp.write_text(text, 'utf-8')
@@ -293,20 +292,3 @@ def _check_folder_name(folder: Any) -> Path:
     if isinstance(folder, (str, Path)) and str(folder).strip():
         return Path(folder)
     raise OptionError(f'folder={folder!r}: give a folder.')
-
-
-def _check_folder(folder: Path) -> None:
-    "Raise `OptionError` if a folder cannot be written; a new folder is removed again."
-    missing = not folder.exists()
-    try:
-        check_writable(folder / 'report')
-    except OSError as e:
-        raise OptionError(f'{folder} cannot be written: {e}.') from None
-    if missing:
-        folder.rmdir()
-
-
-def _unused_path(path: Path) -> Path:
-    "Return the path, or a numbered one if the file exists."
-    numbered = (path.with_name(f'{path.stem}-{i}{path.suffix}') for i in count(2))
-    return path if not path.exists() else next(p for p in numbered if not p.exists())

@@ -8,9 +8,20 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-__all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_file', 'flush_folder']
+from learnkit.core.errors import OptionError
+
+__all__ = [
+    'atomic_write',
+    'check_folder',
+    'check_writable',
+    'sweep',
+    'flush_file',
+    'flush_folder',
+    'unused_path',
+]
 
 # errors of file systems that do not support fsync of a folder
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
@@ -60,6 +71,23 @@ def check_writable(path: str | Path) -> None:
         tmp.touch()
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    "Raise `OptionError` if a folder cannot be written; a new folder is removed again."
+    missing = not folder.exists()
+    try:
+        check_writable(folder / 'report')
+    except OSError as e:
+        raise OptionError(f'{folder} cannot be written: {e}.') from None
+    if missing:
+        folder.rmdir()
+
+
+def unused_path(path: Path) -> Path:
+    "Return the path, or a numbered one if the file exists."
+    numbered = (path.with_name(f'{path.stem}-{i}{path.suffix}') for i in count(2))
+    return path if not path.exists() else next(p for p in numbered if not p.exists())
 
 
 def sweep(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from colorsys import hsv_to_rgb
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_de
 from learnkit.core.errors import OptionError
 from learnkit.core.model import unwrap_partial
 from learnkit.core.numbers import check_count
+from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, new_axes
 from learnkit.core.random import preserved_generators
 from learnkit.data.preserve import preserve_loaders
@@ -33,8 +35,12 @@ __all__ = [
     'wrong_ones',
     'find_images',
     'as_pictures',
+    'class_colors',
     'draw_images',
+    'draw_masks',
 ]
+
+MAX_LEGEND = 24  # maximum number of classes in a legend
 
 
 class Shows:
@@ -93,16 +99,16 @@ def show_samples(
         return as_table(xb, {k: readable(v, n, vocab) for k, v in details.items()}, wrong)
 
     all_masks = {k: as_mask(v, images) for k, v in details.items()}
-    masks = [mask for mask in all_masks.values() if mask is not None]
+    masks = {k: mask for k, mask in all_masks.items() if mask is not None}
     lines = {k: readable(v, n, vocab) for k, v in details.items() if all_masks[k] is None}
-    if len(masks) == 2:
-        lines['right'] = [f'{a.eq(b).float().mean():.1%}' for a, b in zip(*masks, strict=True)]
     columns = []
     for name, values in lines.items():
         prefix = f'{name} ' if len(details) > 1 else ''
         columns.append([shorten(prefix + cell(value), 24) for value in values])
     titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
-    return draw_images(images, titles, wrong, masks[-1] if masks else None, figsize)
+    if len(masks) > 1:
+        return draw_masks(images, masks, titles, vocab, figsize)
+    return draw_images(images, titles, wrong, next(iter(masks.values()), None), figsize)
 
 
 # Samples of a loader
@@ -258,13 +264,117 @@ def as_pictures(
 def as_mask(detail: Any, images: Tensor) -> Tensor | None:
     "Return a segmentation mask (N, H, W) of the images' size, or None if `detail` is not a mask."
     mask = detail[0] if isinstance(detail, tuple) and len(detail) == 1 else detail
-    if not isinstance(mask, Tensor) or mask.is_floating_point():
+    if not isinstance(mask, Tensor):
         return None
+    if mask.is_floating_point():
+        if mask.ndim < 3 or not bool(((mask == 0) | (mask == 1)).all()):
+            return None
+        mask = mask.long()  # of a binary loss
     if mask.ndim == 4 and mask.shape[1] == 1:
         mask = mask[:, 0]
     if mask.ndim == 3 and mask.shape[1:] == as_pictures(images[:1]).shape[2:]:
         return mask.cpu()
     return None
+
+
+def class_colors(
+    classes: Tensor,  # class indices (n, H, W); negative ones are ignored
+) -> Tensor:  # image (n, 3, H, W) on the CPU, in [0, 1]
+    """Return an image of class indices: 0 is black, ignored pixels are grey, others have one color each.
+
+    >>> class_colors(torch.tensor([[[0, 1, -100]]]))[0, :, 0].T
+    tensor([[0.0000, 0.0000, 0.0000],
+            [0.2375, 0.4454, 0.9500],
+            [0.5000, 0.5000, 0.5000]])
+    """
+    classes = classes.detach().cpu().long()
+    n = max(int(classes.max()), 0) + 1 if classes.numel() else 1
+    # hues at multiples of the golden ratio are far apart for any number of classes
+    colors = [
+        (0.0, 0.0, 0.0),
+        *(hsv_to_rgb(k * 0.618034 % 1, 0.75, 0.95) for k in range(1, n)),
+        (0.5, 0.5, 0.5),
+    ]
+    return torch.tensor(colors)[classes.where(classes >= 0, n)].permute(0, 3, 1, 2)
+
+
+def draw_masks(
+    images: Tensor,  # (N, C, H, W) or (N, H, W)
+    masks: Mapping[str, Tensor],  # segmentation masks (N, H, W) by name, the target first
+    titles: Sequence[str] = (),  # title of each image
+    vocab: Any = None,  # class names
+    figsize: tuple[float, float] | None = None,  # size of the figure, in inches
+) -> AxesList:
+    """Draw each image and its masks next to each other, with one legend for the classes; return the axes.
+
+    The title of a further mask has the share of its pixels that are right, of those whose target is
+    not negative.
+    """
+    n, width = len(images), 1 + len(masks)
+    samples_per_row = 1 if n <= 3 else 2
+    cols, rows = samples_per_row * width, -(-n // samples_per_row)
+    axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows))
+    target = next(iter(masks.values()))
+    _draw_pictures(axs[::width], as_pictures(images), titles)
+    for i, (name, mask) in enumerate(masks.items(), 1):
+        names = [name] * n
+        if mask is not target:
+            names = [f'{name}\nright {share}' for share in _shares_right(mask, target)]
+        _draw_pictures(axs[i::width], class_colors(mask), names)
+    _add_legend(axs.figure, masks, vocab)
+    return axs
+
+
+def _shares_right(mask: Tensor, target: Tensor) -> list[str]:
+    "Return the share of right pixels of each sample as text."
+    shares = []
+    for found, wanted in zip(mask, target, strict=True):
+        counts = wanted >= 0
+        shares.append(f'{(found == wanted)[counts].float().mean():.1%}' if counts.any() else '')
+    return shares
+
+
+def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
+    "Add a legend of the classes that occur in the masks."
+    patches = import_library('matplotlib.patches', 'A plot')
+    classes = torch.cat([mask.flatten() for mask in masks.values()]).unique().tolist()
+    labels = {k: shorten(_class_name(k, vocab), 24) for k in classes if k >= 0}
+    if len(labels) < len(classes):
+        labels[-1] = 'ignored'
+    shown = dict(islice(labels.items(), MAX_LEGEND))
+    colors = class_colors(torch.tensor([[[*shown]]]))[0, :, 0].T.tolist()
+    handles = [
+        patches.Patch(facecolor=color, edgecolor='grey', label=label)
+        for color, label in zip(colors, shown.values(), strict=True)
+    ]
+    hidden = len(labels) - len(shown)
+    if hidden:
+        handles.append(patches.Patch(facecolor='none', label=f'... {hidden} more'))
+    legend = figure.legend(handles=handles, loc='outside right upper', fontsize=9)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a dollar sign in a name begins no formula
+
+
+def _class_name(k: int, vocab: Any) -> Any:
+    return vocab[k] if vocab is not None and k < len(vocab) else k
+
+
+def _draw_pictures(
+    axs: Sequence[Any],
+    pictures: Tensor,  # (N, C, H, W) within 0 and 1
+    titles: Sequence[str] = (),
+) -> None:
+    "Draw a picture on each of the axes, without ticks and frame; one channel is drawn in grayscale."
+    for ax, picture in zip(axs, pictures.permute(0, 2, 3, 1), strict=True):
+        if picture.shape[2] == 1:
+            ax.imshow(picture[:, :, 0].numpy(), cmap='gray', vmin=0, vmax=1)
+        else:
+            ax.imshow(picture.numpy())
+        ax.set(xticks=[], yticks=[])
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    for ax, title in zip(axs, titles, strict=False):
+        ax.set_title(title, fontsize=9)
 
 
 def draw_images(
@@ -275,27 +385,18 @@ def draw_images(
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
     "Draw images in a grid, single-channel images in grayscale, and return the axes."
-    pictures = as_pictures(images).permute(0, 2, 3, 1)
+    pictures = as_pictures(images)
     n = len(pictures)
     cols = n if n <= 4 else math.ceil(math.sqrt(n))
     lines = max((t.count('\n') + 1 for t in titles if t), default=0)
     axs = new_axes(n, cols, figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols)))
-    for i, (ax, picture) in enumerate(zip(axs, pictures, strict=True)):
-        if picture.shape[2] == 1:
-            ax.imshow(picture[:, :, 0].numpy(), cmap='gray', vmin=0, vmax=1)
-        else:
-            ax.imshow(picture.numpy())
-        if masks is not None:
-            ax.imshow(
-                masks[i].numpy(), cmap='viridis', vmin=0, vmax=max(int(masks.max()), 1), alpha=0.5
-            )
-        ax.set(xticks=[], yticks=[])
-        style = {'color': WRONG, 'fontweight': 'bold'} if i in wrong else {}
-        if titles:
-            ax.set_title(titles[i], fontsize=9, **style)
-        for spine in ax.spines.values():
-            if i in wrong:
-                spine.set(color=WRONG, linewidth=2.5)
-            else:
-                spine.set_visible(False)
+    _draw_pictures(axs, pictures, titles)
+    if masks is not None:
+        largest = max(int(masks.max()), 1)
+        for ax, mask in zip(axs, masks, strict=True):
+            ax.imshow(mask.numpy(), cmap='viridis', vmin=0, vmax=largest, alpha=0.5)
+    for i in wrong:
+        axs[i].title.set(color=WRONG, fontweight='bold')
+        for spine in axs[i].spines.values():
+            spine.set(visible=True, color=WRONG, linewidth=2.5)
     return axs

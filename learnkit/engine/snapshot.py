@@ -48,7 +48,7 @@ class Snapshot:
     `undo()` modifies lists, dicts, sets, tensors, arrays and random generators in-place, and also the attributes of
     modules, optimizers, torch's schedulers and scalers, callbacks and metrics, recursively. Objects of all other
     types are left unchanged, with their contents, which may depend on something outside (a file, a connection, a
-    thread). A tensor is copied on its device.
+    thread). A tensor is copied on its device, or with `on_host` to the memory of the CPU.
 
     >>> log = [1, {'a': torch.zeros(2)}]
     >>> snapshot = Snapshot([log])
@@ -65,7 +65,9 @@ class Snapshot:
         excluded: Iterable[
             Any
         ] = (),  # objects that are not copied, nor anything only they refer to
+        on_host: bool = False,  # whether copies of tensors are on the CPU
     ) -> None:
+        self._on_host = on_host
         # holds references, so that no new object gets the id of a visited one
         self._visited = {id(o): o for o in excluded}
         self._undo_steps: list[Callable[[], object]] = []
@@ -116,21 +118,25 @@ class Snapshot:
             return
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
-        step = partial(_rewrite_tensor, t, t.detach().clone(), t.requires_grad, grad)
+        value = t.detach()
+        copy = value.to('cpu', copy=True) if self._on_host else value.clone()
+        step = partial(_rewrite_tensor, t, copy, t.device, t.requires_grad, grad)
         self._undo_steps.append(step)
 
 
 @torch.no_grad()
-def _rewrite_tensor(t: Tensor, value: Tensor, requires_grad: bool, grad: Tensor | None) -> None:
+def _rewrite_tensor(
+    t: Tensor, value: Tensor, device: torch.device, requires_grad: bool, grad: Tensor | None
+) -> None:
     """Restore a tensor's values, `requires_grad` and gradient.
 
     If shape, dtype or device have changed, or elements overlap, the tensor gets the storage of the copy.
     """
-    is_same_form = (t.shape, t.dtype, t.device) == (value.shape, value.dtype, value.device)
+    is_same_form = (t.shape, t.dtype, t.device) == (value.shape, value.dtype, device)
     if is_same_form and (t.layout is not torch.strided or 0 not in t.stride()):
         t.copy_(value)
-    elif not (is_same_form and torch.equal(t, value)):
-        t.data = value
+    elif not (is_same_form and torch.equal(t, value.to(device))):
+        t.data = value.to(device)
     if not t.is_leaf:
         return
     t.requires_grad_(requires_grad)
@@ -173,6 +179,7 @@ def undoing(
     learn: LearnerLike,  # Learner whose model and loaders are restored
     roots: list[Any],  # further objects to restore
     excluded: list[Any] | None = None,  # objects that are not restored
+    on_host: bool = False,  # whether copies of tensors are on the CPU
 ) -> Iterator[None]:
     "Restore the model, these objects, the loaders and the random generators at the end of a context."
     # listed here because the attributes of a scripted model do not contain its tensors
@@ -180,7 +187,7 @@ def undoing(
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
     datasets = [getattr(dl, 'dataset', None) for dl in loaders]
     excluded = [learn, learn.dls, *loaders, *datasets, *(excluded or [])]
-    snapshot = Snapshot([tensors, *roots], excluded)
+    snapshot = Snapshot([tensors, *roots], excluded, on_host)
     with unchanged_loaders(learn.dls):
         try:
             yield
@@ -189,7 +196,10 @@ def undoing(
 
 
 @contextmanager
-def restored(learn: LearnerLike) -> Iterator[None]:
+def restored(
+    learn: LearnerLike,
+    on_host: bool = False,  # whether copies of tensors are on the CPU
+) -> Iterator[None]:
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
@@ -200,6 +210,7 @@ def restored(learn: LearnerLike) -> Iterator[None]:
             learn,
             [vars(learn), *map(vars, cbs), *map(vars, parts)],
             excluded=[callbacks, learn.tables, learn.whole_step],
+            on_host=on_host,
         ):
             learn.passes.stream = None  # the batches of an open pass belong to the training
             try:

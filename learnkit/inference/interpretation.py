@@ -194,7 +194,10 @@ class Interpretation:
         idxs: Any,  # indices of samples
         **kwargs: Any,  # `figsize` in inches, for images
     ) -> Any:
-        "Show samples with targets and predictions, wrong ones marked: images in a grid, other data as a table."
+        """Show samples with targets and predictions, wrong ones marked: images in a grid, other data as a table.
+
+        Masks of a segmentation are drawn next to their images, with one legend for the classes.
+        """
         return self._show(self._check_idxs(idxs), **kwargs)
 
     def _show(self, rows: list[int], with_loss: bool = False, **kwargs: Any) -> Any:

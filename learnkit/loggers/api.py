@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from learnkit.core.learner_type import LearnerLike
@@ -16,11 +17,15 @@ def log_images(
     learn: LearnerLike,  # the Learner, or one of its callbacks
     name: str,  # name of the images in the log
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
+    captions: Sequence[Any] | None = None,  # text above each image
+    grid: bool = True,  # log several images as one picture; False: one by one
 ) -> None:
     """Log images to all loggers of a Learner, at the current step.
 
-    C is 1, 3 or 4. `validate()` and `get_preds()` log nothing. Raises `OptionError` for other
-    shapes and types.
+    C is 1, 3 or 4. Several images become one picture, a grid, in every log. Captions are drawn into
+    the picture, for which small images are enlarged. `validate()` and `get_preds()` log nothing.
+    Raises `OptionError` for other shapes and types and for another number of captions, and
+    `MissingExtraError` for captions without matplotlib.
 
     >>> import torch
     >>> from learnkit.testing import synth_learner
@@ -28,10 +33,12 @@ def log_images(
     ...     def log_images(self, step, name, images): print(step, name, images.shape)
     >>> learn = synth_learner(cbs=Shapes())
     >>> log_images(learn, 'noise', torch.rand(4, 3, 8, 8))
+    0 noise (1, 8, 38, 3)
+    >>> log_images(learn, 'noise', torch.rand(4, 3, 8, 8), grid=False)
     0 noise (4, 8, 8, 3)
     """
     for cb in _active_loggers(learn):
-        cb.send_images(name, images)
+        cb.send_images(name, images, captions, grid)
 
 
 def log_params(

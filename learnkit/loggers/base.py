@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,8 +16,8 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import Every
+from learnkit.loggers.grid import as_pictures
 from learnkit.loggers.values import (
-    as_images,
     configuration,
     fetch,
     kept_rows,
@@ -123,7 +124,7 @@ class Logger(Callback):
         "Write the configuration, plain values by name, at the start of each fit."
 
     def log_images(self, step: int, name: str, images: Any) -> None:
-        "Write images, an array (N, H, W, C) of bytes with 1, 3 or 4 channels."
+        "Write images, an array (N, H, W, C) of bytes with 1, 3 or 4 channels; a grid is one image."
 
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write a text."
@@ -355,9 +356,11 @@ class Logger(Callback):
         self,
         name: str,  # name in the log
         images: Any,  # images, as in `log_images`
+        captions: Sequence[Any] | None = None,  # text above each image
+        grid: bool = True,  # whether several images become one picture
     ) -> None:
         "Log images at the current step."
-        self._send(self.log_images, name, as_images(images))
+        self._send(self.log_images, name, as_pictures(images, captions, grid))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after all values before it."

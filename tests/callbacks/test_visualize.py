@@ -145,8 +145,9 @@ def test_loggers_get_bytes_at_their_steps() -> None:
         (5, 'images/train/input'),
     ]
     image = learn.kept.got[0][2]
-    assert image.shape == (2, 6, 5, 1) and image.dtype == 'uint8'
-    assert (image[..., 0] == (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()).all()
+    assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
+    expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()
+    assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
 
 
 def test_pictures() -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from learnkit import Callback, DataLoaders, Learner, TensorLoader
+from learnkit import Callback, ClassificationInterpretation, DataLoaders, Learner, TensorLoader
 from learnkit.core.errors import OptionError
 from learnkit.core.plotting import WRONG
 from learnkit.core.random import capture_own, capture_rng, same_states
-from learnkit.data.show import as_pictures, as_targets, wrong_ones
+from learnkit.data.show import as_pictures, as_targets, class_colors, draw_masks, wrong_ones
 from learnkit.data.tables import Table, readable
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
@@ -332,15 +332,65 @@ def test_results_of_vectors_are_a_table() -> None:
     assert table.columns == {'x': [-1, 2, 3], 'predicted': [-1, 2, 3]}
 
 
-def test_results_of_masks_say_how_much_is_right() -> None:
+def test_results_of_masks_are_next_to_their_images_with_one_legend() -> None:
     pytest.importorskip('matplotlib')
-    x, mask = torch.rand(2, 2, 4, 4), torch.randint(2, (2, 4, 4))
-    x = torch.cat([x, x[:, :1]], 1)
-    model = nn.Conv2d(3, 2, 1)
-    axs = Learner(loaders(x, mask), model, nn.CrossEntropyLoss()).show_results()
+    x, mask = torch.rand(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    mask[1, 0] = -100
+    model = nn.Conv2d(3, 3, 1)
+    learn = Learner(loaders(x, mask, ['road', 'a $x_{$', 'tree']), model, nn.CrossEntropyLoss())
+    axs = learn.show_results()
     pred = model(x).argmax(1)
-    assert titles(axs) == [f'right {r:.1%}' for r in (pred == mask).float().mean((1, 2)).tolist()]
-    assert np.array_equal(axs[1].images[1].get_array(), pred[1].numpy())
+    right = [(pred == mask)[i][mask[i] >= 0].float().mean().item() for i in range(2)]
+    predicted = [f'predicted\nright {r:.1%}' for r in right]
+    assert titles(axs) == ['', 'target', predicted[0], '', 'target', predicted[1]]
+    pictures = [as_pictures(x), class_colors(mask), class_colors(pred)]
+    for i, ax in enumerate(axs):
+        expected = pictures[i % 3][i // 3].permute(1, 2, 0).numpy()
+        assert np.array_equal(ax.images[0].get_array(), expected) and len(ax.images) == 1
+    (legend,) = axs.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    found = sorted({*mask.unique().tolist(), *pred.unique().tolist()} - {-100})
+    assert names == [*(['road', 'a $x_{$', 'tree'][k] for k in found), 'ignored']
+    colors = [patch.get_facecolor()[:3] for patch in legend.get_patches()]
+    expected = class_colors(torch.tensor([[[*found, -1]]]))[0, :, 0].T
+    assert torch.allclose(torch.tensor(colors).float(), expected)
+    axs.figure.canvas.draw()
+    # no part of the legend lies over the pictures
+    box = legend.get_window_extent()
+    assert all(ax.get_window_extent().x1 <= box.x0 for ax in axs)
+
+
+def test_binary_masks_of_floats_and_the_largest_losses() -> None:
+    pytest.importorskip('matplotlib')
+    x = torch.rand(5, 1, 4, 4)
+    mask = (x > 0.5).float()
+    model = nn.Conv2d(1, 1, 1)
+    with torch.no_grad():
+        model.weight.fill_(10.0), model.bias.fill_(-4.0)
+    learn = Learner(loaders(x, mask, bs=5), model, nn.BCEWithLogitsLoss())
+    axs = learn.show_results(max_n=4)
+    assert len(axs) == 12 and axs.figure.get_axes()[0].get_gridspec().ncols == 6
+    expected = class_colors((x[1, 0] > 0.4)[None].long())[0].permute(1, 2, 0).numpy()
+    assert np.array_equal(axs[5].images[0].get_array(), expected)
+    interp = ClassificationInterpretation.from_learner(learn)
+    axs = interp.plot_top_losses(2)
+    worst = interp.top_losses(2)[1].tolist()
+    assert titles(axs)[::3] == [f'loss {interp.losses[i]:.4g}' for i in worst]
+    for ax, i in zip(axs[1::3], worst, strict=True):
+        expected = class_colors(mask[i].long())[0].permute(1, 2, 0).numpy()
+        assert np.array_equal(ax.images[0].get_array(), expected)
+    # pixels that are no mask: floats other than 0 and 1
+    other = Learner(loaders(x, x), nn.Identity(), nn.MSELoss()).show_results()
+    assert len(other) == 4
+
+
+def test_a_legend_of_many_classes_is_cut() -> None:
+    pytest.importorskip('matplotlib')
+    x, mask = torch.rand(1, 1, 6, 5), torch.arange(30).view(1, 6, 5)
+    model = lambda x: nn.functional.one_hot(mask, 30).permute(0, 3, 1, 2).float()
+    axs = draw_masks(x, {'target': mask, 'predicted': model(x).argmax(1)})
+    names = [text.get_text() for text in axs.figure.legends[0].get_texts()]
+    assert names == [*map(str, range(24)), '... 6 more']
 
 
 def test_classes_are_told_from_scores_by_shape() -> None:

@@ -16,6 +16,7 @@ from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
+from learnkit.loggers.grid import add_captions, as_pictures
 from learnkit.loggers.values import as_images, png
 from learnkit.testing.forks import start
 
@@ -283,7 +284,7 @@ def test_images_and_texts(tmp_path: Path, cls: Any, name: str) -> None:
     pixels = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).reshape(2, 3, 4, 5)
 
     def show(cb: Callback) -> None:
-        log_images(cb, 'in/puts', pixels)
+        log_images(cb, 'in/puts', pixels, grid=False)
         log_text(cb.learn, 'note', 'hello\n')
 
     learner(tmp_path, cls(), Callback(after_epoch=show)).fit(2)
@@ -295,6 +296,64 @@ def test_images_and_texts(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
+
+
+@BOTH
+def test_a_batch_of_images_is_one_picture(tmp_path: Path, cls: Any, name: str) -> None:
+    pixels = torch.arange(5 * 3 * 4 * 6, dtype=torch.uint8).reshape(5, 3, 4, 6)
+    show = Callback(after_epoch=lambda cb: log_images(cb, 'pic', pixels))
+    learner(tmp_path, cls(), show).fit(1)
+    (file,) = (tmp_path / f'{name}.images').iterdir()
+    read = torch.from_numpy(np.array(pytest.importorskip('PIL.Image').open(file)))
+    expected = torch.full((4 + 2 + 4, 3 * 6 + 2 * 2, 3), 255, dtype=torch.uint8)
+    for i in range(5):
+        y, x = [(0, 0), (0, 8), (0, 16), (6, 0), (6, 8)][i]
+        expected[y : y + 4, x : x + 6] = pixels[i].permute(1, 2, 0)
+    assert file.name == 'pic-10-0.png' and torch.equal(read, expected)
+
+
+@pytest.mark.parametrize('channels', [1, 3, 4])
+def test_captions_are_above_their_images(channels: int) -> None:
+    pytest.importorskip('matplotlib')
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 40, channels), np.uint8)
+    names = ['$x_{$ <b>\N{CJK UNIFIED IDEOGRAPH-732B}', 'W' * 200, '']
+    captioned = add_captions(pixels, names)
+    assert captioned.shape == (3, 15 + 15, 120, channels)
+    assert np.array_equal(captioned[:, 15::3, ::3], pixels)  # enlarged three times
+    assert np.array_equal(captioned[:, 17::3, 2::3], pixels)
+    ink = (captioned[:, :15, :, 0] < 128).sum((1, 2))
+    assert ink[0] > 50 and ink[1] > 200 and ink[2] == 0
+    edges = captioned[:, :15, [0, -1]]
+    assert (edges[[0, 2]] == 255).all() and (captioned[2, :15] == 255).all()
+    # another text is another picture, and the same text the same one
+    again = add_captions(pixels, ['other', 'W' * 200, ''])
+    assert not np.array_equal(again[0, :15], captioned[0, :15])
+    assert np.array_equal(again[1:], captioned[1:])
+    two_lines = add_captions(pixels, ['a\nb', 'c', 'd\ne\nf\ng'])
+    assert two_lines.shape[1] == 3 * 15 + 15
+    wide = np.zeros((1, 4, 200, channels), np.uint8)
+    assert add_captions(wide, [3]).shape == (1, 19, 200, channels)
+
+
+@BOTH
+def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
+    pytest.importorskip('matplotlib')
+    pixels = torch.arange(2 * 3 * 4 * 6, dtype=torch.uint8).reshape(2, 3, 4, 6)
+
+    def show(cb: Callback) -> None:
+        log_images(cb, 'grid', pixels, captions=['cat', 7])
+        log_images(cb, 'each', pixels, captions=['cat', 7], grid=False)
+
+    learner(tmp_path, cls(), Callback(after_epoch=show)).fit(1)
+    folder, image = tmp_path / f'{name}.images', pytest.importorskip('PIL.Image')
+    files = {p.name: np.array(image.open(p)) for p in folder.iterdir()}
+    assert sorted(files) == ['each-10-0.png', 'each-10-1.png', 'grid-10-0.png']
+    expected = add_captions(as_images(pixels), ['cat', '7'])
+    assert np.array_equal(files['each-10-1.png'], expected[1])
+    assert np.array_equal(files['grid-10-0.png'][:, 98:], expected[1])
+    for bad in (['one'], 'ab'):
+        with pytest.raises(OptionError, match='a list of 2'):
+            as_pictures(pixels, bad)
 
 
 @pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])

@@ -27,10 +27,14 @@ from learnkit.loggers import (
 )
 
 PIXELS = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(1, 3, 4, 5)
+PAIR = torch.cat([PIXELS, 200 - PIXELS])
+# both in one picture, with a white gap
+GRID = torch.cat([PAIR[0], torch.full((3, 4, 2), 255, dtype=torch.uint8), PAIR[1]], 2)
 
 
 def show(cb: Callback) -> None:
     log_images(cb, 'pic', PIXELS)
+    log_images(cb, 'grid', PAIR)
     log_text(cb, 'note', 'hello')
 
 
@@ -219,6 +223,9 @@ def test_tensorboard_images_texts_and_configuration(tmp_path: Path) -> None:
     assert np.array_equal(
         np.array(image.open(tmp_path / 'a.png')), PIXELS[0].permute(1, 2, 0).numpy()
     )
+    (event,) = read.Images('grid')
+    (tmp_path / 'b.png').write_bytes(event.encoded_image_string)
+    assert np.array_equal(np.array(image.open(tmp_path / 'b.png')), GRID.permute(1, 2, 0).numpy())
     (note,) = read.Tensors('note/text_summary')
     assert note.tensor_proto.string_val[0] == b'hello' and note.step == 10
     (params,) = read.Tensors('params/text_summary')
@@ -260,6 +267,10 @@ def test_wandb_images_texts_and_configuration(tmp_path: Path) -> None:
     assert step == 10
     read = np.array(image.open(files / pic['filenames'][0]))
     assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
+    ((step, pic),) = wandb_points(tmp_path, 'grid')
+    assert step == 10 and len(pic['filenames']) == 1
+    read = np.array(image.open(files / pic['filenames'][0]))
+    assert np.array_equal(read, GRID.permute(1, 2, 0).numpy())
     assert 'hello' in (files / wandb_points(tmp_path, 'note')[0][1]['path']).read_text()
     config = {
         u.key: json.loads(u.value_json) for r in wandb_records(tmp_path) for u in r.config.update
@@ -337,9 +348,10 @@ def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
         'fit_2/epochs': '2',
     }
     images = sorted(a.path for a in client.list_artifacts(run.info.run_id, 'images'))
-    assert images == [f'images/pic-{s}-0.png' for s in (10, 20, 30)]
-    read = np.array(image.open(client.download_artifacts(run.info.run_id, 'images/pic-10-0.png')))
-    assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
+    assert images == [f'images/{name}-{s}-0.png' for name in ('grid', 'pic') for s in (10, 20, 30)]
+    for name, expected in (('pic', PIXELS[0]), ('grid', GRID)):
+        path = client.download_artifacts(run.info.run_id, f'images/{name}-10-0.png')
+        assert np.array_equal(np.array(image.open(path)), expected.permute(1, 2, 0).numpy())
     assert (
         Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text() == 'hello'
     )

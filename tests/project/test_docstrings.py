@@ -35,9 +35,10 @@ NO_VERB = re.compile(
 
 # Methods of which users call each sooner or later.
 OFTEN = {
-    Learner: """add_cb callback_states check_resume checkpoint_state compile explain export fine_tune fit fit_flat_cos
-        fit_one_cycle fit_sgdr fit_until freeze get_preds load log lr_find metric_names predict predict_iter remove_cb
-        replay save save_learner show_results stop summary to_bf16 trace tta unfreeze validate""",
+    Learner: """add_cb callback_states check_resume checkpoint_state compile explain export find_batch_size fine_tune
+        fit fit_flat_cos fit_one_cycle fit_sgdr fit_until freeze get_preds load log lr_find metric_names predict
+        predict_iter remove_cb replay report save save_learner show_results stop summary to_bf16
+        trace tta unfreeze validate""",
     DataLoaders: 'from_datasets from_tensors one_batch show_batch to',
 }
 

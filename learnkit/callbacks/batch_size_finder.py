@@ -1,0 +1,172 @@
+"""Batch size finder: the largest batch with which a training step fits in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.lr_finder import NoEvaluations
+from learnkit.callbacks.oom import OOMObserver
+from learnkit.core.batch import batch_counter, cut_batch
+from learnkit.core.comm import launched_as
+from learnkit.core.errors import CancelFitException, FitError
+from learnkit.core.interrupts import deferred_interrupts
+from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.numbers import check_count
+from learnkit.data.checks import n_batches
+from learnkit.data.show import first_batch
+from learnkit.distributed.callback import DistributedTraining
+from learnkit.engine.budget import check_not_running
+from learnkit.engine.callback import Callback
+from learnkit.engine.microbatch import is_out_of_memory
+from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.run import add_note
+from learnkit.engine.snapshot import restored
+
+__all__ = ['find_batch_size']
+
+N_STEPS = 2  # the optimizer creates its state in the first step
+MAX_SIZE = 8192  # largest size to try if the number of training samples is not known
+
+
+def find_batch_size(
+    learn: LearnerLike,
+    max_size: int | None = None,
+    exact: bool = False,
+) -> int:
+    "Return the largest batch size with which a training step fits in memory."
+    check_not_running(learn)
+    _check_one_process(learn)
+    if max_size is None:
+        max_size = n_batches(getattr(learn.dls.train, 'dataset', None)) or MAX_SIZE
+    max_size = check_count('max_size', max_size)
+    batch = first_batch(learn.dls.train)
+    accumulates = any(isinstance(cb, GradientAccumulation) for cb in learn.cbs)
+    trial = _Trial(batch_counter(learn)(batch), bool(accumulates or learn.microbatch))
+    left_out = [
+        cb
+        for cb in learn.cbs
+        if getattr(cb, 'remove_on_find', False)
+        or isinstance(cb, (GradientAccumulation, OOMObserver))
+    ]
+    with (
+        deferred_interrupts() as deferred,
+        learn.lock,
+        learn.removed_cbs(left_out),
+        learn.no_bar(),
+        restored(learn, on_host=True),
+        learn.no_logging(),
+        deferred.paused(),
+    ):
+        learn.passes = _SameBatch(batch)
+        learn.evaluations = NoEvaluations()
+        learn.microbatch = learn.whole_step = None
+        return _search(learn, trial, max_size, exact)
+
+
+def _check_one_process(learn: LearnerLike) -> None:
+    "Raise `FitError` in several processes, of which only one may run out of memory."
+    is_distributed = any(isinstance(cb, DistributedTraining) for cb in learn.cbs)
+    n_launched = int(launched_as().get('WORLD_SIZE', 1)) if is_distributed else 1
+    if max(learn.world.size, n_launched) > 1:
+        raise FitError(
+            'find_batch_size: one of several processes that runs out of memory would leave the others '
+            'waiting. Call it in one process.'
+        )
+
+
+def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> int:
+    "Double the size until memory runs out, and with `exact` bisect between the last two sizes."
+    largest, failed = 0, max_size + 1
+    size = min(2, max_size)  # batch norm cannot train on a single sample
+    while size < failed:
+        if _fits(learn, trial, size):
+            largest, size = size, 2 * size
+        else:
+            failed = size
+    if not largest:
+        _check_one_sample(learn, trial)
+        return 1
+    while exact and failed - largest > 1:
+        size = (largest + failed) // 2
+        if _fits(learn, trial, size):
+            largest = size
+        else:
+            failed = size
+    return largest
+
+
+def _fits(learn: LearnerLike, trial: _Trial, size: int) -> bool:
+    "Return True if training steps with a batch of this size fit in memory."
+    try:
+        trial.run_steps(learn, size)
+        return True
+    except (RuntimeError, MemoryError) as e:
+        if not _is_memory_error(e):
+            raise
+    # only here is the exception gone, and with it the frames that hold the failed step's tensors
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return False
+
+
+def _check_one_sample(learn: LearnerLike, trial: _Trial) -> None:
+    try:
+        trial.run_steps(learn, 1)
+    except (RuntimeError, MemoryError) as e:
+        if _is_memory_error(e):
+            add_note(e, 'find_batch_size: not even one sample fits')
+        raise
+
+
+def _is_memory_error(e: RuntimeError | MemoryError) -> bool:
+    return isinstance(e, MemoryError) or is_out_of_memory(e)
+
+
+class _Trial(Callback):
+    "Train a few steps with a batch of another size, made of the samples of one batch."
+
+    order, run_valid = -1000, False  # batches have their size before other callbacks change them
+
+    def __init__(self, n_known: int, keeps_gradients: bool) -> None:
+        self.n_known, self.keeps_gradients = n_known, keeps_gradients
+        self.rows: list[int] = []
+        self.n_steps = 0
+
+    def run_steps(self, learn: LearnerLike, size: int) -> None:
+        "Train with batches of a size."
+        self.rows = [i % self.n_known for i in range(size)]
+        self.n_steps = 0
+        # with a rate of 0 the weights stay finite, however many sizes are tried
+        learn.fit(1, lr=0.0, cbs=self)
+
+    def before_batch(self) -> None:
+        learn = self.learn
+        learn.xb, learn.yb = cut_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
+        if self.keeps_gradients:
+            for p in learn.opt.parameters():
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+
+    def after_batch(self) -> None:
+        self.n_steps += 1
+        if self.n_steps == N_STEPS:
+            raise CancelFitException
+
+
+class _SameBatch(TrainingPasses):
+    "Training passes that consist of one batch, so that no loader is read."
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
+        "Return the batch, as often as it is asked for."
+        return repeat(self.batch)

@@ -1,0 +1,174 @@
+"""Callback that records training batches with torch.profiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learnkit.callbacks.nan_guard import print_line
+from learnkit.core.errors import FitError, OptionError
+from learnkit.core.files import atomic_write, check_folder, unused_path
+from learnkit.core.html import text_table
+from learnkit.core.numbers import check_count
+from learnkit.engine.callback import Callback
+
+__all__ = ['TorchProfiler']
+
+
+class TorchProfiler(Callback):
+    """Record training batches with `torch.profiler`: a trace of each operator, and a table of the slowest ones.
+
+    `wait` batches of the fit are left alone, the profiler warms up for `warmup` batches, and records
+    the next `active` batches, each from the request to the loader to the end of the batch. This is
+    done `repeat` times. Each time writes `<folder>/trace-batch-<n>.json`, where `n` is the first
+    recorded batch (in several processes `-rank<r>` follows, and every rank writes its own), for
+    https://ui.perfetto.dev or chrome://tracing, and rank 0 prints the table. Existing files are kept.
+    `files` has the paths of this process, and `table` is the last table.
+
+    An error or the end of the fit ends the recording, and what was recorded is written. Before the
+    recording a batch costs a comparison of two numbers, and nothing after the last one. An
+    evaluation between recorded batches is in the trace. A GPU is recorded if there is one.
+
+    Raises `OptionError` for invalid numbers, and before training if the folder cannot be written,
+    and `FitError` if another profiler is running. Checkpointed: nothing; a resumed fit is recorded
+    again.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=TorchProfiler(wait=2, warmup=1, active=3))
+    ...     with learn.no_bar(): learn.fit(1)
+    ...     print(learn.torch_profiler.files[0].relative_to(folder).as_posix())
+    profile/trace-batch-3.json
+    """
+
+    order, run_in, run_valid, remove_on_find, writes_files = -1000, 'fit', False, True, True
+    runs_last = ('after_batch',)  # the work of other callbacks belongs to the batch
+
+    def __init__(
+        self,
+        wait: int = 5,  # number of batches before each recording: the first ones differ
+        warmup: int = 1,  # number of batches for which the profiler runs and its results are dropped
+        active: int = 3,  # number of batches to record
+        repeat: int = 1,  # number of recordings; 0: until the end of the fit
+        folder: str | Path = 'profile',  # path below `learn.path`, or an absolute path
+        n_rows: int = 10,  # number of operators in the table; 0: no table
+        record_shapes: bool = False,  # record the shapes of inputs
+        profile_memory: bool = False,  # record allocations
+        with_stack: bool = False,  # record source files and lines, which is slow
+    ) -> None:
+        self.wait = check_count('wait', wait, 0)
+        self.warmup = check_count('warmup', warmup, 0)
+        self.active = check_count('active', active)
+        self.repeat = check_count('repeat', repeat, 0)
+        if not str(folder).strip():
+            raise OptionError(f'folder={folder!r}: give a folder.')
+        self.folder = Path(folder)
+        self.n_rows = check_count('n_rows', n_rows, 0)
+        self.options: dict[str, Any] = {
+            'record_shapes': record_shapes,
+            'profile_memory': profile_memory,
+            'with_stack': with_stack,
+        }
+        self.files: list[Path] = []
+        self.table = ''
+        self._profiler: Any = None  # while it runs
+        self._n_begun = 0  # number of recordings of this fit
+        self._begins_at: int | None = None  # batch of the fit at which the next recording begins
+        self._n_steps = 0  # number of batches of this recording
+        self._batch = 0  # number of the first batch that is recorded
+
+    def before_fit(self) -> None:
+        "Check the folder, and wait for the first batch."
+        if self.learn.world.is_first:
+            check_folder(self.learn.path / self.folder)
+        self._n_begun, self._begins_at = 0, None
+        self.before_draw = self._begin_when_due  # type: ignore[method-assign]
+
+    def _begin_when_due(self) -> None:
+        if self._begins_at is None:
+            self._begins_at = self.learn.train_iter + self.wait
+        if self.learn.train_iter >= self._begins_at:
+            self._begin()
+
+    def _begin(self) -> None:
+        if torch.autograd._profiler_enabled():
+            raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
+        self._n_steps, self._batch = 0, self.learn.counters.batches + self.warmup
+        self._n_begun += 1
+        profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=0, warmup=self.warmup, active=self.active, repeat=1
+            ),
+            on_trace_ready=self._write,
+            **self.options,
+        )
+        profiler.start()
+        self._profiler = profiler
+        del self.before_draw
+        self.after_batch = self._step  # type: ignore[method-assign]
+
+    def _step(self) -> None:
+        "End a batch of the recording, and with the last one the recording."
+        self._n_steps += 1
+        self._profiler.step()
+        if self._n_steps < self.warmup + self.active:
+            return
+        self._end()
+        if self._n_begun != self.repeat:
+            self._begins_at = self.learn.train_iter + self.wait
+            self.before_draw = self._begin_when_due  # type: ignore[method-assign]
+
+    def _end(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        del self.after_batch
+        profiler.stop()  # writes what was recorded
+
+    def cleanup(self) -> None:
+        "End the recording with the fit."
+        if self._profiler is not None:
+            self._end()
+        vars(self).pop('before_draw', None)
+
+    def _write(self, profiler: Any) -> None:
+        "Write the trace, and print the table."
+        world = self.learn.world
+        rank = f'-rank{world.rank}' if world.size > 1 else ''
+        name = f'trace-batch-{self._batch}{rank}.json'
+        path = unused_path(self.learn.path / self.folder / name)
+        with atomic_write(path) as tmp:
+            profiler.export_chrome_trace(str(tmp))
+        self.files.append(path)
+        if self.n_rows:
+            self.table = _tabulate(profiler.key_averages(), self.n_rows)
+            if world.is_first:
+                print_line(self, f'{self.table}\n{path}')
+
+
+def _tabulate(
+    averages: Any,  # result of `key_averages`
+    n_rows: int,
+) -> str:
+    "Return the operators with the most time of their own on the GPU, or else on the CPU, as text."
+    has_gpu = any(o.self_device_time_total for o in averages)
+    sums = [
+        sum(o.self_cpu_time_total for o in averages),
+        sum(o.self_device_time_total for o in averages),
+    ]
+    operators = sorted(
+        averages,
+        key=lambda o: o.self_device_time_total if has_gpu else o.self_cpu_time_total,
+        reverse=True,
+    )
+    rows: list[tuple[str, ...]] = [('Operator', 'Calls', 'CPU ms', 'CPU %', 'GPU ms', 'GPU %')]
+    for o in operators[:n_rows]:
+        name = '(outside of operators)' if o.key == 'ProfilerStep*' else o.key[:60]
+        cells = [name, str(o.count)]
+        times = [o.self_cpu_time_total, o.self_device_time_total]
+        for microseconds, total in zip(times, sums, strict=True):
+            cells += [f'{microseconds / 1e3:.3f}', f'{microseconds / max(total, 1e-9):.1%}']
+        rows.append(tuple(cells))
+    shown = [row if has_gpu else row[:4] for row in rows]
+    return text_table(shown, right=range(1, 6))

@@ -1,0 +1,345 @@
+"""Report of a run as one HTML file: settings, history, curves, confusion matrix, top losses, versions."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learnkit.callbacks.model_summary import summarize_learner
+from learnkit.callbacks.recorder import Recorder, recorder_of
+from learnkit.checkpoint.saving import resolve_path
+from learnkit.core.environment import describe_environment
+from learnkit.core.errors import MetricError, OptionError
+from learnkit.core.files import atomic_write
+from learnkit.core.html import definitions, table
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
+from learnkit.core.plotting import new_axes, pyplot
+from learnkit.core.random import own_generators, preserved_rng
+from learnkit.core.version import VERSION
+from learnkit.data.checks import describe_loader, n_batches
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.tables import Table
+from learnkit.debug.repr import learner_html
+from learnkit.inference.interpretation import ClassificationInterpretation
+from learnkit.loggers.values import configuration
+
+__all__ = ['write_report']
+
+PANEL = (4.8, 3.2)  # size of a plot in inches
+DPI = 130
+MAX_CLASSES = 30  # rows of the table of classes
+MAX_CONFUSED = 12  # rows of the table of confused classes
+
+# The browser loads nothing, whatever the file holds: no script, no frame, no address.
+_HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem }}
+h1 {{ font-size: 1.6rem; margin: 0 }}
+h2 {{ font-size: 1.15rem; margin: 2rem 0 .6rem; border-bottom: thin solid rgba(128,128,128,.4) }}
+summary {{ cursor: pointer }}
+.scroll {{ overflow-x: auto; margin: .6rem 0 }}
+td, th {{ padding: .15rem .6rem; font-variant-numeric: tabular-nums }}
+.scroll td {{ white-space: nowrap }}
+.wrap td {{ white-space: normal; overflow-wrap: anywhere }}
+.plots {{ display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start }}
+img {{ max-width: 100%; height: auto; border-radius: 4px }}
+img.plot {{ width: min(100%, 32rem) }}
+.note {{ opacity: .75 }}
+@media (prefers-color-scheme: dark) {{ img.plot {{ filter: invert(.88) hue-rotate(180deg) }} }}
+</style>
+</head>
+<body>
+"""
+
+
+def write_report(
+    learn: LearnerLike,
+    fname: str | Path = 'report.html',
+    predictions: bool = True,
+    top_k: int = 9,
+) -> Path:
+    "Write a report of a run as one HTML file, and return its path."
+    check_count('top_k', top_k)
+    path = resolve_path(fname, learn.path, suffix='.html')
+    missing = learn.world.broadcast(not path.parent.is_dir())
+    if missing:
+        raise OptionError(
+            f'report({str(fname)!r}): there is no folder {path.parent}. Create it, or give a path in '
+            'another folder.'
+        )
+    with preserved_rng():
+        page = _Page(learn, predictions, top_k)
+        if learn.world.is_first:
+            text = page.render()
+            with atomic_write(path) as tmp:
+                tmp.write_text(text, 'utf-8')
+    return path
+
+
+class _Page:
+    "The sections of a report; what needs all ranks is computed when the page is created."
+
+    def __init__(self, learn: LearnerLike, predictions: bool, top_k: int) -> None:
+        self.learn, self.top_k = learn, top_k
+        self.left_out: dict[str, str] = {}  # reasons by the name of a part
+        self.layers = self._try('Layers', partial(_describe_layers, learn))
+        self.interp: ClassificationInterpretation | None = None
+        if predictions and evaluation_loaders(learn.dls):
+            self.interp = self._try('Confusion matrix and top losses', partial(_interpret, learn))
+
+    def _try(self, part: str, f: Callable[[], Any]) -> Any:
+        "Return the result of a function, or None for an error, which the report then names."
+        try:
+            return f()
+        except Exception as e:
+            self.left_out[part] = f'{type(e).__name__}: {e}'
+            return None
+
+    def render(self) -> str:
+        "Return the text of the page."
+        learn = self.learn
+        title = f'{type(learn.model).__name__}: report of a run'
+        now = datetime.now().astimezone()
+        sections = {
+            'Run': lambda: _wrap(learner_html(learn)),
+            'History': self._history,
+            'Schedule': self._schedule,
+            'Predictions': self._predictions,
+            'Layers': lambda: self.layers or '',
+            'Settings': lambda: _settings(learn),
+            'Data and seeds': lambda: _data(learn),
+            'Machine and versions': _environment,
+        }
+        body = ''
+        for name, render in sections.items():
+            html = self._try(name, render)
+            if html:
+                body += f'<section><h2>{escape(name)}</h2>\n{html}</section>\n'
+        if self.left_out:
+            body += f'<section><h2>Left out</h2>\n{_wrap(definitions(self.left_out))}</section>\n'
+        return (
+            f'{_HEAD.format(title=escape(title))}<h1>{escape(type(learn.model).__name__)}</h1>\n'
+            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}{_progress(learn)}</p>\n'
+            f'{body}</body>\n</html>\n'
+        )
+
+    def _history(self) -> str:
+        "Return the curves and the table of the epochs; nothing before the first step."
+        recorder = recorder_of(self.learn)
+        if recorder is None or not (recorder.history or recorder.losses):
+            return ''
+        plots = self._try('Curves', partial(_plot_history, recorder)) or ''
+        rows = recorder.history._repr_html_() if recorder.history else ''
+        return f'<div class="plots">{plots}</div>{_scroll(rows)}'
+
+    def _schedule(self) -> str:
+        "Return the hyperparameters of the last fit by step."
+        recorder = recorder_of(self.learn)
+        if recorder is None or not recorder.losses:
+            return ''
+        rows = [
+            (name, len(values), values[0], min(values), max(values), values[-1])
+            for name, values in recorder.hps.items()
+            if values
+        ]
+        head = ['last fit', 'steps', 'first', 'least', 'largest', 'last']
+        figures = _scroll(table(head, [(n, str(k), *map(_short, vs)) for n, k, *vs in rows]))
+        changed = [name for name, _, _, least, largest, _ in rows if least != largest]
+        plots = self._try('Plots of the schedule', lambda: _plot_schedule(recorder, changed)) or ''
+        return f'<div class="plots">{plots}</div>{figures}'
+
+    def _predictions(self) -> str:
+        "Return the confusion matrix and the samples with the largest losses."
+        interp = self.interp
+        if interp is None or not len(interp):
+            return ''
+        name = evaluation_loaders(self.learn.dls)[0][0]
+        matrix = self._try('Confusion matrix', lambda: _plot(interp.plot_confusion_matrix)) or ''
+        top = partial(interp.plot_top_losses, self.top_k)
+        shown = self._try('Top losses', lambda: _show_samples(top)) or ''
+        return (
+            f'<p>Loader <b>{escape(name)}</b>, {len(interp):,} samples.</p>'
+            f'<div class="plots">{matrix}<div>{_tabulate_classes(interp)}</div></div>'
+            f'<p><b>Largest losses</b></p>{shown}'
+        )
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _progress(learn: LearnerLike) -> str:
+    if not learn.fitting:
+        return ''
+    total = '' if learn.n_epoch is None else f' of {learn.n_epoch}'
+    return (
+        f', while a fit runs: epoch {learn.epoch + 1}{total}, {learn.train_iter:,} batches so far'
+    )
+
+
+def _describe_layers(learn: LearnerLike) -> str:
+    summary = summarize_learner(learn)
+    head = ['layer', 'type', 'output shape', 'parameters', 'trained']
+    rows = [layer.cells() for layer in summary.layers]
+    totals = (
+        f'{summary.n_params:,} parameters, {summary.n_trained:,} of them trained; '
+        f'{summary.input} to {summary.output}'
+    )
+    title = f'<summary>{len(rows)} layers, {escape(totals)}</summary>'
+    return f'<details>{title}{_scroll(table(head, rows))}</details>'
+
+
+def _interpret(learn: LearnerLike) -> ClassificationInterpretation:
+    with learn.no_bar():
+        return ClassificationInterpretation.from_learner(learn)
+
+
+def _tabulate_classes(interp: ClassificationInterpretation) -> str:
+    matrix = interp.confusion_matrix()
+    right, actual, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    rows = [
+        (str(name), str(n), _share(hits, n), _share(hits, m))
+        for name, hits, n, m in zip(interp.vocab, right, actual, predicted, strict=True)
+    ]
+    classes = table(['class', 'samples', 'recall', 'precision'], rows, max_rows=MAX_CLASSES)
+    share = _share(right.sum(), matrix.sum())
+    total = f'<p>{right.sum():,} of {matrix.sum():,} right: <b>{share}</b></p>'
+    confused = [
+        (str(actual_name), str(name), str(n)) for actual_name, name, n in interp.most_confused()
+    ]
+    pairs = ''
+    if confused:
+        pairs = table(['actual', 'predicted', 'samples'], confused[:MAX_CONFUSED])
+    return f'{total}{_scroll(classes)}{_scroll(pairs)}'
+
+
+def _share(part: int, whole: int) -> str:
+    return f'{part / whole:.2%}' if whole else ''
+
+
+def _settings(learn: LearnerLike) -> str:
+    values = configuration(learn).items()
+    return _wrap(definitions({k: _short(v) if isinstance(v, float) else v for k, v in values}))
+
+
+def _data(learn: LearnerLike) -> str:
+    rows = []
+    for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
+        n = n_batches(getattr(dl, 'dataset', None))
+        rows.append((name, describe_loader(dl), 'unknown' if n is None else f'{n:,}'))
+    sizes = _scroll(table(['loader', 'batches', 'samples'], rows))
+    return sizes + _scroll(table(['generator', 'seed'], _seeds(learn)))
+
+
+def _seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
+    "Yield the seeds of torch's generators; those of Python and NumPy do not keep their seeds."
+    yield 'torch', str(torch.initial_seed())
+    if torch.cuda.is_initialized():
+        yield 'torch, CUDA', str(torch.cuda.initial_seed())
+    for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
+        for path, generator in own_generators(dl).items():
+            if isinstance(generator, torch.Generator):
+                yield f'{name}: {path}', str(generator.initial_seed())
+
+
+def _environment() -> str:
+    pairs = (line.partition(': ') for line in describe_environment().splitlines())
+    return _wrap(definitions({name: value for name, _, value in pairs}))
+
+
+def _short(value: float) -> str:
+    return f'{value:.6g}'
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def _plot_history(recorder: Recorder) -> str:
+    html = ''
+    if recorder.losses:
+        html += _plot(lambda: recorder.plot_loss(ax=new_axes(figsize=PANEL)[0]))
+    for name in _panel_names(recorder):
+        html += _plot(partial(recorder.plot_metrics, name, figsize=PANEL))
+    return html
+
+
+def _panel_names(recorder: Recorder) -> list[str]:
+    "Return the names of the metrics that were recorded."
+    if not recorder.history:
+        return []
+    with _figures():
+        try:
+            return [ax.get_ylabel() for ax in recorder.plot_metrics()]
+        except MetricError:
+            return []
+
+
+def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:
+    plots = [partial(recorder.plot_sched, [name], figsize=PANEL) for name in names]
+    return ''.join(map(_plot, plots))
+
+
+def _show_samples(show: Callable[[], Any]) -> str:
+    "Return samples as a picture or as a table."
+    with _figures():
+        shown = show()
+        is_table = isinstance(shown, Table)
+        return _scroll(shown._repr_html_()) if is_table else _as_image(shown.figure, 'samples')
+
+
+def _plot(draw: Callable[[], Any]) -> str:
+    "Return what a function draws as HTML."
+    with _figures():
+        return _as_image(draw().figure, 'plot')
+
+
+def _as_image(figure: Any, css_class: str) -> str:
+    data = BytesIO()
+    figure.savefig(data, format='png', dpi=DPI, facecolor='white')
+    content = base64.b64encode(data.getvalue()).decode()
+    return f'<img class="{css_class}" alt="" src="data:image/png;base64,{content}">'
+
+
+@contextmanager
+def _figures() -> Iterator[None]:
+    "Draw with matplotlib's defaults, and names as they are: a dollar sign begins no formula. Close all new figures."
+    plt = pyplot()
+    before = set(plt.get_fignums())
+    try:
+        with (
+            plt.ioff(),
+            plt.style.context('default'),
+            plt.rc_context({'text.parse_math': False}),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings('ignore', 'Glyph .* missing')  # of names in other scripts
+            yield
+    finally:
+        for number in set(plt.get_fignums()) - before:
+            plt.close(number)
+
+
+def _scroll(html: str | None) -> str:
+    return f'<div class="scroll">{html}</div>' if html else ''
+
+
+def _wrap(html: str | None) -> str:
+    return f'<div class="scroll wrap">{html}</div>' if html else ''

@@ -1,0 +1,111 @@
+"""Grid of images with captions, as one picture."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from learnkit.core.batch import short_repr
+from learnkit.core.errors import OptionError
+from learnkit.core.optional import import_library
+from learnkit.data.tables import shorten
+from learnkit.loggers.values import as_images
+
+__all__ = ['add_captions', 'as_pictures', 'make_grid']
+
+GAP = 2  # pixels between images
+MIN_WIDTH = 96  # width in pixels that a captioned image is enlarged to
+LINE_HEIGHT = 15  # pixels of a line of a caption
+FONT_SIZE = 11  # pixels
+CHAR_WIDTH = 6  # pixels, of an average character
+MAX_LINES = 3  # of a caption
+DPI = 64  # a power of two: sizes in inches are exact
+
+Pixels = np.ndarray[Any, Any]
+
+
+def as_pictures(
+    images: Any,  # images, as in `log_images`
+    captions: Sequence[Any] | None = None,  # text above each image
+    grid: bool = True,  # whether several images become one picture
+) -> Pixels:  # bytes (N, H, W, C)
+    "Return images with their captions, as one picture or one by one; raise `OptionError` for wrong arguments."
+    pixels: Pixels = as_images(images)
+    if captions is not None:
+        if isinstance(captions, str) or len(captions) != len(pixels):
+            raise OptionError(
+                f'captions={short_repr(captions)}: give a list of {len(pixels)}, one for each image.'
+            )
+        pixels = add_captions(pixels, captions)
+    return make_grid(pixels) if grid else pixels
+
+
+def make_grid(
+    images: Pixels,  # bytes (N, H, W, C)
+) -> Pixels:  # one picture (1, H', W', C)
+    """Return images as one picture, on white, with about as many rows as columns.
+
+    >>> make_grid(np.zeros((5, 8, 6, 3), np.uint8)).shape
+    (1, 18, 22, 3)
+    """
+    n, height, width, channels = images.shape
+    cols = n if n <= 4 else math.ceil(math.sqrt(n))
+    rows = -(-n // cols)
+    shape = rows * (height + GAP) - GAP, cols * (width + GAP) - GAP, channels
+    grid = np.full(shape, 255, np.uint8)
+    for i, image in enumerate(images):
+        y, x = i // cols * (height + GAP), i % cols * (width + GAP)
+        grid[y : y + height, x : x + width] = image
+    return grid[None]
+
+
+def add_captions(
+    images: Pixels,  # bytes (N, H, W, C)
+    captions: Sequence[Any],  # text above each image
+) -> Pixels:  # (N, H', W', C)
+    """Write a caption above each image; images of less than 96 pixels are enlarged by a whole number.
+
+    Raises `MissingExtraError` without matplotlib.
+
+    >>> add_captions(np.zeros((1, 8, 6, 3), np.uint8), ['cat']).shape
+    (1, 143, 96, 3)
+    """
+    scale = max(1, -(-MIN_WIDTH // images.shape[2]))
+    images = images.repeat(scale, 1).repeat(scale, 2)
+    n, height, width, channels = images.shape
+    texts = [_fit_text(caption, width) for caption in captions]
+    top = LINE_HEIGHT * max(text.count('\n') + 1 for text in texts)
+    captioned = np.empty((n, top + height, width, channels), np.uint8)
+    # black on white: each channel holds the text
+    captioned[:, :top] = _draw_texts(texts, width, top)[..., :channels]
+    captioned[:, top:] = images
+    return captioned
+
+
+def _fit_text(caption: Any, width: int) -> str:
+    "Return the first lines of a caption, shortened to the width of an image."
+    lines = str(caption).splitlines()[:MAX_LINES]
+    return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
+
+
+def _draw_texts(texts: list[str], width: int, height: int) -> Pixels:
+    "Return pictures (N, height, width, 4) of texts."
+    agg = import_library('matplotlib.backends.backend_agg', 'A caption')
+    figures = import_library('matplotlib.figure', 'A caption')
+    figure = figures.Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor='white')
+    canvas = agg.FigureCanvasAgg(figure)
+    # a dollar sign begins no formula
+    text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black', parse_math=False)
+    text.set_fontsize(FONT_SIZE * 72 / DPI)
+    pictures = np.empty((len(texts), height, width, 4), np.uint8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'Glyph .* missing')  # of other scripts
+        for i, line in enumerate(texts):
+            text.set_text(line)
+            canvas.draw()
+            pictures[i] = canvas.buffer_rgba()
+    return pictures

@@ -1,0 +1,234 @@
+"""The batch size finder: the size that fits, by a limit of the model and of the process, and a Learner as before."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import (
+    EMA,
+    SGD,
+    Adam,
+    Callback,
+    DataLoaders,
+    FitError,
+    GradientAccumulation,
+    Learner,
+    OptionError,
+    TensorLoader,
+    accuracy,
+)
+from learnkit.callbacks.oom import OOMObserver
+from learnkit.checkpoint.digest import differences
+from learnkit.core.random import capture_rng, same_states
+from learnkit.testing import synth_learner
+from learnkit.testing.forks import start
+from tests.helpers.ranks import run_ranks
+
+SIZES: list[int] = []  # not an attribute of the model, which would be restored
+
+
+class Hungry(nn.Module):
+    "A model that runs out of memory for more than so many samples; the error is torch's own, raised by hand."
+
+    def __init__(self, fits: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fits, self.error = fits, error
+        self.layers = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        SIZES.append(len(x))
+        out: Tensor = self.layers(x)
+        if len(x) > self.fits:
+            raise self.error('out of memory (raised by a test)')
+        return out
+
+
+def learner(model: nn.Module, n: int = 40, **kwargs: Any) -> Learner:
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(n, 3, generator=g), torch.randint(2, (n,), generator=g)
+    train = TensorLoader(x, y, bs=5, shuffle=True, seed=3)
+    dls = DataLoaders(train, TensorLoader(x[:8], y[:8], bs=4), device='cpu')
+    options = {'opt_func': Adam, 'metrics': accuracy, 'lr': 0.1, **kwargs}
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize(
+    ('fits', 'options', 'found', 'sizes'),
+    [
+        (13, {}, 8, [2, 2, 4, 4, 8, 8, 16]),
+        (13, {'exact': True}, 13, [2, 2, 4, 4, 8, 8, 16, 12, 12, 14, 13, 13]),
+        (100, {}, 32, [2, 2, 4, 4, 8, 8, 16, 16, 32, 32]),  # there are 40 samples
+        (100, {'exact': True, 'max_size': 6}, 6, [2, 2, 4, 4, 5, 5, 6, 6]),
+        (100, {'max_size': 1}, 1, [1, 1]),
+    ],
+)
+def test_the_largest_size_that_fits(
+    fits: int, options: dict[str, Any], found: int, sizes: list[int], error: type[Exception]
+) -> None:
+    model = Hungry(fits, error)
+    if options.get('max_size') == 1:
+        model.layers[1] = nn.Identity()
+    SIZES.clear()
+    assert learner(model).find_batch_size(**options) == found
+    assert sizes == SIZES
+
+
+def test_one_sample_that_fits_and_one_that_does_not() -> None:
+    model = Hungry(1)
+    model.layers[1] = nn.Identity()
+    learn = learner(model)
+    assert learn.find_batch_size() == 1
+    model.fits = 0
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        learn.find_batch_size()
+    assert 'find_batch_size: not even one sample fits' in caught.value.__notes__
+    assert learn.opt is None and not learn.run.depth
+
+
+def test_other_errors_are_raised() -> None:
+    model = Hungry(3, ValueError)
+    with pytest.raises(ValueError, match='raised by a test'):
+        learner(model).find_batch_size()
+    model = Hungry(3, RuntimeError)
+    with pytest.raises(RuntimeError, match='raised by a test'):
+        learner(model).find_batch_size()
+
+
+def test_everything_is_restored_and_training_goes_on_alike() -> None:
+    ends = []
+    for finds in (False, True):
+        model = Hungry(100)
+        learn = learner(model, cbs=EMA(0.9))
+        torch.manual_seed(5)
+        learn.fit(1)
+        if finds:
+            model.fits = 13
+            before, rng = learn.checkpoint_state(), capture_rng()
+            parameters = [*map(id, learn.model.parameters())]
+            assert learn.find_batch_size() == 8
+            assert not differences(before, learn.checkpoint_state())
+            assert same_states(rng, capture_rng())
+            assert parameters == [*map(id, learn.model.parameters())]
+            assert all(p.grad is None for p in learn.model.parameters())
+            assert len(learn.history) == 1 and learn.time.ba == 8
+            model.fits = 100
+        learn.fit(1)
+        ends.append(learn.checkpoint_state())
+    differ = [d for d in differences(*ends) if 'time' not in d and 'seconds' not in d]
+    assert not differ, differ
+
+
+def test_an_optimizer_that_does_not_exist_yet_is_not_left_behind() -> None:
+    learn = learner(Hungry(13))
+    weights = [p.detach().clone() for p in learn.model.parameters()]
+    buffers = [b.clone() for b in learn.model.buffers()]
+    assert learn.find_batch_size() == 8 and learn.opt is None
+    assert all(map(torch.equal, weights, learn.model.parameters()))
+    assert all(map(torch.equal, buffers, learn.model.buffers()))
+
+
+def test_accumulation_and_microbatches_do_not_act_and_nothing_is_written(tmp_path: Path) -> None:
+    for option in ({'cbs': [GradientAccumulation(6), OOMObserver()]}, {'microbatch': 2}):
+        kept = []
+        see = Callback(
+            before_pred=lambda cb, kept=kept: kept.append(cb.model.layers[0].weight.grad)
+        )
+        learn = learner(Hungry(13), path=tmp_path, **option)
+        learn.add_cb(see)
+        assert learn.find_batch_size() == 8
+        assert all(grad is not None for grad in kept)  # as in a fit that accumulates
+        assert learn.microbatch == option.get('microbatch')
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_of_dicts_and_lists() -> None:
+    class Ids(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.EmbeddingBag(10, 2)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            assert ids.shape == mask.shape
+            return self.body(ids)
+
+    batch = {
+        'ids': torch.arange(6).view(3, 2),
+        'mask': torch.ones(3, 2),
+        'labels': torch.tensor([0, 1, 1]),
+    }
+    learn = Learner([batch], Ids(), nn.CrossEntropyLoss(), opt_func=SGD)
+    assert learn.find_batch_size(max_size=20, exact=True) == 20
+
+
+def test_where_it_cannot_be_called() -> None:
+    learn = synth_learner()
+    with pytest.raises(OptionError, match='max_size=0'):
+        learn.find_batch_size(0)
+    with pytest.raises(OptionError, match='iterator'):
+        Learner(
+            iter([(torch.zeros(2, 1), torch.zeros(2, 1))]), nn.Linear(1, 1), nn.MSELoss()
+        ).find_batch_size()
+    nested = synth_learner(cbs=Callback(after_batch=lambda cb: cb.learn.find_batch_size()))
+    with nested.no_bar(), pytest.raises(FitError, match='same Learner'):
+        nested.fit(1)
+
+
+@pytest.mark.dist
+def test_not_in_several_processes() -> None:
+    def job(rank: int) -> bool:
+        learn = synth_learner()
+        with learn.distributed('ddp'), pytest.raises(FitError, match='in one process'):
+            learn.find_batch_size()
+        return True
+
+    assert run_ranks(job) == [True, True]
+
+
+class Wide(nn.Module):
+    "Needs 4 MB a sample, between the forward and the backward pass."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).expand(len(x), 1_000_000).exp().mean(1, keepdim=True)
+
+
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='needs /proc')
+def test_a_limit_of_the_process() -> None:
+    "torch's CPU allocator fails under a limit of the address space; a step of the size found fits, of twice does not."
+
+    def job() -> list[Any]:
+        x = torch.randn(64, 3)
+        dls = DataLoaders.from_tensors((x, x[:, :1]), bs=2, shuffle=False, device='cpu')
+        learn = Learner(dls, Wide(), nn.MSELoss(), opt_func=SGD)
+        now = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20), resource.RLIM_INFINITY))
+        found = learn.find_batch_size()
+        outcomes = []
+        for size in (found, 2 * found):
+            batch = x[:1].expand(size, 3)
+            try:
+                Wide()(batch).sum().backward()
+                outcomes.append('fits')
+            except RuntimeError as e:
+                outcomes.append('fails' if 'alloc' in str(e) else str(e))
+        return [found, outcomes]
+
+    with start(job) as child:
+        assert child.wait() == 0, child.stderr
+        found, outcomes = child.result
+    assert found in (16, 32) and outcomes == ['fits', 'fails'], (found, outcomes)
