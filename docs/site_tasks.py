@@ -76,7 +76,7 @@ _ROWS = (
         'stopping',
         'Early stopping and the best model',
         'Stop when a value no longer improves, and keep the best weights.',
-        'callbacks.tracking callbacks.stoppers callbacks.best_metric',
+        'callbacks.tracking callbacks.stoppers callbacks.best_metric callbacks.optuna',
     ),
     (
         'checkpoints',
