@@ -7,7 +7,7 @@ from typing import Any
 from learnkit.callbacks.monitored import epoch_row, find_column, records
 from learnkit.callbacks.tracking import TrackerCallback
 from learnkit.core.errors import OptionError
-from learnkit.core.optional import check_libraries
+from learnkit.core.optional import check_libraries, import_library
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import MetricProperties
 
@@ -109,8 +109,6 @@ class OptunaPruning(Callback):
         self._raise_pruned()
 
     def _raise_pruned(self) -> None:
-        import optuna
-
         reason, self._reason = self._reason, ''
         if reason:
-            raise optuna.TrialPruned(reason)
+            raise import_library('optuna', 'OptunaPruning').TrialPruned(reason)
