@@ -160,9 +160,8 @@ def test_a_folder_has_the_learner_and_a_card_of_the_run(tmp_path: Path) -> None:
     for name in ('train_loss', 'valid_loss', 'mae'):
         assert f'| {name} | {row[name]:.6g} |' in lines
     assert '| batch_size | 4 |' in lines and '| lr at the end | 0.01 |' in lines
-    assert (
-        "learn = from_hub('me/small|net', model=Sequential)  # calls Sequential(hidden=3)" in lines
-    )
+    assert "learn = from_hub('me/small|net', model=Sequential)" in lines
+    assert 'called with `hidden=3`' in card.text
     assert 'Epochs: 2, steps: 8, samples: 32.' in card.text
 
 
