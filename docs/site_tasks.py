@@ -76,13 +76,13 @@ _ROWS = (
         'stopping',
         'Early stopping and the best model',
         'Stop when a value no longer improves, and keep the best weights.',
-        'callbacks.tracking callbacks.stoppers callbacks.best_metric',
+        'callbacks.tracking callbacks.stoppers callbacks.best_metric callbacks.optuna',
     ),
     (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.digest',
+        'callbacks.checkpoint callbacks.export checkpoint.digest interop.hub',
     ),
     (
         'logging',

@@ -81,6 +81,9 @@ from .optimizer_monitor import (
     LRMonitor as LRMonitor,
     OptimizerMonitor as OptimizerMonitor,
 )
+from .optuna import (
+    OptunaPruning as OptunaPruning,
+)
 from .periodic import (
     PeriodicData as PeriodicData,
 )

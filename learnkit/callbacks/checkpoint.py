@@ -26,6 +26,7 @@ from learnkit.checkpoint.dcp import (
 )
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
+from learnkit.checkpoint.frozen import find_trainable, leave_out_frozen_weights
 from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
@@ -68,6 +69,11 @@ class Checkpoint(Callback):
     the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False` gathers the
     shards into one file.
 
+    `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
+    model of LoRA. The file has their digests (SHA-256, computed once a fit), and a run resumes only with a model that
+    has the same values: load or build that model before `fit(resume=True)`. `learn.load(path, strict=False)` loads
+    the trained weights of such a file.
+
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
     best. `monitor` is a column of the history or a function of the Learner, which is called at the end of each epoch. A
     checkpoint has the value of the last evaluation before it; of several with the same value the earliest is the best.
@@ -79,8 +85,9 @@ class Checkpoint(Callback):
     `preemption=False` installs no signal handler.
 
     Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
-    written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. Checkpointed: the time at which the
-    interval was last checked, and the monitored value.
+    written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises `WeightsError` if
+    the model lacks the frozen weights that were left out. Checkpointed: the time at which the interval was last
+    checked, the monitored value, and with `trainable_only` the names of the parameters that were trained.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -105,6 +112,7 @@ class Checkpoint(Callback):
         background: bool = True,  # whether a background thread writes the file
         preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
         sharded: bool = True,  # whether each rank writes its shards of sharded tensors
+        trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
         self._interval = None if self.every is None else Every(self.every)
@@ -123,10 +131,13 @@ class Checkpoint(Callback):
         self.background = background
         self.preemption = preemption
         self.sharded = sharded
+        self.trainable_only = trainable_only
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._value: float | None = None  # monitored value of the last evaluation
+        self._trained: set[str] = set()  # parameters that were trainable at some time of the run
+        self._digests: dict[str, str] = {}  # of the frozen weights, by name
         self._has_warned = False  # whether this fit was searched for what no checkpoint holds
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
@@ -164,10 +175,23 @@ class Checkpoint(Callback):
         self._lock_folder()
         self._begin_run(learn.run.resume)
         self._value = None
+        self._begin_trainable()
         self._has_warned = False
         self._eval_snapshot = None
         if self.preemption:
             self._stop_request.install(learn.dls if learn.world.size > 1 else None)
+
+    def _begin_trainable(self) -> None:
+        "Note the parameters that this fit trains. Raises `OptionError` for a sharded model."
+        self._digests = {}
+        if not self.trainable_only:
+            return
+        if mesh_of(self.learn.model) is not None:
+            raise OptionError(
+                "Checkpoint(trainable_only=True): the strategy 'fsdp' shards frozen weights too, and no process has "
+                "all of a weight to compare. Leave it out, or use the strategy 'ddp'."
+            )
+        self._trained |= find_trainable(self.learn.model)
 
     def _begin_run(
         self,
@@ -334,7 +358,11 @@ class Checkpoint(Callback):
     def _collect_state(self, place: str) -> dict[str, Any]:
         "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."
         learn = self.learn
+        if self.trainable_only:
+            self._trained |= find_trainable(learn.model)
         state = collect_state(learn, place)
+        if self.trainable_only and learn.world.is_first:
+            state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)
         if not self.sharded:
             state = whole_state(state)
         elif mesh_of(learn.model) is not None:
@@ -522,10 +550,11 @@ class Checkpoint(Callback):
         self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the number of intervals passed, and the monitored value."
+        "Return the number of intervals passed, the monitored value, and the names of trained parameters."
         monitored = self._monitored[0] if self._monitored else None
         passed = None if self._interval is None else self._interval.state_dict()
-        return {'interval': passed, 'monitor': monitored, 'value': self._value}
+        trained = {'trained': sorted(self._trained)} if self.trainable_only else {}
+        return {'interval': passed, 'monitor': monitored, 'value': self._value, **trained}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed, and the value if it is of the same name."
@@ -533,6 +562,7 @@ class Checkpoint(Callback):
             self._interval.load_state_dict(sd['interval'])
         if self._monitored is not None and sd.get('monitor') == self._monitored[0]:
             self._value = sd['value']
+        self._trained |= set(sd.get('trained', ()))
 
 
 def _find_mode(monitor: Any) -> str:

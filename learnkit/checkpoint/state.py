@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
+from learnkit.checkpoint.frozen import add_frozen_weights
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.side_files import read_own_files
 from learnkit.checkpoint.weights import (
@@ -89,7 +90,8 @@ def load_checkpoint_state(
             'load_checkpoint_state() inside a run: the run would continue with the other '
             'state in half of its parts. Call it before `fit`.'
         )
-    r = learn.strategy.take_own_state(learn, ResumeState(check_state(state), restore_state))
+    state = add_frozen_weights(learn.model, check_state(state))
+    r = learn.strategy.take_own_state(learn, ResumeState(state, restore_state))
     with ensure_optimizer(learn, needed=state['optimizer'] is not None):
         _check_fits(learn, r)
     _load_weights(learn, r)
@@ -204,6 +206,7 @@ def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Map
 
 def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
+    resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.run.resume = learn.strategy.take_own_state(learn, resume)
     learn.passes.stream = None
     _check_fits(learn, r)

@@ -99,6 +99,7 @@ def open_run(
         outer = run.levels, run.kind, learn.fitting, run.depth
         grad, began = torch.is_grad_enabled(), perf_counter()
         held = hold_others(learn, kind)
+        released = release_for_fit(learn, kind)
         try:
             run.levels, run.kind, learn.fitting = (), kind or run.kind, kind == 'fit'
             run.depth += 1
@@ -124,6 +125,7 @@ def open_run(
         finally:
             run.levels, run.kind, learn.fitting, run.depth = outer
             learn.callbacks.release(held)
+            learn.callbacks.hold(released)
             if kind == 'fit':
                 counters.seconds, counters.fit_began = learn.finished('sec'), None
             torch.set_grad_enabled(
@@ -256,6 +258,15 @@ def hold_others(learn: LoopLike, kind: str) -> list[Any]:
             warn_of_held_inputs(learn, cb, event_name)
         others += [cb for cb, _ in callers]
     return learn.callbacks.hold(others) if others else []
+
+
+def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
+    "Switch on the callbacks of fits that an outer run, such as `with learn:`, holds; return them."
+    if kind != 'fit':
+        return []
+    waiting = [cb for cb in learn.callbacks.held if getattr(cb, 'run_in', 'any') == 'fit']
+    learn.callbacks.release(waiting)
+    return waiting
 
 
 def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:

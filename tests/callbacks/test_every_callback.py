@@ -24,10 +24,12 @@ import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, ShortEpochCallback
 from learnkit.callbacks.export import LoadWeights
+from learnkit.callbacks.optuna import OptunaPruning
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
+from learnkit.core.optional import import_library
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
@@ -69,7 +71,13 @@ def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
         LoadWeights: lambda: LoadWeights(weights()),
         ThresholdStopper: lambda: ThresholdStopper('valid_loss', 0.0),
         LRScheduler: lambda: LRScheduler(step_lr),
+        OptunaPruning: lambda: OptunaPruning(_fixed_trial()),
     }
+
+
+def _fixed_trial() -> Any:
+    "Return a trial that belongs to no study."
+    return import_library('optuna', 'OptunaPruning').trial.FixedTrial({})
 
 
 CLASSES = classes()

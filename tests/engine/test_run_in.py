@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learnkit import Callback
+from learnkit import Callback, FixedStopper
 from learnkit.testing import synth_learner
 
 
@@ -68,3 +68,16 @@ def test_an_evaluation_inside_a_fit_has_none_of_a_fits_callbacks() -> None:
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
     assert inner.seen == [FIT[0], 'begin', 'end', *FIT[1:]]
+
+
+def test_a_fit_in_a_with_block_has_the_callbacks_of_fits() -> None:
+    cb = Notes('fit')
+    learn = synth_learner(n_train=2, n_valid=1, cbs=[cb, FixedStopper('1ep')])
+    with learn.no_bar(), learn.no_logging(), learn:
+        assert not cb.seen
+        learn.fit(3)
+        assert cb.seen == FIT[:2]
+        learn.validate()
+        assert cb.seen == FIT[:2]
+    assert cb.seen == [*FIT[:2], ('cleanup', False)]
+    assert len(learn.history) == 1

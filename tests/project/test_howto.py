@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(set((ROOT / 'docs/howto').glob('*.md')) - {ROOT / 'docs/howto/index.md'})
-NEEDED = {'optuna': 'optuna', 'hugging_face': 'transformers', 'logging': 'wandb'}
+NEEDED = {'optuna': 'optuna', 'hugging_face': 'transformers', 'logging': 'wandb', 'lora': 'peft'}
 
 
 def python_blocks(path: Path) -> list[str]:
@@ -22,6 +22,7 @@ def test_there_are_pages() -> None:
 
 @pytest.mark.notebook
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@pytest.mark.filterwarnings('ignore:.is_gradient_checkpointing:FutureWarning')  # peft calls it
 @pytest.mark.parametrize('path', PAGES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,114 @@
+"""Callback that reports a metric to a trial of Optuna, and prunes the trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from learnkit.callbacks.monitored import epoch_row, find_column, records
+from learnkit.callbacks.tracking import TrackerCallback
+from learnkit.core.errors import OptionError
+from learnkit.core.optional import check_libraries, import_library
+from learnkit.engine.callback import Callback
+from learnkit.metrics.direction import MetricProperties
+
+__all__ = ['OptunaPruning']
+
+
+class OptunaPruning(Callback):
+    """Report a column of the history to a trial of Optuna, and end the fit if Optuna prunes the trial.
+
+    With `at='epoch'` the step of a report is the number of the epoch, over all fits of the Learner and from 0, and
+    with `at='evaluation'` the number of batches. A pruned fit ends after its epoch, or after its batch and the epoch's
+    evaluation, with all events. Once every callback has cleaned up, `fit` raises `optuna.TrialPruned`, which is not
+    recorded as a failure of the run. Optuna counts a value that is NaN as worse than all others.
+
+    In several processes the first one has the trial and the others get None. All of them raise `TrialPruned`.
+
+    Raises `MissingExtraError` without optuna, `OptionError` if the study minimizes a metric that is better when higher,
+    or the opposite, and before training `MetricError` for an unknown column. It has no checkpointed state.
+
+    >>> import optuna
+    >>> from learnkit.testing import synth_learner
+    >>> def objective(trial):
+    ...     learn = synth_learner(lr=trial.suggest_float('lr', 0.001, 0.1))
+    ...     with learn.no_bar(), learn.no_logging(): learn.fit(3, cbs=OptunaPruning(trial))
+    ...     return learn.history[-1]['valid_loss']
+    >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+    >>> study = optuna.create_study()
+    >>> study.optimize(objective, n_trials=2)
+    >>> sorted(study.trials[0].intermediate_values)
+    [0, 1, 2]
+    """
+
+    order, run_valid, remove_on_find = TrackerCallback.order + 4, False, True
+    run_in = 'fit'
+
+    def __init__(
+        self,
+        trial: Any,  # trial of Optuna; None on all ranks but the first
+        monitor: str = 'valid_loss',  # column of the history
+        at: str = 'epoch',  # when to report: 'epoch', or 'evaluation', also within an epoch
+    ) -> None:
+        check_libraries('OptunaPruning', 'optuna')
+        if at not in ('epoch', 'evaluation'):
+            raise OptionError(f"at={at!r}: choose 'epoch' or 'evaluation'.")
+        self.trial = trial
+        self.monitor = monitor
+        self.at = at
+        self._reason = ''  # why the trial was pruned
+        self._check_direction()
+
+    def _check_direction(self) -> None:
+        "Raise `OptionError` if the study searches for the worst value."
+        study = getattr(self.trial, 'study', None)  # a `FixedTrial` belongs to no study
+        if study is None:
+            return
+        better = MetricProperties().get(self.monitor)
+        wanted = {'minimize': 'lower', 'maximize': 'higher'}[study.direction.name.lower()]
+        if better in ('lower', 'higher') and better != wanted:
+            raise OptionError(
+                f'OptunaPruning(monitor={self.monitor!r}): {better} is better, and the study is to '
+                f'{study.direction.name.lower()} its value. `optuna.create_study(direction=...)` sets the direction.'
+            )
+
+    def before_fit(self) -> None:
+        "Find the column."
+        find_column(self, self.monitor)
+        self._reason = ''
+
+    def after_eval(self) -> None:
+        "Report the value of this evaluation."
+        if self.at == 'evaluation':
+            self._report(records(self).measured.get(self.monitor), self.learn.time.ba)
+
+    def after_epoch(self) -> None:
+        "Report the value of this epoch."
+        if self.at == 'epoch':
+            self._report((epoch_row(self) or {}).get(self.monitor), self.learn.time.ep - 1)
+
+    def _report(self, value: Any, step: int) -> None:
+        "Report a value, and end the fit on all ranks if the trial is pruned; None was not measured."
+        learn = self.learn
+        if value is None or self._reason:
+            return
+        pruned = False
+        if learn.world.is_first:
+            self.trial.report(float(value), step)
+            pruned = self.trial.should_prune()
+        if learn.world.broadcast(pruned):
+            self._reason = f'{self.monitor} is {float(value):.6g} at step {step}.'
+            learn.run.stopping = True
+
+    def after_fit(self) -> None:
+        "End the outer run of this fit, too."
+        if self.learn.fitting and self.learn.run.depth > 1:
+            self._raise_pruned()
+
+    def cleanup(self) -> None:
+        "Raise `TrialPruned`, which ends the run after the cleanup of all other callbacks."
+        self._raise_pruned()
+
+    def _raise_pruned(self) -> None:
+        reason, self._reason = self._reason, ''
+        if reason:
+            raise import_library('optuna', 'OptunaPruning').TrialPruned(reason)

@@ -1,0 +1,67 @@
+"""Checkpoints without the frozen weights of a model, which the model of a resumed run brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from learnkit.checkpoint.digest import digest
+from learnkit.core.errors import WeightsError
+from learnkit.core.model import bare_model
+
+__all__ = ['add_frozen_weights', 'find_trainable', 'leave_out_frozen_weights']
+
+ENTRY = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
+
+
+def find_trainable(model: nn.Module) -> set[str]:
+    """Return the names of the trainable parameters, tied ones by each of their names.
+
+    >>> find_trainable(nn.Linear(2, 1).requires_grad_(False))
+    set()
+    """
+    named = bare_model(model).named_parameters(remove_duplicate=False)
+    return {name for name, p in named if p.requires_grad}
+
+
+def leave_out_frozen_weights(
+    model: nn.Module,
+    state: dict[str, Any],  # state of a checkpoint
+    trained: Collection[str],  # names of the parameters to keep
+    digests: dict[str, str],  # digests computed before, by name; new ones are added
+) -> dict[str, Any]:
+    "Return the state without the weights of other parameters, but with their digests. Buffers stay."
+    named = bare_model(model).named_parameters(remove_duplicate=False)
+    frozen = {name for name, _ in named if name in state['model'] and name not in trained}
+    for name in frozen - digests.keys():
+        digests[name] = digest(state['model'][name])
+    weights = {name: value for name, value in state['model'].items() if name not in frozen}
+    return {**state, 'model': weights, ENTRY: {name: digests[name] for name in sorted(frozen)}}
+
+
+def add_frozen_weights(
+    model: nn.Module,
+    state: Mapping[str, Any],  # state of a checkpoint
+    path: Path | None = None,  # its file, for the message
+) -> Mapping[str, Any]:
+    """Return the state with the model's weights in place of the weights that the checkpoint leaves out.
+
+    Raises `WeightsError` if the model lacks one of them, or has another value.
+    """
+    expected = state.get(ENTRY)
+    if not expected:
+        return state
+    weights = bare_model(model).state_dict()
+    frozen = {name: weights[name] for name in expected if name in weights}
+    others = [name for name in expected if name not in frozen]
+    others += [name for name, value in frozen.items() if digest(value) != expected[name]]
+    if others:
+        raise WeightsError(
+            f'{path or "The checkpoint"} leaves out {len(expected)} frozen weights '
+            f'(`trainable_only=True`), and {len(others)} of them differ in this model, such as '
+            f'{others[0]}. Load the same base model first. Nothing was loaded.'
+        )
+    return {**state, 'model': {**frozen, **state['model']}}

@@ -1,0 +1,193 @@
+"""Exchange trained models on the Hugging Face Hub: a file of `save_learner`, and a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fastcore.basics import noop
+from torch import nn
+
+from learnkit.core.files import atomic_write
+from learnkit.core.optional import check_libraries, import_library
+from learnkit.learner import Learner, load_learner
+from learnkit.loggers.values import configuration
+
+__all__ = ['from_hub', 'push_to_hub', 'save_for_hub']
+
+FILE = 'learner.pth'  # the file of `save_learner` in a repository
+
+
+def save_for_hub(
+    learn: Learner,
+    folder: str | Path,  # folder for the files, below `learn.path` or absolute
+    model_config: Mapping[str, Any] | None = None,  # plain arguments of the model's constructor
+    *,
+    repo_id: str = 'user/name',  # repository that the model card names
+) -> Path:
+    """Write what `push_to_hub` uploads: `learner.pth` by `learn.save_learner`, and a model card, `README.md`.
+
+    The card has the last row of the history and the settings of the run. An existing file is overwritten. Returns the
+    folder. Raises `OptionError` for a value in `model_config` that is not plain, and `MissingExtraError` without
+    huggingface_hub.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder, synth_learner().no_bar() as learn:
+    ...     with learn.no_logging(): learn.fit(1)
+    ...     _ = save_for_hub(learn, folder)
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['README.md', 'learner.pth']
+    """
+    check_libraries('save_for_hub', 'huggingface_hub')
+    target = Path(learn.path / folder).absolute()
+    config = model_config or {}
+    _run_in_first(learn, partial(target.mkdir, parents=True, exist_ok=True))
+    learn.save_learner(target / FILE, **config)
+    _run_in_first(learn, partial(_write_card, learn, target / 'README.md', repo_id, config))
+    return target
+
+
+def push_to_hub(
+    learn: Learner,
+    repo_id: str,  # repository of the model, such as 'user/digits'; created if missing
+    model_config: Mapping[str, Any] | None = None,  # plain arguments of the model's constructor
+    *,
+    private: bool | None = None,  # whether a new repository is private; None: the user's default
+    message: str = 'Upload a Learner',  # message of the commit
+    token: str | None = None,  # token of the Hub; None: of `hf auth login`
+) -> str:
+    """Upload weights, configuration and a model card to the Hugging Face Hub, and return the address of the commit.
+
+    The files are those of `save_for_hub`; they replace files of the same names in the repository, which keeps its
+    history. Raises `MissingExtraError` without huggingface_hub, and the errors of huggingface_hub.
+
+    >>> push_to_hub(learn, 'user/digits', {'hidden': 8})  # doctest: +SKIP
+    'https://huggingface.co/user/digits/commit/8e2f...'
+    """
+    check_libraries('push_to_hub', 'huggingface_hub')
+    with TemporaryDirectory() as temporary:
+        # one folder for all ranks, of which the first one writes
+        folder = learn.world.broadcast(temporary)
+        save_for_hub(learn, folder, model_config, repo_id=repo_id)
+        upload = partial(_upload, folder, repo_id, private, message, token)
+        return str(learn.world.broadcast(_run_in_first(learn, upload)))
+
+
+def _run_in_first(learn: Learner, f: Callable[[], Any]) -> Any:
+    "Call a function in rank 0; its error is raised on all ranks."
+    return learn.world.run_on_all(f if learn.world.is_first else noop)
+
+
+def _upload(folder: str, repo_id: str, private: Any, message: str, token: Any) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    return commit.commit_url
+
+
+def from_hub(
+    repo_id: str,  # repository of the model, such as 'user/digits'
+    model: nn.Module | Callable[..., nn.Module] | None = None,  # as for `load_learner`
+    dls: Any = None,  # as for `load_learner`
+    loss_func: Callable[..., Any] | None = None,  # as for `load_learner`
+    *,
+    revision: str | None = None,  # branch, tag or commit; None: the newest on the main branch
+    token: str | None = None,  # token of the Hub; None: of `hf auth login`
+    **options: Any,  # further arguments of `load_learner`
+) -> Learner:
+    """Download a file that `push_to_hub` has uploaded, and create a Learner with it.
+
+    The file holds weights and plain values: no code of the repository is executed, as by `load_learner`, whose errors
+    are raised. A commit as `revision` makes sure that the weights are always the same. The file is kept in the cache of
+    huggingface_hub; what the Learner writes goes to the working directory. Raises `MissingExtraError` without
+    huggingface_hub, and the errors of huggingface_hub.
+
+    >>> learn = from_hub('user/digits', model=Digits, revision='8e2f...')  # doctest: +SKIP
+    """
+    download = import_library('huggingface_hub', 'from_hub').hf_hub_download
+    file = download(repo_id, FILE, revision=revision, token=token, library_name='learnkit')
+    learn = load_learner(file, model, dls, loss_func, **options)
+    learn.path = Path()
+    return learn
+
+
+# -- the model card --------------------------------------------------------------------------------
+
+
+def _write_card(
+    learn: Learner,
+    path: Path,
+    repo_id: str,
+    model_config: Mapping[str, Any],
+) -> None:
+    "Write the model card: metadata in YAML, then results, settings and how to load the model."
+    from huggingface_hub import ModelCardData
+
+    settings, results, time = _describe_settings(learn), _find_results(learn), learn.time
+    name = settings['model']
+    measured = [column for column in results if not column.endswith('loss')]
+    data = ModelCardData(library_name='learnkit', tags=['pytorch'], metrics=measured or None)
+    arguments = ', '.join(f'{key}={value!r}' for key, value in model_config.items())
+    parts = [
+        f'---\n{data.to_yaml()}\n---',
+        f'# {repo_id.rpartition("/")[2]}',
+        f'A `{name}`, trained with learnkit. Epochs: {time.ep}, steps: {time.st}, samples: {time.sp}.',
+    ]
+    if results:
+        parts += ['## Results of the last epoch', _format_table('metric', results)]
+    parts += ['## Settings', _format_table('setting', settings)]
+    call = f'with `{arguments}`' if arguments else 'without arguments'
+    parts += ['## Use', _USE.format(repo_id=repo_id, name=name, call=call).strip()]
+    with atomic_write(path) as tmp:
+        tmp.write_text('\n\n'.join(parts) + '\n', 'utf-8')
+
+
+_USE = """
+```python
+from learnkit.interop import from_hub
+
+learn = from_hub({repo_id!r}, model={name})
+```
+
+`model` is the class, or your function that builds the model: it is called {call}. The file
+`learner.pth` holds weights and plain values, and is loaded without executing code.
+"""
+
+
+def _find_results(learn: Learner) -> dict[str, Any]:
+    "Return the losses and metrics of the last epoch."
+    row = learn.history[-1] if learn.history else {}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ('fit', 'epoch', 'time') and isinstance(value, (int, float))
+    }
+
+
+def _describe_settings(learn: Learner) -> dict[str, Any]:
+    "Return the configuration without the options of callbacks; schedules have changed the rates."
+    settings = {}
+    for name, value in configuration(learn).items():
+        if name.startswith('callback/'):
+            continue
+        is_scheduled = name.partition('/')[0] in ('lr', 'mom')
+        settings[f'{name} at the end' if is_scheduled else name] = value
+    return settings
+
+
+def _format_table(head: str, rows: Mapping[str, Any]) -> str:
+    "Return a table of Markdown; a name or value cannot end its cell."
+    lines = [f'| {head} | value |', '|---|---|']
+    lines += [f'| {_escape(name)} | {_escape(value)} |' for name, value in rows.items()]
+    return '\n'.join(lines)
+
+
+def _escape(value: Any) -> str:
+    value = f'{value:.6g}' if isinstance(value, float) else value
+    return ' '.join(str(value).split()).replace('|', '\\|').replace('<', '&lt;')

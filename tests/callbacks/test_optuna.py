@@ -1,0 +1,213 @@
+"""Pruning by Optuna itself: the same study as by hand, in one process and in two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import nn
+
+from learnkit import Callback, DataLoaders, Learner, MetricError, OptionError, accuracy
+from learnkit.callbacks import OptunaPruning
+from learnkit.core.errors import MissingExtraError
+from tests.helpers.ranks import run_ranks
+
+optuna = pytest.importorskip('optuna')
+
+RATES = [0.1, 0.05, 0.001, 0.2, 0.0001, 0.0]
+N, BS, EPOCHS = 40, 4, 4
+
+
+@pytest.fixture(autouse=True)
+def quiet_optuna() -> Iterator[None]:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
+    return x, x.sum(1, keepdim=True)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(3, 1)
+
+
+def learner(lr: float, *cbs: Any, bs: int = BS, **options: Any) -> Learner:
+    dls = DataLoaders.from_tensors(tensors(), tensors(), bs=bs, shuffle=False)
+    opt_func = torch.optim.SGD
+    learn = Learner(dls, model(), nn.MSELoss(), opt_func=opt_func, lr=lr, cbs=[*cbs], **options)
+    learn.logger = noop
+    return learn
+
+
+def search(objective: Callable[[Any], float], rates: list[float] = RATES) -> Any:
+    "Return a study that tries the rates one after the other, and prunes below the median."
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(2, n_warmup_steps=1))
+    for lr in rates:
+        study.enqueue_trial({'lr': lr})
+    study.optimize(objective, n_trials=len(rates))
+    return study
+
+
+def results(study: Any) -> list[Any]:
+    return [(t.state.name, t.value, t.intermediate_values) for t in study.trials]
+
+
+def train_by_hand(trial: Any) -> float:
+    x, y = tensors()
+    net = model()
+    opt = torch.optim.SGD(net.parameters(), lr=trial.suggest_float('lr', 0, 1))
+    loss = math.inf
+    for epoch in range(EPOCHS):
+        for xb, yb in zip(x.split(BS), y.split(BS), strict=True):
+            opt.zero_grad()
+            nn.functional.mse_loss(net(xb), yb).backward()
+            opt.step()
+        with torch.no_grad():
+            losses = [nn.functional.mse_loss(net(xb), yb) for xb, yb in batches(x, y)]
+        loss = math.fsum(map(float, losses)) / len(losses)
+        trial.report(loss, epoch)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return loss
+
+
+def batches(x: torch.Tensor, y: torch.Tensor) -> Iterator[Any]:
+    return zip(x.split(BS), y.split(BS), strict=True)
+
+
+def test_a_study_has_the_values_of_the_same_study_by_hand() -> None:
+    events: list[str] = []
+
+    def objective(trial: Any) -> float:
+        watch = Callback(
+            cleanup=lambda cb: events.append('cleanup'),
+            after_fit=lambda cb: events.append('after_fit'),
+            after_error=lambda cb: events.append('after_error'),
+        )
+        learn = learner(trial.suggest_float('lr', 0, 1), watch)
+        learn.fit(EPOCHS, cbs=OptunaPruning(trial))
+        loss: float = learn.history[-1]['valid_loss']
+        return loss
+
+    study, by_hand = search(objective), search(train_by_hand)
+    states = ['COMPLETE', 'COMPLETE', 'PRUNED', 'COMPLETE', 'PRUNED', 'PRUNED']
+    assert [t.state.name for t in study.trials] == states
+    for own, other in zip(results(study), results(by_hand), strict=True):
+        assert own[0] == other[0]
+        assert own[1] == pytest.approx(other[1], rel=1e-5)
+        assert own[2] == pytest.approx(other[2], rel=1e-5)
+    assert study.best_params == by_hand.best_params
+    assert events == ['after_fit', 'cleanup'] * 6
+
+
+def test_evaluations_within_an_epoch_are_reported_by_their_batch() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0, n_warmup_steps=9))
+    trial = study.ask()
+    learn = learner(0.001, eval_every='4ba')
+    with pytest.raises(optuna.TrialPruned, match='step 12'):
+        learn.fit(3, cbs=OptunaPruning(trial, at='evaluation'))
+    assert sorted(study.trials[0].intermediate_values) == [4, 8, 12]
+    assert learn.time.ba == 12
+
+
+def test_steps_continue_over_the_fits_of_a_trial() -> None:
+    study = optuna.create_study()
+    learn = learner(0.01, OptunaPruning(study.ask()))
+    learn.fit(2)
+    learn.fit(1)
+    assert sorted(study.trials[0].intermediate_values) == [0, 1, 2]
+
+
+class PruneAll(optuna.pruners.BasePruner):  # type: ignore[misc]  # optuna may be missing
+    def prune(self, study: Any, trial: Any) -> bool:
+        return True
+
+
+def test_a_pruned_learner_trains_again() -> None:
+    study = optuna.create_study(pruner=PruneAll())
+    learn = learner(0.01)
+    for fits in (1, 2):
+        with pytest.raises(optuna.TrialPruned):
+            learn.fit(3, cbs=OptunaPruning(study.ask()))
+        assert len(learn.history) == fits
+    learn.fit(2)
+    assert len(learn.history) == 4
+
+
+def test_a_fit_within_a_with_block_ends_the_block() -> None:
+    study = optuna.create_study(pruner=PruneAll())
+    learn = learner(0.01, OptunaPruning(study.ask()))
+    with pytest.raises(optuna.TrialPruned), learn:
+        learn.fit(3)
+        pytest.fail('the pruned fit has returned')
+    assert not learn.run.depth
+
+
+def unknown(pred: torch.Tensor, targ: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(math.nan)
+
+
+def test_nan_is_pruned() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0))
+    learn = learner(0.01, metrics=unknown)
+    with pytest.raises(optuna.TrialPruned, match='unknown is nan at step 0'):
+        learn.fit(2, cbs=OptunaPruning(study.ask(), 'unknown'))
+
+
+def test_what_cannot_be_meant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    maximize = optuna.create_study(direction='maximize').ask()
+    with pytest.raises(OptionError, match=r'valid_loss.*maximize'):
+        OptunaPruning(maximize)
+    OptunaPruning(maximize, 'accuracy')
+    OptunaPruning(maximize, 'my_own')
+    OptunaPruning(optuna.trial.FixedTrial({}))
+    with pytest.raises(OptionError, match="at='batch'"):
+        OptunaPruning(maximize, 'accuracy', at='batch')
+    learn = learner(0.1, metrics=accuracy)
+    with pytest.raises(MetricError, match='acuracy'):
+        learn.fit(1, cbs=OptunaPruning(maximize, 'acuracy'))
+    assert learn.time.ba == 0
+    monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
+    with pytest.raises(
+        MissingExtraError, match=r'^OptunaPruning needs optuna: pip install optuna$'
+    ):
+        OptunaPruning(maximize)
+
+
+def search_on_rank(rank: int) -> Any:
+    "Try rates on two ranks, the first of which has the study; return how each trial ended here."
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(2, n_warmup_steps=1))
+    ended = []
+    for lr in RATES[:4]:
+        trial = study.ask() if rank == 0 else None
+        learn = learner(lr, bs=BS // 2)
+        state = optuna.trial.TrialState.COMPLETE
+        try:
+            with learn.distributed():
+                learn.fit(EPOCHS, cbs=OptunaPruning(trial))
+        except optuna.TrialPruned:
+            state = optuna.trial.TrialState.PRUNED
+        ended.append((state.name, len(learn.history)))
+        if trial is not None:
+            value = None if state.name == 'PRUNED' else learn.history[-1]['valid_loss']
+            study.tell(trial, value, state)
+    return ended, [t.intermediate_values for t in study.trials]
+
+
+def test_all_of_two_processes_are_pruned() -> None:
+    first, second = run_ranks(search_on_rank)
+    by_hand = search(train_by_hand, RATES[:4])
+    states = [(t.state.name, len(t.intermediate_values)) for t in by_hand.trials]
+    assert first[0] == second[0] == states
+    assert not second[1]
+    for own, trial in zip(first[1], by_hand.trials, strict=True):
+        assert own == pytest.approx(trial.intermediate_values, rel=1e-5)
