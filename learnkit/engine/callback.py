@@ -113,9 +113,9 @@ class Callback:
     is called with the callback; `order`, `run_in`, `run_train` and `run_valid` may be given next to them.
 
     Callbacks run by `order`, then in the order of adding: to see the epoch's row in `self.history`, an `after_epoch`
-    needs an `order` above the Recorder's 50: `Callback(after_epoch=f, order=60)`. `run_train = False` or `run_valid = False` skips the events of training
-    or of evaluation batches. `run_in = 'fit'` skips all events of `validate()` and `get_preds()`. Raising a Cancel
-    exception skips the rest of its level.
+    needs an `order` above the Recorder's 50, as in `Callback(after_epoch=f, order=60)`. `run_train = False` or
+    `run_valid = False` skips the events of training or of evaluation batches. `run_in = 'fit'` skips all events of
+    `validate()` and `get_preds()`. Raising a Cancel exception skips the rest of its level.
 
     A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
     All other callbacks are called in that evaluation, the callback itself is not: code that changes the batches then
