@@ -575,7 +575,14 @@ class Learner(Loop):
         return not any(id(p) in param_ids for g in self.opt.param_groups for p in g['params'])
 
     def create_opt(self) -> None:
-        "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
+        """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.create_opt()
+        >>> learn.opt, len(learn.step_parameters)
+        (OptimWrapper(SGD, 1 group, lr=0.001), 2)
+        """
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords:
             self.lr = self.opt_func.keywords['lr']
         opt = make_optimizer(
@@ -613,6 +620,15 @@ class Learner(Loop):
 
         The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
         gradients, except in norm layers if `train_bn` is True.
+
+        >>> from learnkit import params
+        >>> from learnkit.testing import synth_learner
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+        >>> learn = synth_learner(model=model, splitter=lambda m: [params(m[0]), params(m[1])])
+        >>> learn.freeze_to(1)
+        >>> [p.requires_grad for p in model.parameters()]
+        [False, False, True, True]
         """
         from learnkit.engine.optimizer import freeze_to
 
@@ -664,6 +680,13 @@ class Learner(Loop):
         """Compute the forward pass of all further batches in float16, with gradient scaling.
 
         The options are passed to the gradient scaler: see `MixedPrecision`.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(default_cbs=False).to_fp16()
+        >>> learn.cbs
+        [MixedPrecision(amp_mode='fp16')]
+        >>> learn.to_fp32().cbs
+        []
         """
         from learnkit.callbacks.mixed_precision import to_fp16
 
@@ -1165,6 +1188,13 @@ class Learner(Loop):
         Weights, optimizers, counters, history, callbacks' states and random generators are restored. To continue
         training at the exact batch, use `fit(n, resume=state)`. All entries are compared before any is changed. Raises
         `WeightsError` with every difference, and `CheckpointError` for any other object.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn, other = synth_learner(), synth_learner()
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> other.load_checkpoint_state(learn.checkpoint_state())
+        >>> other.time.ba, torch.equal(other.model.a, learn.model.a)
+        (10, True)
         """
         from learnkit.checkpoint.state import load_checkpoint_state
 
@@ -1223,6 +1253,13 @@ class Learner(Loop):
 
         A warning names the states without a callback, which are ignored, and the callbacks without a state, which are
         unchanged.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn, other = synth_learner(), synth_learner()
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> other.load_callback_states(learn.callback_states())
+        >>> len(other.recorder.losses)
+        10
         """
         from learnkit.engine.callback_state import load_callback_states
 
@@ -1295,7 +1332,15 @@ class Learner(Loop):
 
     @property
     def metrics(self) -> L:
-        "The metrics; assign functions, `Metric` or torchmetrics objects."
+        """The metrics; assign functions, `Metric` or torchmetrics objects.
+
+        >>> from learnkit import mae, mse
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(metrics=mae)
+        >>> learn.metrics = [mae, mse]
+        >>> learn.metrics
+        [ElementMean(mae), ElementMean(mse)]
+        """
         return self._metrics
 
     @metrics.setter
@@ -1304,7 +1349,14 @@ class Learner(Loop):
 
     @property
     def smooth_loss(self) -> Any:
-        "The smoothed training loss of the last step, as a 0-dim tensor."
+        """The smoothed training loss of the last step, as a 0-dim tensor.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> learn.smooth_loss.shape, bool(learn.smooth_loss == learn.recorder.losses[-1])
+        (torch.Size([]), True)
+        """
         if recorder_of(self) is None and 'smooth_loss' in self.__dict__:
             return self.__dict__['smooth_loss']
         value = self._get_recorder('smooth_loss').smooth_loss.value
@@ -1355,7 +1407,16 @@ class Learner(Loop):
                 receive(cb, name, value, weight, shown)
 
     def show_training_loop(self) -> None:
-        "Print the events of a fit in order, with the callbacks that run at each event."
+        """Print the events of a fit in order, with the callbacks that run at each event.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().show_training_loop()  # doctest: +ELLIPSIS
+        - after_create       [TrainEvalCallback]
+        - before_load
+        - after_load
+        - before_fit         [TrainEvalCallback, Recorder, ProgressCallback]
+        ...
+        """
         training = self.training
         for m in LIFECYCLE:
             if m.event in ('before_train', 'before_validate'):
@@ -1366,7 +1427,12 @@ class Learner(Loop):
             print(f'{"  " * m.depth}{entry}{callbacks}'.rstrip())
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
-        "Detach a nested batch; a method `to_detach` of the loader overrides this one."
+        """Detach a nested batch; a method `to_detach` of the loader overrides this one.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().to_detach([torch.ones(2, requires_grad=True) * 2])
+        [tensor([2., 2.])]
+        """
         loader_method = getattr(self.dl, 'to_detach', None)
         return loader_method(b, cpu, gather) if loader_method else to_detach(b, cpu)
 
@@ -1525,7 +1591,14 @@ class Learner(Loop):
         return replacing_yield(self, 'logger', noop)
 
     def no_mbar(self) -> Any:
-        "Return a context without the progress bar over the epochs."
+        """Return a context without the progress bar over the epochs.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_mbar(), learn.no_logging(): learn.fit(1)
+        >>> learn.time.ep
+        1
+        """
         return replacing_yield(self, 'create_mbar', False)
 
     @contextmanager
@@ -1536,7 +1609,14 @@ class Learner(Loop):
             yield self
 
     def loss_not_reduced(self) -> Any:
-        "Return a context in which the loss is computed for each sample."
+        """Return a context in which the loss is computed for each sample.
+
+        >>> from learnkit.testing import synth_learner
+        >>> from torch import nn
+        >>> learn = synth_learner(loss_func=nn.MSELoss())
+        >>> with learn.loss_not_reduced(): print(learn.loss_func.reduction)
+        none
+        """
         if hasattr(self.loss_func, 'reduction'):
             return replacing_yield(self.loss_func, 'reduction', 'none')
         if self.loss_func is None:
@@ -1549,7 +1629,14 @@ class Learner(Loop):
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
-        "Return a context for a manual validation: no rows or epoch bar; fit and epoch events unless `inner`."
+        """Return a context for a manual validation: no rows or epoch bar; fit and epoch events unless `inner`.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(), learn.validation_context(): learn.do_evaluation()
+        >>> float(learn.recorder.final_record[0]) == learn.validate()[0]
+        True
+        """
         return ContextStack(
             [
                 self.no_logging,
@@ -1618,6 +1705,11 @@ class Learner(Loop):
 
         The Learner can be used, and closed, again. A Learner that has run is also closed when it is garbage-collected,
         and any other at interpreter exit.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> learn.close()
         """
         raise_first(None, self._close())
 

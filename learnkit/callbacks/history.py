@@ -27,7 +27,8 @@ class History(list[dict[str, Any]]):
             return super().__getitem__(i)
         raise IndexError(
             'There is no row yet. The Recorder writes the row of an epoch at its end (`order` 50): a '
-            'callback that reads it in after_epoch needs `order = 60`.'
+            'callback that reads it in after_epoch needs `order = 60`, a function '
+            '`Callback(after_epoch=f, order=60)`.'
         )
 
     def to_pandas(self) -> Any:

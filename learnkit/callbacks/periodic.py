@@ -70,7 +70,7 @@ class PeriodicData(Periodic):
         dl: Any = None,  # loader, or its name; None: the validation loader
         on_batch: Callable[[Any, Any, Any], Any] | None = None,  # f(learn, xb, yb); None: method
         process_results: Callable[[Any, Any], Any] | None = None,  # g(learn, results); None: method
-        **handlers: Callable[..., Any],  # handlers of further events, by name
+        **handlers: Any,  # handlers of further events, by name; `order`, `run_in`
     ) -> None:
         super().__init__(every, **handlers)
         if dl is not None and not isinstance(dl, str):

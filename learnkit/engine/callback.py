@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
+from numbers import Real
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ _FOREIGN_NAMES = {
     'dls.valid': 'val_dl val_loader valid_dl valid_loader',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
+RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 # attributes that decide which handlers run: the learner's handler tables depend on them
 _DISPATCH_ATTRIBUTES = frozenset(
     {'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES}
@@ -108,12 +110,12 @@ class Callback:
     The events are listed in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in order. An attribute that
     the callback does not have is read from `self.learn` (`self.loss` is `self.learn.loss`). Attributes of the Learner
     are set through `self.learn`. `Callback(before_fit=f, ...)` makes a callback from plain functions, each of which
-    is called with the callback.
+    is called with the callback; `order`, `run_in`, `run_train` and `run_valid` may be given next to them.
 
     Callbacks run by `order`, then in the order of adding: to see the epoch's row in `self.history`, an `after_epoch`
-    needs an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` skips the events of training
-    or of evaluation batches. `run_in = 'fit'` skips all events of `validate()` and `get_preds()`. Raising a Cancel
-    exception skips the rest of its level.
+    needs an `order` above the Recorder's 50, as in `Callback(after_epoch=f, order=60)`. `run_train = False` or
+    `run_valid = False` skips the events of training or of evaluation batches. `run_in = 'fit'` skips all events of
+    `validate()` and `get_preds()`. Raising a Cancel exception skips the rest of its level.
 
     A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
     All other callbacks are called in that evaluation, the callback itself is not: code that changes the batches then
@@ -126,7 +128,7 @@ class Callback:
     only if it calls super. `state_dict` and `load_state_dict` hold the state that must survive a checkpoint.
 
     Raises `UnknownEventError` for a keyword that is not an event and `CallbackError` for a function that cannot be
-    called with the callback.
+    called with the callback, an `order` that is not a number, and an unknown `run_in`.
 
     >>> class Shout(Callback):
     ...     def before_fit(self): return 'go!'
@@ -227,8 +229,23 @@ class Callback:
 
     def __init__(
         self,
+        *,
+        order: float | None = None,  # place among the callbacks; None: the class's
+        run_in: str | None = None,  # 'fit', 'evaluation' or 'any'; None: the class's
+        run_train: bool | None = None,  # False: no batch events in training; None: the class's
+        run_valid: bool | None = None,  # False: no batch events in evaluation; None: the class's
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
+        _check_options(order, run_in)
+        options = {
+            'order': order,
+            'run_in': run_in,
+            'run_train': run_train,
+            'run_valid': run_valid,
+        }
+        for name, value in options.items():
+            if value is not None:
+                setattr(self, name, value)
         for name in handlers:
             canonical_event(name, where=type(self).__name__)
         functions = {name: f for name, f in handlers.items() if f is not None}
@@ -366,10 +383,10 @@ class Callback:
 
 def _sign_with_events() -> inspect.Signature:
     "Return the constructor's signature with a keyword for each event, which editors complete."
-    instance, handlers = inspect.signature(Callback.__init__).parameters.values()
+    instance, *options, handlers = inspect.signature(Callback.__init__).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY
     events = [inspect.Parameter(name, keyword, default=None) for name in EVENTS]
-    return inspect.Signature([instance, *events, handlers], return_annotation='None')
+    return inspect.Signature([instance, *events, *options, handlers], return_annotation='None')
 
 
 Callback.__init__.__signature__ = _sign_with_events()  # type: ignore[attr-defined]
@@ -404,6 +421,14 @@ def _has_attribute(learn: object, name: str) -> bool:
     if learn is None:
         return False
     return defined_on_class(learn, name) or hasattr(learn, name)
+
+
+def _check_options(order: object, run_in: object) -> None:
+    "Raise `CallbackError` for an `order` that is not a number and for an unknown `run_in`."
+    if order is not None and not isinstance(order, Real):
+        raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
+    if run_in not in (None, *RUN_KINDS):
+        raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
 
 
 def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
@@ -474,7 +499,7 @@ class Periodic(Callback):
         self,
         every: str | int | Time,  # interval; a plain number counts epochs
         on_every: Callable[[Any], Any] | None = None,  # function of the callback; None: the method
-        **handlers: Callable[..., Any],  # further event=function pairs
+        **handlers: Any,  # further event=function pairs, `order`, `run_in`
     ) -> None:
         super().__init__(**handlers)
         self.every = as_time(every, 'ep')

@@ -265,6 +265,14 @@ class CallbackHost:
         If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
         definition. A callback with the name of an attribute of the Learner leaves that attribute, with a warning.
         Raises `CallbackError`.
+
+        >>> from learnkit import EMA, GradientClip
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(default_cbs=False).add_cbs([EMA, GradientClip(1.0)])
+        >>> learn.ordered_cbs('before_step', training=True)
+        [EMA, GradientClip]
+        >>> learn.remove_cbs([EMA, GradientClip]).cbs
+        []
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
         if not new:
@@ -366,7 +374,16 @@ class CallbackHost:
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
-        "Add callbacks within a context, and remove them at its end."
+        """Add callbacks within a context, and remove them at its end.
+
+        >>> from learnkit import GradientClip, Recorder
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.added_cbs(GradientClip(1.0)): print(learn.cbs)
+        [TrainEvalCallback, Recorder, ProgressCallback, GradientClip]
+        >>> with learn.removed_cbs(Recorder): print(learn.cbs)
+        [TrainEvalCallback, ProgressCallback]
+        """
         new = [as_callback(cb) for cb in as_list(cbs)]
         before = list(self.callbacks)
         try:

@@ -177,7 +177,21 @@ class Loop(CallbackHost):
             self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
-        "Train or evaluate on every batch of `self.dl`."
+        """Train or evaluate on every batch of `self.dl`.
+
+        >>> from learnkit import Learner
+        >>> from learnkit.testing import RegModel, synth_dls
+        >>> class FirstTwo(Learner):
+        ...     "Train on the first two batches of each epoch."
+        ...     def all_batches(self):
+        ...         for i, batch in self.draw_batches():
+        ...             self.one_batch(i, batch)
+        ...             if i == 1: break
+        >>> learn = FirstTwo(synth_dls(), RegModel(), torch.nn.MSELoss())
+        >>> with learn.no_bar(): learn.fit(3)
+        >>> learn.time.ba
+        6
+        """
         __tracebackhide__ = True
         for i, batch in self.draw_batches():
             self.one_batch(i, batch)
@@ -237,6 +251,17 @@ class Loop(CallbackHost):
         """Evaluate the batch at hand, or predict on it: `pred`, and `loss` if there are targets.
 
         A loop of your own may override it, with `forward` and `report_loss`.
+
+        >>> from learnkit import Learner
+        >>> from learnkit.testing import RegModel, synth_dls
+        >>> class Absolute(Learner):
+        ...     "Report the largest error of each batch as the loss of an evaluation."
+        ...     def evaluate_batch(self):
+        ...         pred = self.forward(self.model, self.x)
+        ...         self.report_loss((pred - self.y).abs().max())
+        >>> learn = Absolute(synth_dls(), RegModel(), torch.nn.MSELoss())
+        >>> learn.validate()[0] > 0
+        True
         """
         __tracebackhide__ = True
         self._do_pred_loss()
@@ -285,6 +310,11 @@ class Loop(CallbackHost):
 
         A function runs in `_with_events`, which takes less time, and has dropped the Cancel
         exception, with the tensors of its frames, when the handlers of `after_cancel_*` run.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.open_level('validate'): print(learn.is_open('validate'))
+        True
         """
         level, run = LEVELS[event_type], self.run
         outer, cancelled = run.levels, False
@@ -350,7 +380,14 @@ class Loop(CallbackHost):
         self.loss = loss.detach().clone()
 
     def loss_of(self, pred: Any) -> Any:
-        "Return what the loss function gives for predictions and the targets of the batch."
+        """Return what the loss function gives for predictions and the targets of the batch.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(loss_func=torch.nn.MSELoss())
+        >>> learn.yb = (torch.zeros(4),)
+        >>> learn.loss_of(torch.ones(4))
+        tensor(1.)
+        """
         if not self._pairing_known:
             self._pairing_known = True
             check_pairing(self.loss_func, pred, self.yb)
@@ -365,7 +402,16 @@ class Loop(CallbackHost):
             raise
 
     def total_loss(self, parts: Any) -> Tensor:
-        "Record the named parts of a loss, and return its `loss` entry or their sum."
+        """Record the named parts of a loss, and return its `loss` entry or their sum.
+
+        >>> from torch.nn import functional as F
+        >>> from learnkit.testing import synth_learner
+        >>> def parts(pred, y): return {'fit': F.mse_loss(pred, y), 'size': 0.1 * pred.abs().mean()}
+        >>> learn = synth_learner(loss_func=parts)
+        >>> with learn.no_bar(): learn.fit(1)  # `total_loss` adds the two, and logs each
+        >>> [name for name in learn.history[-1] if name.endswith(('_fit', '_size'))]
+        ['train_fit', 'train_size', 'valid_fit', 'valid_size']
+        """
         is_dict = isinstance(parts, Mapping) and bool(parts)
         if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
             name = getattr(self.loss_func, '__name__', self.loss_func)
@@ -611,7 +657,14 @@ class Loop(CallbackHost):
 
     @property
     def eval_every(self) -> Any:
-        "The interval of evaluations, for loaders without one of their own; None for never."
+        """The interval of evaluations, for loaders without one of their own; None for never.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.eval_every = '2ep'
+        >>> learn.eval_every
+        Time('2ep')
+        """
         return self.evaluations.every
 
     @eval_every.setter
@@ -662,7 +715,15 @@ class Loop(CallbackHost):
 
     @property
     def y(self) -> Any:
-        "The target of the batch, or the tuple of several targets; assign `yb` to change it."
+        """The target of the batch, or the tuple of several targets; assign `yb` to change it.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def look(cb):
+        ...     if cb.iter == 0 and cb.training: print(cb.x.shape, cb.y.shape, len(cb.yb))
+        >>> with (learn := synth_learner()).no_bar(): learn.fit(1, cbs=Callback(before_batch=look))
+        torch.Size([16, 1]) torch.Size([16, 1]) 1
+        """
         return detuplify(self.yb)
 
     @y.setter
@@ -687,7 +748,14 @@ class Loop(CallbackHost):
         )
 
     def finished(self, unit: str) -> Any:
-        "Return what is finished so far in one unit of `learn.time`, as a plain number."
+        """Return what is finished so far in one unit of `learn.time`, as a plain number.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(): learn.fit(2)
+        >>> learn.finished('ep'), learn.finished('ba'), learn.finished('st')
+        (2, 20, 20)
+        """
         if unit == 'st':
             return self.counters.steps + getattr(self.opt, 'n_steps', 0)
         if unit == 'sec':
@@ -703,6 +771,11 @@ class Loop(CallbackHost):
         """Return what the callbacks put around a part of a batch.
 
         `part` is 'forward' (from the model to the loss) or 'backward'.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner().to_bf16()
+        >>> with learn.contexts('forward'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
         """
         entries = self.tables[self.training][CONTEXTS[part]]
         if not entries:

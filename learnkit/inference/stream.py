@@ -51,8 +51,8 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
             if stream is not None and cb.learn is stream._learn:
                 stream._handle_event()
 
-        watch = Callback(**dict.fromkeys(EVENTS, on_event))
-        watch.order = float('-inf')
+        handlers: dict[str, Any] = dict.fromkeys(EVENTS, on_event)
+        watch = Callback(order=float('-inf'), **handlers)
         self._steps = run(watch)
 
     def __next__(self) -> tuple[Any, ...]:

@@ -415,7 +415,7 @@ def test_periodic_goes_on_from_its_state() -> None:
 
 def test_the_constructor_names_every_event() -> None:
     names = list(inspect.signature(Callback).parameters)
-    assert names == [*EVENTS, 'handlers']
+    assert names == [*EVENTS, 'order', 'run_in', 'run_train', 'run_valid', 'handlers']
     assert set(names) >= {'before_fit', 'after_cancel_validate', 'after_fit'}
 
     class Own(Callback):
@@ -424,3 +424,51 @@ def test_the_constructor_names_every_event() -> None:
 
     assert list(inspect.signature(Own).parameters) == ['size']
     assert Callback(before_fit=None, after_fit=lambda cb: 3)('after_fit') == 3
+
+
+def test_a_function_with_an_order_above_the_recorders_reads_the_row_of_its_epoch() -> None:
+    rows = []
+    note = Callback(after_epoch=lambda cb: rows.append(cb.history[-1]['epoch']), order=60)
+    quiet(note).fit(2)
+    assert rows == [0, 1]
+    assert note.order == 60 and Callback.order == 0
+    assert repr(Callback(after_fit=print, order=60)) == 'Callback(order=60, after_fit=print)'
+
+
+def test_functions_run_in_the_runs_and_passes_that_are_given() -> None:
+    seen = []
+
+    def note(cb: Callback) -> None:
+        seen.append((cb.learn.fitting, cb.training))
+
+    def seen_with(**options: Any) -> set[tuple[bool, bool]]:
+        seen.clear()
+        learn = quiet(Callback(before_batch=note, **options), n_train=1, n_valid=1)
+        learn.fit(1)
+        learn.validate()
+        return set(seen)
+
+    train, valid, evaluation = (True, True), (True, False), (False, False)
+    assert seen_with() == {train, valid, evaluation}
+    assert seen_with(run_in='fit') == {train, valid}
+    assert seen_with(run_in='evaluation') == {evaluation}
+    assert seen_with(run_valid=False) == {train}
+    assert seen_with(run_train=False) == {valid, evaluation}
+    assert seen_with(run_in='fit', run_train=False) == {valid}
+
+
+def test_periodic_takes_an_order_too() -> None:
+    losses = []
+    note = Periodic('1ep', lambda cb: losses.append(cb.history[-1]['train_loss']), order=60)
+    quiet(note).fit(2)
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'), [({'order': '60'}, r"order='60'.*50"), ({'run_in': 'fits'}, "'fits'")]
+)
+def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CallbackError, match=message):
+        Callback(after_fit=print, **options)

@@ -47,18 +47,30 @@ def test_there_is_a_guide_for_each_library() -> None:
     assert [path.stem for path in GUIDES] == [
         'from_composer',
         'from_fastai',
+        'from_hf_trainer',
+        'from_keras',
         'from_ksuit',
         'from_lightning',
+        'from_loop',
     ]
 
 
 @each_guide
 def test_the_right_column_is_the_cell_that_runs(path: Path) -> None:
-    assert len(tables(path)) >= 14
+    assert len(tables(path)) >= 6
     for columns, run in tables(path):
         left, right = columns
         compile(left, 'left', 'exec')
         assert right == run
+
+
+def test_the_loops_of_the_guide_run_too() -> None:
+    path = ROOT / 'nbs/from_loop.ipynb'
+    code = [text for kind, text in cells(path) if kind == 'code']
+    compared = [text for text in code if text.startswith('model, ')]
+    lefts = [columns[0] for columns, _ in tables(path)]
+    assert len(compared) == 4
+    assert all(any(text.startswith(left) for left in lefts) for text in compared)
 
 
 @each_guide
@@ -108,6 +120,8 @@ def test_the_names_for_those_who_come_from_fastai_exist() -> None:
         ('from_composer', '## Names, one by one', 45),
         ('from_ksuit', '## Names, one by one', 12),
         ('from_lightning', '## The flags of the Trainer', 45),
+        ('from_keras', '## Names, one by one', 20),
+        ('from_hf_trainer', '## The arguments of the Trainer', 25),
     ],
 )
 def test_the_names_for_those_who_come_from_elsewhere_exist(

@@ -102,6 +102,36 @@ def test_methods_that_are_called_often_have_an_example(cls: type, name: str) -> 
     assert '>>> ' in members(cls)[name].__doc__
 
 
+# Members that modules of the package call on each other, and not users.
+INNER = set(
+    """callback_changed clear_pass do_evaluation end_iteration end_resume ends_iteration evaluate_within_epoch
+    evaluated_weights fire_checkpoint forget_run has_foreign_opt note_error prepare_opt repeat_passes repeat_turn
+    run_microbatches set_loader taking""".split()
+)
+
+
+def learner_docs() -> dict[str, str]:
+    "Docstrings of all public methods and properties of a Learner."
+    found = {}
+    for cls in reversed(Learner.__mro__):
+        for name, value in vars(cls).items():
+            is_member = inspect.isroutine(value) or isinstance(value, property)
+            if cls.__module__.startswith('learnkit') and is_member and not name.startswith('_'):
+                found[name] = value.__doc__ or ''
+    return found
+
+
+def test_every_member_of_the_learner_is_in_an_example() -> None:
+    docs = learner_docs()
+    code = re.findall(
+        r'^ *(?:>>>|\.\.\.) (.*)', '\n'.join([Learner.__doc__ or '', *docs.values()]), re.M
+    )
+    shown = {name for line in code for name in re.findall(r'(?:\.|def )(\w+)', line)}
+    missing = {name for name, doc in docs.items() if '>>> ' not in doc and name not in shown}
+    assert sorted(missing - INNER) == [], 'write an example, or name it in one of a sibling'
+    assert docs.keys() >= INNER, 'members that are no more'
+
+
 # -- the files beside the package ------------------------------------------------------------------
 
 PAGES = [ROOT / name for name in ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md')]

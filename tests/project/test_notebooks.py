@@ -90,6 +90,15 @@ def test_saved_outputs_are_whole(path: Path) -> None:
     assert path.stat().st_size <= LARGEST
 
 
+@each_notebook
+def test_pictures_have_an_alternative_text(path: Path) -> None:
+    "The site shows the text in the metadata of the cell, `mystnb.image.alt`, instead of a picture."
+    for cell in code_cells(read(path)):
+        if any('image/png' in out.get('data', ()) for out in cell.outputs):
+            text = cell.metadata.get('mystnb', {}).get('image', {}).get('alt', '')
+            assert len(text) >= 30, f'write `mystnb.image.alt` in the metadata of:\n{cell.source}'
+
+
 @pytest.mark.notebook
 @each_notebook
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:

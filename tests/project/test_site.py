@@ -78,6 +78,7 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.links: list[str] = []  # where a reader may go
         self.loaded: list[str] = []  # what the browser fetches
+        self.silent: list[str] = []  # images without a text that says what they show
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -88,6 +89,8 @@ class Page(HTMLParser):
         elif 'href' in found and tag != 'use':
             self.loaded.append(found['href'])
         self.loaded += [found[key] for key in ('src', 'data', 'poster') if key in found]
+        if tag == 'img' and not found.get('alt'):
+            self.silent.append(found.get('src', ''))
 
 
 def parts(url: str, page: Path) -> tuple[Path, str]:
@@ -122,6 +125,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
         '<a href="#own">5</a><i id="own"></i><img src="data:image/png;base64,">'
         '<script src="https://x.org/y.js"></script>'
     )
+    assert Page('<img src="a.png"><img src="b.png" alt="b">').silent == ['a.png']
     (tmp_path / 's.css').write_text('@import "https://x.org/f.css"; a { background: url(i.png) }')
     assert list(broken(tmp_path)) == [
         'a.html: no b.html#there',
@@ -140,6 +144,14 @@ def site() -> Path:
 @site_test
 def test_the_site_builds_without_a_warning_and_without_a_broken_link(site: Path) -> None:
     assert not sorted(broken(site))
+
+
+@site_test
+def test_every_image_has_a_text_that_says_what_it_shows(site: Path) -> None:
+    pages = {path: Page(path.read_text('utf-8')) for path in site.rglob('*.html')}
+    assert not [(path.name, src) for path, page in pages.items() for src in page.silent]
+    guide = (site / 'guides' / '07_resume.html').read_text('utf-8')
+    assert 'alt="The training loss of a run in three processes' in guide
 
 
 @site_test
