@@ -284,7 +284,8 @@ class ClassificationInterpretation(Interpretation):
         image = ax.imshow(shares, cmap=cmap, norm=colors.PowerNorm(0.5, 0, 1))
         tick_step = -(-n // MAX_LABELED_CLASSES)
         names = [shorten(name, 20) for name in self.vocab][::tick_step]
-        is_rotated = max(map(len, names)) > (3 if n > 5 else 8)
+        # letters that fit below a column, next to the same names at the left
+        is_rotated = max(map(len, names)) > max(37 // (n + 1), 3)
         ax.set_xticks(range(0, n, tick_step), names, rotation=90 if is_rotated else 0)
         ax.set_yticks(range(0, n, tick_step), names)
         ax.set(title=title, xlabel='predicted', ylabel='actual')
