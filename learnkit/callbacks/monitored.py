@@ -40,12 +40,14 @@ def find_column(cb: Any, monitor: str) -> int | None:
     if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS:
         return None
     if evaluation_loaders(cb.learn.dls):
-        close = did_you_mean(monitor, names)
+        hint = did_you_mean(monitor, names) or _LOGGED
     else:
-        close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
+        hint = (
+            f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{_LOGGED}'
+        )
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
-        f'{", ".join(names)}.{close or _LOGGED}'
+        f'{", ".join(names)}.{hint}'
     )
 
 

@@ -232,9 +232,10 @@ def test_savers_of_files_of_their_own_go_together(tmp_path: Any) -> None:
 
 def test_a_monitor_without_validation_data() -> None:
     learn = Learner([(X, Y)], nn.Linear(4, 3), nn.CrossEntropyLoss(), cbs=EarlyStoppingCallback())
-    assert 'Without validation data nothing is evaluated: `DataLoaders(train, valid)`' in message(
-        learn, MetricError
-    )
+    said = message(learn, MetricError)
+    assert 'Without validation data nothing is evaluated: `DataLoaders(train, valid)`' in said
+    # a stream has no validation data, and what it logs can be watched
+    assert 'monitor=lambda learn: learn.history[-1]' in said
 
 
 def test_schedulers_of_torch_are_no_callbacks() -> None:

@@ -1,0 +1,118 @@
+"""The scripts of the projects with a table and with a stream: they run, resume after a kill, and equal a plain loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import Callback, Checkpoint, Learner
+from learnkit.checkpoint.digest import differences
+from learnkit.testing.forks import start
+from tests.helpers.ranks import run_ranks
+
+pytest.importorskip('pandas')
+pytest.importorskip('sklearn')
+pytest.importorskip('gymnasium')
+
+from examples import reinforcement, tabular
+
+
+def run_script(script: ModuleType, folder: Path, *arguments: str) -> str:
+    "Run a script in a fork, and return what it printed."
+
+    def job() -> None:
+        os.chdir(folder)
+        sys.argv = ['script', *arguments]
+        script.main()
+
+    with start(job) as child:
+        assert child.wait() == 0, child.stderr
+        return child.stdout
+
+
+def test_the_table_is_learned_reported_and_exported(tmp_path: Path) -> None:
+    printed = run_script(tabular, tmp_path, '--quick')
+    assert 'network: test' in printed and 'boosting: validation' in printed
+    assert {'rents.pt2', 'encoder.json'} < {path.name for path in (tmp_path / 'rents').iterdir()}
+
+    # all fits are complete: nothing is trained, and the errors are the same
+    resumed = run_script(tabular, tmp_path, '--quick', '--resume')
+    assert resumed == printed
+
+
+def test_unknown_and_missing_values_are_encoded() -> None:
+    flats = tabular.make_flats(50)
+    encoder = tabular.Encoder.fit(flats)
+    some = flats[:2].copy()
+    some.loc[0, ['street', 'area']] = ['no such street', float('nan')]
+    rows = encoder.encode(some)
+    assert rows['categories'][0, 0] == 0
+    n = len(tabular.NUMBERS)
+    assert rows['numbers'][0, 0] == 0 and rows['numbers'][0, n] == 1
+    wanted = (flats['area'][1] - flats['area'].mean()) / flats['area'].std()
+    assert rows['numbers'][1, 0].item() == pytest.approx(wanted)
+
+
+def test_the_pole_script_runs_and_resumes(tmp_path: Path) -> None:
+    printed = run_script(reinforcement, tmp_path, '--quick')
+    assert '20 episodes: mean' in printed
+    resumed = run_script(reinforcement, tmp_path, '--quick', '--resume')
+    assert resumed.splitlines()[-1] == printed.splitlines()[-1]
+
+
+SMALL = {'epoch': 40, 'update': 30, 'warmup': 100, 'capacity': 300, 'explore': 300}
+
+
+class KillAt(Callback):
+    "Kill the process after a batch."
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def after_batch(self) -> None:
+        if self.learn.time.ba == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finish(folder: Path, *cbs: Callback, **kwargs: Any) -> Learner:
+    learn = reinforcement.make_learner(folder, **SMALL)
+    with learn.no_bar():
+        learn.fit('100ba', cbs=[Checkpoint('30ba'), *cbs], **kwargs)
+    return learn
+
+
+def test_a_killed_stream_resumes_exactly(tmp_path: Path) -> None:
+    straight = finish(tmp_path / 'straight')
+    with start(lambda: finish(tmp_path / 'killed', KillAt(75)) and None) as child:
+        assert child.wait() == -signal.SIGKILL
+    resumed = finish(tmp_path / 'killed', resume=True)
+
+    stream, other = straight.dls.train, resumed.dls.train
+    assert stream.n_steps > stream.capacity  # old steps were overwritten
+    assert not differences(stream.state_dict(), other.state_dict())
+    for name, weight in straight.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+    columns = [[{**row, 'time': 0} for row in learn.history] for learn in (straight, resumed)]
+    assert columns[0] == columns[1]
+
+
+def test_the_stream_trains_as_a_plain_loop() -> None:
+    assert reinforcement.compare(60, update=20, warmup=100, explore=300)
+
+
+@pytest.mark.dist
+def test_the_table_in_two_processes(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        os.chdir(tmp_path)
+        sys.argv = ['script', '--quick']
+        tabular.main()
+
+    run_ranks(job, 2)
+    assert (tmp_path / 'rents' / 'rents.pt2').exists()
