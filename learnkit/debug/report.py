@@ -252,7 +252,7 @@ def _data(learn: LearnerLike) -> str:
 
 
 def _seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
-    "Yield the seeds of torch's generators; those of Python and NumPy do not keep their seeds."
+    "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
     if torch.cuda.is_initialized():
         yield 'torch, CUDA', str(torch.cuda.initial_seed())
