@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.errors import FitError, OptionError
@@ -27,7 +28,7 @@ class TorchProfiler(Callback):
     https://ui.perfetto.dev or chrome://tracing, and rank 0 prints the table. Existing files are kept.
     `files` has the paths of this process, and `table` is the last table.
 
-    An error or the end of the fit ends the recording, and what was recorded is written. Before the
+    An error or the end of the fit ends the recording, and the batches so far are written. Before the
     recording a batch costs a comparison of two numbers, and nothing after the last one. An
     evaluation between recorded batches is in the trace. A GPU is recorded if there is one.
 
@@ -78,7 +79,7 @@ class TorchProfiler(Callback):
         self._n_begun = 0  # number of recordings of this fit
         self._begins_at: int | None = None  # batch of the fit at which the next recording begins
         self._n_steps = 0  # number of batches of this recording
-        self._batch = 0  # number of the first batch that is recorded
+        self._name = ''  # name of the file of this recording
 
     def before_fit(self) -> None:
         "Check the folder, and wait for the first batch."
@@ -96,7 +97,10 @@ class TorchProfiler(Callback):
     def _begin(self) -> None:
         if torch.autograd._profiler_enabled():
             raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
-        self._n_steps, self._batch = 0, self.learn.counters.batches + self.warmup
+        world, first = self.learn.world, self.learn.counters.batches + self.warmup
+        rank = f'-rank{world.rank}' if world.size > 1 else ''
+        self._name = f'trace-batch-{first}{rank}.json'
+        self._n_steps = 0
         self._n_begun += 1
         profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(
@@ -133,17 +137,16 @@ class TorchProfiler(Callback):
         vars(self).pop('before_draw', None)
 
     def _write(self, profiler: Any) -> None:
-        "Write the trace, and print the table."
-        world = self.learn.world
-        rank = f'-rank{world.rank}' if world.size > 1 else ''
-        name = f'trace-batch-{self._batch}{rank}.json'
-        path = unused_path(self.learn.path / self.folder / name)
+        "Write the trace, and print the table; do nothing if no batch was recorded to its end."
+        if self._n_steps <= self.warmup:
+            return
+        path = unused_path(self.learn.path / self.folder / self._name)
         with atomic_write(path) as tmp:
             profiler.export_chrome_trace(str(tmp))
         self.files.append(path)
         if self.n_rows:
             self.table = _tabulate(profiler.key_averages(), self.n_rows)
-            if world.is_first:
+            if self.learn.world.is_first:
                 print_line(self, f'{self.table}\n{path}')
 
 
@@ -152,23 +155,24 @@ def _tabulate(
     n_rows: int,
 ) -> str:
     "Return the operators with the most time of their own on the GPU, or else on the CPU, as text."
-    has_gpu = any(o.self_device_time_total for o in averages)
-    sums = [
-        sum(o.self_cpu_time_total for o in averages),
-        sum(o.self_device_time_total for o in averages),
-    ]
-    operators = sorted(
-        averages,
-        key=lambda o: o.self_device_time_total if has_gpu else o.self_cpu_time_total,
-        reverse=True,
+    # an operator has the time of its kernels, which have rows as well
+    operators = [o for o in averages if o.device_type == DeviceType.CPU]
+    times = [(o.self_cpu_time_total, o.self_device_time_total) for o in operators]
+    total_cpu, total_gpu = map(sum, zip(*times, strict=True))
+    has_gpu = total_gpu > 0
+    operators.sort(
+        key=lambda o: o.self_device_time_total if has_gpu else o.self_cpu_time_total, reverse=True
     )
     rows: list[tuple[str, ...]] = [('Operator', 'Calls', 'CPU ms', 'CPU %', 'GPU ms', 'GPU %')]
     for o in operators[:n_rows]:
         name = '(outside of operators)' if o.key == 'ProfilerStep*' else o.key[:60]
-        cells = [name, str(o.count)]
-        times = [o.self_cpu_time_total, o.self_device_time_total]
-        for microseconds, total in zip(times, sums, strict=True):
-            cells += [f'{microseconds / 1e3:.3f}', f'{microseconds / max(total, 1e-9):.1%}']
-        rows.append(tuple(cells))
+        cpu = _format_time(o.self_cpu_time_total, total_cpu)
+        gpu = _format_time(o.self_device_time_total, total_gpu)
+        rows.append((name, str(o.count), *cpu, *gpu))
     shown = [row if has_gpu else row[:4] for row in rows]
     return text_table(shown, right=range(1, 6))
+
+
+def _format_time(microseconds: float, total: float) -> tuple[str, str]:
+    "Return milliseconds and the share of a total as text."
+    return f'{microseconds / 1e3:.3f}', f'{microseconds / total:.1%}' if total else ''

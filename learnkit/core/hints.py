@@ -58,6 +58,8 @@ _CLASSES = {
     'StochasticWeightAveraging': 'EMA',
     'Timer': 'SpeedMonitor',
     'DataLoader': 'DataLoaders',
+    'Profiler': 'TorchProfiler',
+    'PyTorchProfiler': 'TorchProfiler',
 }
 
 

@@ -307,8 +307,8 @@ def draw_masks(
 ) -> AxesList:
     """Draw each image and its masks next to each other, with one legend for the classes; return the axes.
 
-    The title of a further mask has the share of its pixels that are right, of those whose target is
-    not negative.
+    The title of a further mask has the share of its pixels that are equal to the target; pixels with
+    a negative target do not count.
     """
     n, width = len(images), 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2

@@ -91,7 +91,8 @@ def write_report(
         if learn.world.is_first:
             text = page.render()
             with atomic_write(path) as tmp:
-                tmp.write_text(text, 'utf-8')
+                # names of folders may have bytes that are no text
+                tmp.write_text(text, 'utf-8', 'replace')
     return path
 
 
@@ -110,7 +111,7 @@ class _Page:
         "Return the result of a function, or None for an error, which the report then names."
         try:
             return f()
-        except Exception as e:
+        except Exception as e:  # the other parts are worth having, also after a run that failed
             self.left_out[part] = f'{type(e).__name__}: {e}'
             return None
 
@@ -203,7 +204,8 @@ def _describe_layers(learn: LearnerLike) -> str:
         f'{summary.n_params:,} parameters, {summary.n_trained:,} of them trained; '
         f'{summary.input} to {summary.output}'
     )
-    title = f'<summary>{len(rows)} layers, {escape(totals)}</summary>'
+    count = '1 layer' if len(rows) == 1 else f'{len(rows)} layers'
+    title = f'<summary>{count}, {escape(totals)}</summary>'
     return f'<details>{title}{_scroll(table(head, rows))}</details>'
 
 
@@ -250,7 +252,7 @@ def _data(learn: LearnerLike) -> str:
 
 
 def _seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
-    "Yield the seeds of torch's generators; those of Python and NumPy do not keep their seeds."
+    "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
     if torch.cuda.is_initialized():
         yield 'torch, CUDA', str(torch.cuda.initial_seed())

@@ -47,6 +47,7 @@ _FOREIGN_NAMES = {
     'iter': 'batch_idx step',
     'train_iter': 'global_step',
     'n_epoch': 'epochs max_epochs n_epochs num_epochs',
+    'find_batch_size()': 'bs_find scale_batch_size',
     'dls.train': 'train_dl train_loader',
     'dls.valid': 'val_dl val_loader valid_dl valid_loader',
 }

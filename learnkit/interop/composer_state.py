@@ -41,7 +41,7 @@ NOT_HERE = {
     'tp_config': 'the settings of tensor parallelism',
     'parallelism_config': 'the settings of parallel training',
     'device_mesh': 'the mesh of devices of parallel training',
-    'profiler': 'the profiler; here `learn.timings` shows where the time goes',
+    'profiler': 'the profiler; here `learn.timings` shows where the time goes, and `TorchProfiler` each operation',
     'train_metric_names': 'names of training metrics; here `learn.recorder.metric_names`',
     'eval_metric_names': 'names of evaluation metrics; here `learn.recorder.metric_names`',
     'dataset_resumption': 'positions of data sets; here a checkpoint has them',

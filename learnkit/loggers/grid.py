@@ -77,23 +77,23 @@ def add_captions(
     scale = max(1, -(-MIN_WIDTH // images.shape[2]))
     images = images.repeat(scale, 1).repeat(scale, 2)
     n, height, width, channels = images.shape
-    texts = [_fit_text(caption, width) for caption in captions]
-    top = LINE_HEIGHT * max(text.count('\n') + 1 for text in texts)
+    fitted = [_fit_caption(caption, width) for caption in captions]
+    top = LINE_HEIGHT * max(caption.count('\n') + 1 for caption in fitted)
     captioned = np.empty((n, top + height, width, channels), np.uint8)
     # black on white: each channel holds the text
-    captioned[:, :top] = _draw_texts(texts, width, top)[..., :channels]
+    captioned[:, :top] = _draw_captions(fitted, width, top)[..., :channels]
     captioned[:, top:] = images
     return captioned
 
 
-def _fit_text(caption: Any, width: int) -> str:
+def _fit_caption(caption: Any, width: int) -> str:
     "Return the first lines of a caption, shortened to the width of an image."
     lines = str(caption).splitlines()[:MAX_LINES]
     return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
 
 
-def _draw_texts(texts: list[str], width: int, height: int) -> Pixels:
-    "Return pictures (N, height, width, 4) of texts."
+def _draw_captions(captions: list[str], width: int, height: int) -> Pixels:
+    "Return pictures (N, height, width, 4) of captions."
     agg = import_library('matplotlib.backends.backend_agg', 'A caption')
     figures = import_library('matplotlib.figure', 'A caption')
     figure = figures.Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor='white')
@@ -101,11 +101,11 @@ def _draw_texts(texts: list[str], width: int, height: int) -> Pixels:
     # a dollar sign begins no formula
     text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black', parse_math=False)
     text.set_fontsize(FONT_SIZE * 72 / DPI)
-    pictures = np.empty((len(texts), height, width, 4), np.uint8)
+    pictures = np.empty((len(captions), height, width, 4), np.uint8)
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'Glyph .* missing')  # of other scripts
-        for i, line in enumerate(texts):
-            text.set_text(line)
+        for i, caption in enumerate(captions):
+            text.set_text(caption)
             canvas.draw()
             pictures[i] = canvas.buffer_rgba()
     return pictures

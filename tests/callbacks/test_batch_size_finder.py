@@ -63,7 +63,6 @@ def learner(model: nn.Module, n: int = 40, **kwargs: Any) -> Learner:
     return learn
 
 
-@pytest.mark.parametrize('error', [torch.OutOfMemoryError, MemoryError])
 @pytest.mark.parametrize(
     ('fits', 'options', 'found', 'sizes'),
     [
@@ -71,18 +70,21 @@ def learner(model: nn.Module, n: int = 40, **kwargs: Any) -> Learner:
         (13, {'exact': True}, 13, [2, 2, 4, 4, 8, 8, 16, 12, 12, 14, 13, 13]),
         (100, {}, 32, [2, 2, 4, 4, 8, 8, 16, 16, 32, 32]),  # there are 40 samples
         (100, {'exact': True, 'max_size': 6}, 6, [2, 2, 4, 4, 5, 5, 6, 6]),
-        (100, {'max_size': 1}, 1, [1, 1]),
     ],
 )
 def test_the_largest_size_that_fits(
-    fits: int, options: dict[str, Any], found: int, sizes: list[int], error: type[Exception]
+    fits: int, options: dict[str, Any], found: int, sizes: list[int]
 ) -> None:
-    model = Hungry(fits, error)
-    if options.get('max_size') == 1:
-        model.layers[1] = nn.Identity()
     SIZES.clear()
-    assert learner(model).find_batch_size(**options) == found
+    assert learner(Hungry(fits)).find_batch_size(**options) == found
     assert sizes == SIZES
+
+
+def test_memory_of_python_and_a_single_sample() -> None:
+    assert learner(Hungry(5, MemoryError)).find_batch_size() == 4
+    model = Hungry(5)
+    model.layers[1] = nn.Identity()  # batch norm cannot train on one sample
+    assert learner(model).find_batch_size(max_size=1) == 1
 
 
 def test_one_sample_that_fits_and_one_that_does_not() -> None:
@@ -174,6 +176,8 @@ def test_batches_of_dicts_and_lists() -> None:
 
 def test_where_it_cannot_be_called() -> None:
     learn = synth_learner()
+    with pytest.raises(AttributeError, match=r'Here it is `find_batch_size\(\)`'):
+        learn.scale_batch_size(mode='power')
     with pytest.raises(OptionError, match='max_size=0'):
         learn.find_batch_size(0)
     with pytest.raises(OptionError, match='iterator'):

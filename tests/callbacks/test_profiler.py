@@ -114,7 +114,7 @@ def test_an_error_ends_the_recording_and_the_next_fit_records_again(tmp_path: Pa
 
 def test_a_recording_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> None:
     learn = learner(
-        tmp_path, TorchProfiler(wait=10, warmup=5), TorchProfiler(wait=50, folder='other')
+        tmp_path, TorchProfiler(wait=10, warmup=2), TorchProfiler(wait=50, folder='other')
     )
     fit(learn)
     assert not list(tmp_path.iterdir()) and not torch.autograd._profiler_enabled()
@@ -124,6 +124,8 @@ def test_mistakes(tmp_path: Path) -> None:
     for bad in ({'active': 0}, {'wait': -1}, {'repeat': 0.5}, {'folder': ' '}):
         with pytest.raises(OptionError, match=next(iter(bad))):
             TorchProfiler(**bad)
+    with pytest.raises(ImportError, match='import TorchProfiler'):
+        from learnkit import PyTorchProfiler  # type: ignore[attr-defined]  # noqa: F401
     (tmp_path / 'profile').write_text('a file')
     with pytest.raises(OptionError, match='cannot be written'):
         fit(learner(tmp_path, TorchProfiler()))
@@ -135,11 +137,12 @@ def test_mistakes(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_each_rank_has_its_file(tmp_path: Path) -> None:
     def job(rank: int) -> list[Any]:
-        learn = learner(tmp_path, TorchProfiler(wait=1, active=2))
+        learn = learner(tmp_path, TorchProfiler(wait=1, active=2, repeat=2))
         with learn.distributed('ddp'):
             fit(learn)
         return [p.name for p in learn.torch_profiler.files]
 
+    # of the 6 batches of each rank the last one warms up for a second recording
     assert run_ranks(job) == [['trace-batch-2-rank0.json'], ['trace-batch-2-rank1.json']]
     for rank in (0, 1):
         assert counts(tmp_path / f'profile/trace-batch-2-rank{rank}.json')['aten::mse_loss'] == 2
