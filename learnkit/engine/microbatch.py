@@ -102,6 +102,20 @@ def restore_gradients(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> 
         p.grad = grad
 
 
+# parts of messages of plain RuntimeErrors: of the CPU's allocator, and of libraries that allocate on a GPU
+OUT_OF_MEMORY_MESSAGES = (
+    'DefaultCPUAllocator',
+    'CUBLAS_STATUS_ALLOC_FAILED',
+    'CUDNN_STATUS_ALLOC_FAILED',
+)
+
+
 def is_out_of_memory(e: RuntimeError) -> bool:
-    "Return True for out-of-memory errors; on CPU torch raises a plain RuntimeError."
-    return isinstance(e, torch.OutOfMemoryError) or 'DefaultCPUAllocator' in str(e)
+    """Return True for out-of-memory errors.
+
+    >>> is_out_of_memory(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`'))
+    True
+    """
+    message = str(e)
+    is_message = any(part in message for part in OUT_OF_MEMORY_MESSAGES)
+    return isinstance(e, torch.OutOfMemoryError) or is_message
