@@ -333,7 +333,7 @@ def write_results(learn: Learner, test: TensorLoader, folder: Path) -> None:
     learn.recorder.plot_loss().figure.savefig(folder / 'loss.png')
     interp = ClassificationInterpretation.from_learner(learn, dl=test)
     interp.plot_confusion_matrix().figure.savefig(folder / 'confusion.png')
-    interp.plot_top_losses(12)[0].figure.savefig(folder / 'top_losses.png')
+    interp.plot_top_losses(12).figure.savefig(folder / 'top_losses.png')
     path = learn.export((folder / 'shapes.pt2').absolute(), act=nn.Softmax(1))
     print(f'The model without learnkit: torch.export.load({str(path)!r}).module()')
 
