@@ -124,8 +124,8 @@ def read_corpus(
     return DatasetDict({name: Dataset.from_list(split) for name, split in rows.items()})
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    "Train byte-pair encoding; each text begins with [CLS] and ends with [SEP]."
+def train_tokenizer(descriptions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    "Train byte-pair encoding; each description begins with [CLS] and ends with [SEP]."
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,7 +135,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(descriptions, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 1), ('[SEP]', 2)]
     )
