@@ -256,7 +256,6 @@ def make_learner(
     dls: DataLoaders,
     model: nn.Module,
     folder: Path,  # for checkpoints
-    augment: bool = True,  # train on changed pictures
 ) -> Learner:
     "Return the Learner of one training, which writes a checkpoint after each epoch."
     return Learner(
@@ -267,7 +266,7 @@ def make_learner(
         metrics=accuracy,
         splitter=split_groups,
         path=folder,
-        cbs=[Checkpoint(), *([Augment()] if augment else [])],
+        cbs=[Checkpoint(), Augment()],
     )
 
 
@@ -334,7 +333,7 @@ def write_results(learn: Learner, test: TensorLoader, folder: Path) -> None:
     learn.recorder.plot_loss().figure.savefig(folder / 'loss.png')
     interp = ClassificationInterpretation.from_learner(learn, dl=test)
     interp.plot_confusion_matrix().figure.savefig(folder / 'confusion.png')
-    interp.plot_top_losses(12)[0].figure.savefig(folder / 'top_losses.png')
+    interp.plot_top_losses(12).figure.savefig(folder / 'top_losses.png')
     path = learn.export((folder / 'shapes.pt2').absolute(), act=nn.Softmax(1))
     print(f'The model without learnkit: torch.export.load({str(path)!r}).module()')
 
@@ -342,6 +341,7 @@ def write_results(learn: Learner, test: TensorLoader, folder: Path) -> None:
 def main(
     arguments: Sequence[str] | None = None,  # None: of the command line
 ) -> None:
+    "Train with all settings, and print the figures."
     parser = argparse.ArgumentParser(description='Classify pictures of shapes.')
     parser.add_argument('--folder', type=Path, default=Path('shapes'), help='for all files')
     parser.add_argument('--resume', action='store_true', help='continue from the checkpoints there')

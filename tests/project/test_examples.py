@@ -1,0 +1,163 @@
+"""The projects in examples/: each script runs, goes on after a SIGKILL to the same end, and trains in two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from learnkit.checkpoint.file import read_entries
+from learnkit.testing.forks import start
+from tests.helpers.ranks import started_ranks
+
+pytest.importorskip('sklearn')
+pytest.importorskip('matplotlib')
+from examples import images
+
+import_module('torch._dynamo')  # which an optimizer imports: a second in each fork otherwise
+
+
+@pytest.fixture
+def text() -> Any:
+    pytest.importorskip('transformers')
+    pytest.importorskip('datasets')
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # else a warning in each fork
+    return import_module('examples.text')
+
+
+@contextmanager
+def killed_at(owner: type, name: str, nth: int) -> Iterator[None]:
+    "Let a process kill itself at the nth call of a method."
+    calls, method = count(1), getattr(owner, name)
+
+    def call_or_kill(*args: Any) -> Any:
+        if next(calls) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args)
+
+    with mock.patch.object(owner, name, call_or_kill):
+        yield
+
+
+def run(job: Callable[[], Any], code: int = 0) -> str:
+    "Run a job in a fork, and return what it printed."
+    with start(job) as child:
+        child.wait(600)
+        if child.code != code:
+            raise child.error(f'ended with {child.code}')
+        return child.stdout
+
+
+def options(folder: Path, *others: str) -> Sequence[str]:
+    return ['--quick', '--folder', str(folder), *others]
+
+
+def figures(output: str) -> list[str]:
+    "Return the lines with results."
+    return re.findall(r'.*(?:accuracy|perplexity) [\d(].*', output)
+
+
+def all_weights(folder: Path) -> dict[str, torch.Tensor]:
+    "Return the weights in the last checkpoint of each training."
+    found = {}
+    for checkpoints in sorted(folder.rglob('checkpoints')):
+        last = sorted(checkpoints.glob('*.ckpt'))[-1]
+        weights = read_entries(last, ['model'])['model']
+        found |= {f'{checkpoints.parent.name}: {name}': t for name, t in weights.items()}
+    return found
+
+
+def check_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert weights and weights.keys() == others.keys()
+    assert [name for name, t in weights.items() if not torch.equal(t, others[name])] == []
+
+
+def test_images_resume_after_a_kill(tmp_path: Path) -> None:
+    whole = run(lambda: images.main(options(tmp_path / 'whole')))
+    assert len(figures(whole)) == len(images.SETTINGS) + 3
+    for name in ('loss.png', 'confusion.png', 'top_losses.png'):
+        assert (tmp_path / 'whole' / name).stat().st_size > 5000
+
+    def die() -> None:
+        with killed_at(images.Augment, 'before_batch', 130):  # in the last but one setting
+            images.main(options(tmp_path / 'cut'))
+
+    def resume() -> None:
+        with mock.patch.object(images, 'write_results'):
+            images.main(options(tmp_path / 'cut', '--resume'))
+
+    assert len(figures(run(die, -signal.SIGKILL))) == len(images.SETTINGS) - 2
+    assert figures(run(resume)) == figures(whole)
+    check_same(all_weights(tmp_path / 'whole'), all_weights(tmp_path / 'cut'))
+
+
+def run_two(main: Callable[[Sequence[str]], None], folder: Path, *others: str) -> str:
+    "Run a script in two processes, of which only the first prints; return its output."
+
+    def job(rank: int) -> None:
+        warnings.simplefilter('default')  # of libraries
+        main(options(folder, *others))
+
+    with started_ranks(job) as children:
+        for child in children:
+            if child.wait(600):
+                raise child.error(f'ended with {child.code}')
+        assert children[1].stdout == ''
+        return children[0].stdout
+
+
+@pytest.mark.dist
+def test_images_in_two_processes(tmp_path: Path) -> None:
+    output = figures(run_two(images.main, tmp_path))
+    assert len(output) == len(images.SETTINGS) + 3
+    # all trainings have ended: nothing is left to train, and the figures are the same
+    assert figures(run_two(images.main, tmp_path, '--resume')) == output
+
+
+@pytest.mark.dist
+def test_text_in_two_processes(text: Any, tmp_path: Path) -> None:
+    output = figures(run_two(text.main, tmp_path))
+    assert len(output) == 4
+    assert figures(run_two(text.main, tmp_path, '--resume')) == output
+
+
+@pytest.mark.notebook
+def test_text_resumes_after_a_kill(text: Any, tmp_path: Path) -> None:
+    whole = run(lambda: text.main(options(tmp_path / 'whole')))
+    assert len(figures(whole)) == 4
+
+    def die() -> None:
+        # in the last epoch of the second BERT
+        with killed_at(text.SaveModelCallback, 'after_epoch', 4):
+            text.main(options(tmp_path / 'cut'))
+
+    run(die, -signal.SIGKILL)
+    resumed = run(lambda: text.main(options(tmp_path / 'cut', '--resume')))
+    assert figures(resumed) == figures(whole)
+    check_same(all_weights(tmp_path / 'whole'), all_weights(tmp_path / 'cut'))
+
+
+@pytest.mark.notebook
+def test_the_perplexity_counts_tokens_that_are_not_padding(text: Any, tmp_path: Path) -> None:
+    "The epoch's loss is the mean over all tokens, computed here one description at a time, without padding."
+    corpus, tokenizer = text.prepare(tmp_path, 40, 500)
+    model = text.make_gpt(tokenizer, width=16, depth=1).eval()
+    learn = text.Learner(text.language_loaders(corpus, tokenizer, bs=7), model)
+    losses = []
+    with torch.no_grad():
+        for ids in map(torch.tensor, corpus['valid']['input_ids']):
+            scores = model(input_ids=ids[None]).logits[0]
+            losses.append(F.cross_entropy(scores[:-1], ids[1:], reduction='none'))
+    assert learn.validate()[0] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
