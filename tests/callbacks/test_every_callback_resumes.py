@@ -53,7 +53,13 @@ NOT_KEPT = {
     'CutMix': {'lam', 'yb1'},
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
-ONE_PLACE = ('MlflowLogger', 'WandbLogger', 'ExportForInference')  # they take seconds
+ONE_PLACE = (
+    'AimLogger',
+    'CometLogger',
+    'MlflowLogger',
+    'WandbLogger',
+    'ExportForInference',
+)  # they take seconds
 RESUMED = [c for c in CLASSES if c is not LRFinder]  # it undoes what it has trained
 
 
