@@ -17,7 +17,7 @@ class AimLogger(Logger):
     """Log to a run of Aim, in the repository `.aim` of a folder: `aim up` in the folder shows it.
 
     All fits of a Learner, and a process that resumes it, log to one run. After a resume from an
-    earlier checkpoint, values replace those of the same step. The configuration is the dict
+    earlier checkpoint, a value replaces the earlier value of its step. The configuration is the dict
     `params`. Nothing of the machine is recorded, unless `options` ask for it. Raises
     `MissingExtraError` without aim.
 
