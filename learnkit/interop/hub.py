@@ -62,8 +62,8 @@ def push_to_hub(
 ) -> str:
     """Upload weights, configuration and a model card to the Hugging Face Hub, and return the address of the commit.
 
-    The files are those of `save_for_hub`; they replace files of the same names in the repository, which keeps its
-    history. Raises `MissingExtraError` without huggingface_hub, and the errors of huggingface_hub.
+    The files of `save_for_hub` replace files of the same names in the repository, which keeps its history. Raises
+    `MissingExtraError` without huggingface_hub, and the errors of huggingface_hub.
 
     >>> push_to_hub(learn, 'user/digits', {'hidden': 8})  # doctest: +SKIP
     'https://huggingface.co/user/digits/commit/8e2f...'

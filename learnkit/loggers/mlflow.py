@@ -11,11 +11,9 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from learnkit.core.errors import OptionError
-from learnkit.core.files import check_writable
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows
+from learnkit.loggers.base import Logger, Rows, check_folder
 from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
@@ -68,12 +66,8 @@ class MlflowLogger(Logger):
 
     def check(self) -> None:
         folder = self.where()
-        if not isinstance(folder, Path):
-            return
-        try:
-            check_writable(folder / 'meta.yaml')
-        except OSError as e:
-            raise OptionError(f'{folder} cannot be written: {e}.') from None
+        if isinstance(folder, Path):
+            check_folder(folder)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient

@@ -9,12 +9,10 @@ from pathlib import Path
 from time import sleep, strftime, time
 from typing import Any
 
-from learnkit.core.errors import OptionError
-from learnkit.core.files import check_writable
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.engine.moving import found_path, kept_path
-from learnkit.loggers.base import Logger
+from learnkit.loggers.base import Logger, check_folder
 
 __all__ = ['TensorBoardLogger']
 
@@ -51,10 +49,7 @@ class TensorBoardLogger(Logger):
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     def check(self) -> None:
-        try:
-            check_writable(self.where() / 'events')
-        except OSError as e:
-            raise OptionError(f'{self.where()} cannot be written: {e}.') from None
+        check_folder(self.where())
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
-from learnkit.core.files import check_writable
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, open_loggers
+from learnkit.loggers.base import Logger, Rows, check_folder, open_loggers
 
 __all__ = ['WandbLogger']
 
@@ -68,10 +67,7 @@ class WandbLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
 
     def check(self) -> None:
-        try:
-            check_writable(self.where() / 'run')
-        except OSError as e:
-            raise OptionError(f'{self.where()} cannot be written: {e}.') from None
+        check_folder(self.where())
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb

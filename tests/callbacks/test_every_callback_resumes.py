@@ -53,7 +53,13 @@ NOT_KEPT = {
     'CutMix': {'lam', 'yb1'},
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
-ONE_PLACE = ('MlflowLogger', 'WandbLogger', 'ExportForInference')  # they take seconds
+ONE_PLACE = (
+    'AimLogger',
+    'CometLogger',
+    'MlflowLogger',
+    'WandbLogger',
+    'ExportForInference',
+)  # they take seconds
 # the first undoes what it has trained, the second records a resumed fit again, with other times
 RESUMED = [c for c in CLASSES if c not in (LRFinder, TorchProfiler)]
 

@@ -85,10 +85,10 @@ def test_checkpoints_have_the_adapter_and_resume_exactly(tmp_path: Path) -> None
     n_frozen = sum(p.numel() for p in small.model.parameters() if not p.requires_grad)
     assert sizes[1] - sizes[0] == pytest.approx(4 * n_frozen, rel=0.1)
     end = small.checkpoint_state()
-    for entry in entries(tmp_path / 'True' / 'checkpoints')[2::3]:
-        learn = make(tmp_path / entry.path.stem, trainable_only=True)
-        learn.fit(2, resume=entry.path)
-        assert not differences(end, learn.checkpoint_state())
+    middle = entries(tmp_path / 'True' / 'checkpoints')[5].path
+    learn = make(tmp_path / 'resumed', trainable_only=True)
+    learn.fit(2, resume=middle)
+    assert not differences(end, learn.checkpoint_state())
     other = make(tmp_path / 'True', base=load_base(seed=9), trainable_only=True)
     with pytest.raises(WeightsError, match='differ in this model'):
         other.fit(3, resume=True)
