@@ -173,6 +173,8 @@ def show_bases(app: Any, name: str, value: type, options: Any, bases: list[type]
 
 def setup(app: Any) -> dict[str, bool]:
     "Tell Sphinx when to call what."
+    # The keywords of all events are for editors; Sphinx reads the options from the source.
+    vars(Callback.__init__).pop('__signature__', None)
     app.connect('autodoc-process-docstring', describe)
     app.connect('autodoc-process-bases', show_bases)
     app.connect('autodoc-process-signature', show_signature)

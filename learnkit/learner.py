@@ -847,7 +847,7 @@ class Learner(Loop):
         ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
         cbs: Any = None,  # additional callbacks for this run
-    ) -> Values | None:
+    ) -> Values:  # None if a callback cancels the evaluation
         """Compute loss and metrics, and return them as a list with names: `[valid_loss, *metrics]` of each loader.
 
         A value is found by its position or its name: `learn.validate()['accuracy']`.
@@ -1740,24 +1740,25 @@ class Learner(Loop):
 
     # -- attributes of the model and the callbacks -------------------------------------------------
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        recorder: Recorder
 
-        def __getattr__(self, name):
-            if (
-                name.startswith(('__', *SHOWN_ELSEWHERE))
-                or name in _MISSING_REASONS
-                or 'model' not in self.__dict__
-            ):
-                raise MissingAttribute(name, self, why=_MISSING_REASONS.get(name, ''))
-            if defined_on_class(self, name):
-                return object.__getattribute__(self, name)  # raises the property's own error
-            model = self.model
-            try:
-                return getattr(model, name)
-            except AttributeError:
-                if defined_on_class(model, name):
-                    return object.__getattribute__(model, name)
-            raise MissingAttribute(name, self, model)
+    def __getattr__(self, name: str) -> Any:
+        if (
+            name.startswith(('__', *SHOWN_ELSEWHERE))
+            or name in _MISSING_REASONS
+            or 'model' not in self.__dict__
+        ):
+            raise MissingAttribute(name, self, why=_MISSING_REASONS.get(name, ''))
+        if defined_on_class(self, name):
+            return object.__getattribute__(self, name)  # raises the property's own error
+        model = self.model
+        try:
+            return getattr(model, name)
+        except AttributeError:
+            if defined_on_class(model, name):
+                return object.__getattribute__(model, name)
+        raise MissingAttribute(name, self, model)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.model)})

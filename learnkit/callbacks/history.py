@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 from fastcore.foundation import L
 
@@ -21,6 +21,12 @@ class History(list[dict[str, Any]]):
     0      0        0.50
     1      1        0.25
     """
+
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[dict[str, Any]]: ...
 
     def __getitem__(self, i: Any) -> Any:
         if self or isinstance(i, slice):

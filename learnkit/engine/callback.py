@@ -24,6 +24,8 @@ from learnkit.engine.every import Every, check_countable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from learnkit.core.comm import Comm
+    from learnkit.core.time import Timestamp
     from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
@@ -175,6 +177,9 @@ class Callback:
         train_iter: int  # number of training batches of the fit so far
         pct_train: float  # share of the fit that is done
         training: bool  # False in an evaluation
+        fitting: bool  # False in validate() and get_preds()
+        time: Timestamp  # what is finished so far, over all fits
+        world: Comm  # rank, size and collectives of the processes
         model: nn.Module
         opt: OptimWrapper
         dls: Any
@@ -182,8 +187,8 @@ class Callback:
         dl_name: str
         loss_func: Callable[..., Any]
         recorder: Any
-        history: Any
-        smooth_loss: Any
+        history: list[dict[str, Any]]  # a row an epoch
+        smooth_loss: Tensor
 
         def after_create(self) -> Any: ...
         def before_load(self) -> Any: ...

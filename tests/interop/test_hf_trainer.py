@@ -34,6 +34,7 @@ def make_bert() -> Any:
     return BertForSequenceClassification(config)
 
 
+@pytest.mark.notebook
 @pytest.mark.filterwarnings('ignore')  # what the Trainer and Accelerate warn of
 def test_the_trainer_and_the_learner_come_to_the_same_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip('transformers')
