@@ -1,6 +1,6 @@
 """Predict the rents of flats from a table with categories, numbers and missing values.
 
-    python examples/tabular.py                                 # choose settings, five seeds, test: some minutes
+    python examples/tabular.py                                 # choose settings, five seeds, test: minutes
     python examples/tabular.py --quick                         # the same with few flats: seconds
     python examples/tabular.py --resume                        # continue after a kill, with the same arguments
     torchrun --nproc-per-node=2 examples/tabular.py            # two processes
