@@ -66,7 +66,7 @@ class Experience:
         bs: int = 128,  # steps in a batch
         steps_per_batch: int = 4,  # steps in the environment before each batch
         capacity: int = 20_000,  # steps to remember; older ones are overwritten
-        warmup: int = 500,  # random steps before the first batch
+        warmup: int = 500,  # steps before the first batch, nearly all random
         explore: int = 10_000,  # steps until the share of random actions has fallen to `epsilon`
         epsilon: float = 0.05,
     ) -> None:
