@@ -26,12 +26,12 @@ from torch.nn import functional as F
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, Periodic, SaveModelCallback
 
 LONGEST = 500  # steps of an episode
-DISCOUNT = 0.99  # of the rewards of later steps
+DISCOUNT = 0.99  # of the reward of the next step
 Batch = tuple[Tensor, ...]
 
 
 def make_model(width: int = 128) -> nn.Module:
-    "Return a model of the discounted sum of rewards after each of the two actions."
+    "Return a model of the discounted sum of rewards that follows each of the two actions."
     return nn.Sequential(
         nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
     )
@@ -52,6 +52,9 @@ class Experience:
     batch holds random steps of the memory: observations (n, 4), actions, rewards, next observations and whether the
     pole fell.
 
+    The reward to learn from is -1 for a fall and 0 for any other step. With gymnasium's own reward of 1 for each step,
+    the values to learn are up to 100, and nearly equal for both actions.
+
     The state holds everything from which the next batch is made, so that a run is resumed exactly. CartPole draws
     random numbers only at the start of an episode, from a seed that is given here. An environment that draws them
     in each step has a generator whose state would be needed, too."""
@@ -63,7 +66,7 @@ class Experience:
         bs: int = 128,  # steps in a batch
         steps_per_batch: int = 4,  # steps in the environment before each batch
         capacity: int = 20_000,  # steps to remember; older ones are overwritten
-        warmup: int = 500,  # random steps before the first batch
+        warmup: int = 500,  # steps before the first batch, nearly all random
         explore: int = 10_000,  # steps until the share of random actions has fallen to `epsilon`
         epsilon: float = 0.05,
     ) -> None:
@@ -89,7 +92,7 @@ class Experience:
         observation, _ = self.environment.reset(seed=1000 * self.seed + self.n_episodes)
         self.observation = torch.from_numpy(observation)
         self.n_episodes += 1
-        self.length = 0  # steps in this episode, each of which has a reward of 1
+        self.length = 0  # steps in this episode, which are its return
 
     def __iter__(self) -> Iterator[Batch]:
         while self.n_steps < self.warmup:
@@ -107,7 +110,8 @@ class Experience:
             action = int(torch.randint(2, (), generator=self.generator))
         else:
             action = choose_actions(self.model, self.observation[None])[0]
-        after, reward, has_fallen, _, _ = self.environment.step(action)
+        after, _, has_fallen, _, _ = self.environment.step(action)
+        reward = -1.0 if has_fallen else 0.0
         step = (self.observation, action, reward, torch.from_numpy(after), has_fallen)
         for column, value in zip(self.memory, step, strict=True):
             column[self.n_steps % self.capacity] = value
@@ -218,7 +222,7 @@ class LogReturns(Callback):
 
     def after_batch(self) -> None:
         for value in self.dls.train.returns:
-            self.learn.log('train_return', value)
+            self.learn.log('episode_return', value)
 
     def after_train(self) -> None:
         self.learn.log('return', np.mean(play(self.model, episodes=10, seed=2_000_000)))
@@ -228,8 +232,8 @@ def make_learner(
     folder: str | Path = '.',  # for checkpoints and weights
     seed: int = 0,
     epoch: int = 1000,  # batches
-    lr: float = 3e-4,
-    update: int = 100,  # batches from one copy of the model to the next
+    lr: float = 1e-3,
+    update: int = 200,  # batches from one copy of the model to the next
     **options: Any,  # of `Experience`
 ) -> Learner:
     "Return a Learner whose data come from its own model."
@@ -244,8 +248,8 @@ def make_learner(
 def train_by_hand(
     n: int,  # batches
     seed: int = 0,
-    lr: float = 3e-4,
-    update: int = 100,
+    lr: float = 1e-3,
+    update: int = 200,
     **options: Any,  # of `Experience`
 ) -> nn.Module:
     "Train as the Learner does, in a plain loop."
@@ -288,6 +292,7 @@ def main() -> None:
     n, epoch = (200, 100) if args.quick else (20_000, 1000)
     torch.set_num_threads(1)  # more do not help with a model this small
     if args.compare:
+        n = min(n, 2000)
         print(f'equal weights after {n} batches: {compare(n)}')
         return
 

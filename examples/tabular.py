@@ -1,6 +1,6 @@
 """Predict the rents of flats from a table with categories, numbers and missing values.
 
-    python examples/tabular.py                                 # choose settings, five seeds, test: some minutes
+    python examples/tabular.py                                 # choose settings, five seeds, test: minutes
     python examples/tabular.py --quick                         # the same with few flats: seconds
     python examples/tabular.py --resume                        # continue after a kill, with the same arguments
     torchrun --nproc-per-node=2 examples/tabular.py            # two processes
@@ -349,6 +349,48 @@ def train(
         return float(learn.validate()[1])
 
 
+def report_errors(
+    fits: list[tuple[float, Learner]],  # of several seeds, with their errors on the validation rows
+    encoder: Encoder,
+    parts: tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame],  # rows for training, validation, test
+    quick: bool = False,
+) -> None:
+    "Print the errors of the network and of boosting on the test rows."
+    test = encoder.encode(parts[2])
+    targets = test['target'].numpy()
+    test_dl = DataLoaders.from_tensors(test, bs=1024, shuffle=False).train
+    preds = []
+    for _, learn in fits:
+        with learn.no_bar():
+            preds.append(learn.get_preds(dl=test_dl)[0].numpy())
+    errors = [find_rmse(p, targets) for p in preds]
+    print(
+        f'network: test {np.mean(errors):.4f} +- {np.std(errors, ddof=1):.4f} over {len(fits)} '
+        f'seeds; their mean prediction {find_rmse(np.mean(preds, 0), targets):.4f}'
+    )
+    budget: Settings = {'rates': (0.1,), 'leaves': (7,), 'n_trees': 20} if quick else {}
+    chosen, error, boosted = boost(encoder, *parts, **budget)
+    print(f'boosting: validation {error:.4f}, test {find_rmse(boosted, targets):.4f}, {chosen}')
+    print(f'best possible: {NOISE}')
+
+
+def export_best(
+    folder: Path,
+    fits: list[tuple[float, Learner]],
+    encoder: Encoder,
+    rows: pd.DataFrame,  # for the importances
+) -> None:
+    "Export the network with the smallest validation error, and use what was exported."
+    _, learn = min(fits, key=lambda fit: fit[0])
+    with learn.no_bar():
+        print(find_importances(learn, encoder.encode(rows)).round(4).to_string())
+    learn.export((folder / 'rents.pt2').absolute())
+    encoder.save(folder / 'encoder.json')
+    some = rows[:5]
+    table = some[['street', 'area', 'rent']].assign(predicted=predict_rents(folder, some))
+    print(table.to_string(index=False))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description='Predict the rents of flats from a table.')
     parser.add_argument('--folder', type=Path, default=Path('rents'), help='for all files')
@@ -358,59 +400,26 @@ def main() -> None:
     n_flats, epochs, seeds = (600, 2, 2) if args.quick else (20_000, 40, 5)
     is_first = os.environ.get('RANK', '0') == '0'  # of the processes that torchrun has started
 
-    def report(line: str) -> None:
-        if is_first:
-            print(line, flush=True)
-
-    rows, valid_rows, test_rows = split_flats(make_flats(n_flats))
-    encoder = Encoder.fit(rows)
-    data = [encoder.encode(part) for part in (rows, valid_rows)]
+    parts = split_flats(make_flats(n_flats))
+    encoder = Encoder.fit(parts[0])
+    train_data, valid_data, _ = map(encoder.encode, parts)
 
     def fit(name: str, seed: int, lr: float, **options: Any) -> tuple[float, Learner]:
-        learn = make_learner(*data, encoder.sizes, args.folder / name, seed, **options)
+        folder = args.folder / name
+        learn = make_learner(train_data, valid_data, encoder.sizes, folder, seed, **options)
         error = train(learn, epochs, lr, args.resume)
-        report(f'{name}: validation {error:.4f}')
+        if is_first:
+            print(f'{name}: validation {error:.4f}, lr {lr}, {options}', flush=True)
         return error, learn
 
-    errors = {}
     settings = list_settings(args.quick)
-    for i, options in enumerate(settings):
-        report(f'setting {i}: {options}')
-        errors[i], _ = fit(f'setting-{i}', seed=0, **options)
-    best = settings[min(errors, key=errors.get)]
-    report(f'the best settings: {best}')
+    errors = [fit(f'setting-{i}', 0, **options)[0] for i, options in enumerate(settings)]
+    best = settings[int(np.argmin(errors))]
     fits = [fit(f'seed-{seed}', seed, **best) for seed in range(1, seeds + 1)]
-    if not is_first:
-        return
-
-    # the test rows are looked at here, and nowhere above
-    test = encoder.encode(test_rows)
-    test_dl = DataLoaders.from_tensors(test, bs=1024, shuffle=False).train
-    preds = []
-    for _, learn in fits:
-        with learn.no_bar():
-            preds.append(learn.get_preds(dl=test_dl)[0].numpy())
-    targets = test['target'].numpy()
-    test_errors = [find_rmse(p, targets) for p in preds]
-    report(
-        f'network: test {np.mean(test_errors):.4f} +- {np.std(test_errors, ddof=1):.4f} over '
-        f'{seeds} seeds; their mean prediction {find_rmse(np.mean(preds, 0), targets):.4f}'
-    )
-    budget: Settings = {'rates': (0.1,), 'leaves': (7,), 'n_trees': 20} if args.quick else {}
-    chosen, error, preds_boosted = boost(encoder, rows, valid_rows, test_rows, **budget)
-    report(
-        f'boosting: validation {error:.4f}, test {find_rmse(preds_boosted, targets):.4f}, {chosen}'
-    )
-    report(f'best possible: {NOISE}')
-
-    _, learn = min(fits, key=lambda fit: fit[0])
-    with learn.no_bar():
-        report(find_importances(learn, test).round(4).to_string())
-    learn.export((args.folder / 'rents.pt2').absolute())
-    encoder.save(args.folder / 'encoder.json')
-    some = test_rows[:5]
-    table = some[['street', 'area', 'rent']].assign(predicted=predict_rents(args.folder, some))
-    report(table.to_string(index=False))
+    if is_first:
+        print(f'the best settings: {best}')
+        report_errors(fits, encoder, parts, args.quick)  # the test rows are looked at here
+        export_best(args.folder, fits, encoder, parts[2])
 
 
 if __name__ == '__main__':

@@ -42,9 +42,11 @@ def test_the_table_is_learned_reported_and_exported(tmp_path: Path) -> None:
     assert 'network: test' in printed and 'boosting: validation' in printed
     assert {'rents.pt2', 'encoder.json'} < {path.name for path in (tmp_path / 'rents').iterdir()}
 
-    # all fits are complete: nothing is trained, and the errors are the same
-    resumed = run_script(tabular, tmp_path, '--quick', '--resume')
-    assert resumed == printed
+
+@pytest.mark.full
+def test_complete_fits_are_not_trained_again(tmp_path: Path) -> None:
+    printed = run_script(tabular, tmp_path, '--quick')
+    assert run_script(tabular, tmp_path, '--quick', '--resume') == printed
 
 
 def test_unknown_and_missing_values_are_encoded() -> None:
