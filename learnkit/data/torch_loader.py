@@ -160,8 +160,19 @@ def fetching_is_random(
     A separate worker process fetches a few samples, so that this process opens no file."""
     if not all(map(belongs_to_sampler, own_generators(dl))):
         return True
-    if dl.batch_sampler is not None:
-        batch_indices = [list(indices)[:4] for indices in batch_indices]
+    few_samples = [list(indices)[:4] for indices in batch_indices] if dl.batch_sampler else []
+    for indices in filter(None, (few_samples, batch_indices)):
+        try:
+            return _fetches_differ(dl, indices)
+        except Exception as e:
+            if str(e).startswith('DataLoader'):
+                break  # torch's message of a worker that died or hangs
+            # a few samples may not make a batch; whole batches can be fetched, or the training fails
+    return False
+
+
+def _fetches_differ(dl: DataLoader[Any], batch_indices: list[Any]) -> bool:
+    "Return True if a worker moves a generator, or gets other samples for the first batch when it is fetched again."
     watched = with_sampler(
         dl,
         [batch_indices[0], *batch_indices],
@@ -170,10 +181,7 @@ def fetching_is_random(
         pin_memory=False,
         collate_fn=_GeneratorWatch(dl.collate_fn),
     )
-    try:
-        return any(watched)
-    except Exception:
-        return True  # a few samples may not make a batch; an error in the data will occur again
+    return any(watched)
 
 
 def end_workers(
