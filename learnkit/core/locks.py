@@ -6,9 +6,11 @@ import errno
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +19,7 @@ from warnings import warn
 from filelock import FileLock, Timeout
 
 from learnkit.core.errors import FolderInUseError
+from learnkit.core.interrupts import run_all
 
 __all__ = ['FolderLock']
 
@@ -85,7 +88,8 @@ class FolderLock:
 
     def _make_lock(self) -> FileLock:
         path = self.folder / '.lock'
-        return FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
+        with _waiting_signals():
+            return FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
 
     def _make_error(self) -> FolderInUseError:
         try:
@@ -101,15 +105,24 @@ class FolderLock:
 
 @contextmanager
 def _waiting_signals() -> Iterator[None]:
-    "Let Ctrl-C and SIGTERM wait: filelock would lose a lock that it was interrupted in taking or giving back."
-    if not hasattr(signal, 'pthread_sigmask'):  # Windows
+    """Let Ctrl-C and SIGTERM wait, whichever thread the system gives them to.
+
+    filelock would lose a lock that it was interrupted in taking or giving back, and its own locks, for which other
+    threads would wait forever, where it was interrupted in between."""
+    if threading.current_thread() is not threading.main_thread():  # Python's handlers run there
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    received: list[int] = []
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    ours = {n: handler for n, handler in before.items() if handler is not None}
     try:
+        for n in ours:
+            signal.signal(n, lambda number, frame: received.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        run_all(partial(signal.signal, n, handler) for n, handler in ours.items())
+        for n in sorted(set(received), reverse=True):  # SIGTERM first, which may set a flag only
+            signal.raise_signal(n)
 
 
 def _write_owner(fd: int) -> None:
