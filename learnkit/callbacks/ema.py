@@ -327,7 +327,7 @@ class EMA(Callback):
                 check_averages(averages, self.learn.model)
         if sd['averages'] and {float(decay) for decay in others} != set(self.other_decays):
             raise WeightsError(
-                f'The averages are of other decays ({", ".join(others) or "one"} beside the first) '
+                f'The averages are of other decays ({", ".join(others) or "one"} besides the first) '
                 f'than {self!r}: build it as it was saved; nothing was loaded.'
             )
         self.restart()

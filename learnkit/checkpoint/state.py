@@ -216,7 +216,7 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
         check_position(learn.dls.train, position)
     _load_weights(learn, r)
     if r.path is not None and learn.logger is not noop:
-        print(f'Going on from {r.path}, {_describe_next(learn, r)}')
+        print(f'Resuming from {r.path}, {_describe_next(learn, r)}')
     learn.resumed = True
     if r.at == 'batch':
         learn.run.resumes_at = r.loop['n_drawn']

@@ -601,7 +601,7 @@ class Loop(CallbackHost):
         if not n:
             hint = ''
             if isinstance(self.dl, Iterator):
-                hint = ' It is an iterator, used up after one pass: give a loader that starts anew each time.'
+                hint = ' It is an iterator, used up after one pass: give a loader that starts again each time.'
             raise EmptyLoaderError(
                 f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch.{hint}'
             )

@@ -16,7 +16,7 @@ class ConsoleLogger(Logger):
     """Print a line with the latest values at an interval, and after each evaluation.
 
     A line is printed when its step is over. `out` receives the line: `print`, or
-    `logging.getLogger('train').info`. Texts are printed too, images are not.
+    `logging.getLogger('train').info`. Text is printed too, images are not.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., default_cbs=True, cbs=ConsoleLogger(every='5ba'))

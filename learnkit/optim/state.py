@@ -78,7 +78,7 @@ def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
 def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
-        return ["optimizer: the saved state is not that of torch's optimizers"]
+        return ["optimizer: the saved state does not come from torch's optimizers"]
     states = key_by_name(opt, state)
     if set(states) != set(opt.optimizers):
         return [

@@ -737,7 +737,7 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
             if name and callable(o):
                 raise OptimizerError(
                     f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, no ready optimizer. '
-                    'A list holds ready optimizers, each of its own parameters, for example '
+                    'A list holds ready optimizers, each for its own parameters, for example '
                     '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
                     'optimizer goes without a list, and metrics go as `metrics=`.'
                 )

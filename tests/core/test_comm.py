@@ -385,7 +385,7 @@ def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
 
     assert 'exitcode: -9' in done.stderr
     # by the first process alone
-    assert done.stdout.count('Going on from') == done.stdout.count('2 processes') == 1
+    assert done.stdout.count('Resuming from') == done.stdout.count('2 processes') == 1
     unseeded = 'rng.python', 'rng.numpy'
     assert not differences(last_state(killed), last_state(whole), (*WALL_CLOCK, *unseeded))
     assert_same_weights(killed, whole)
