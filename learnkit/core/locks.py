@@ -121,8 +121,8 @@ def _waiting_signals() -> Iterator[None]:
         yield
     finally:
         run_all(partial(signal.signal, n, handler) for n, handler in ours.items())
-        for n in sorted(set(received), reverse=True):  # SIGTERM first, which may set a flag only
-            signal.raise_signal(n)
+        for number in sorted(set(received), reverse=True):  # SIGTERM first: it may set a flag only
+            signal.raise_signal(number)
 
 
 def _write_owner(fd: int) -> None:

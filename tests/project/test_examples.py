@@ -133,7 +133,7 @@ def test_text_in_two_processes(text: Any, tmp_path: Path) -> None:
     assert figures(run_two(text.main, tmp_path, '--resume')) == output
 
 
-@pytest.mark.notebook
+@pytest.mark.full
 def test_text_resumes_after_a_kill(text: Any, tmp_path: Path) -> None:
     whole = run(lambda: text.main(options(tmp_path / 'whole')))
     assert len(figures(whole)) == 4
