@@ -127,6 +127,7 @@ def test_images_in_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_text_in_two_processes(text: Any, tmp_path: Path) -> None:
     output = figures(run_two(text.main, tmp_path))
     assert len(output) == 4
