@@ -65,7 +65,8 @@ def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
     # of the Recorder, and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
     if columns:
-        found['*'] = [f'{place}.{name}' for name in columns for place in places]
+        # the first measurement may come earlier or later, and with it the name in the order of columns
+        found['*'] = ['logged_names', *(f'{place}.{name}' for name in columns for place in places)]
     return found
 
 

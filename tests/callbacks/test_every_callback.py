@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -53,9 +53,15 @@ def classes() -> list[type[Callback]]:
 
 
 @cache
+def shared_folder() -> TemporaryDirectory[str]:
+    "A folder that is removed when this process ends."
+    return TemporaryDirectory()
+
+
+@cache
 def weights() -> Path:
     "A file of weights that fit the model."
-    path = Path(mkdtemp()) / 'net.pth'
+    path = Path(shared_folder().name) / 'net.pth'
     torch.save(Net(returns_activations=False).state_dict(), path)
     return path
 

@@ -19,7 +19,7 @@ from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import OptionError
 from learnkit.testing.harness import run_until_done
-from tests.callbacks.test_every_callback import DEFAULTS
+from tests.callbacks.test_every_callback import DEFAULTS, weights
 from tests.callbacks.test_every_callback_resumes import RESUMED, learner, made
 from tests.helpers.resuming import scramble
 
@@ -158,6 +158,7 @@ def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
 def test_every_pair(tmp_path: Path) -> None:
     pairs = all_pairs(CLASSES)
     differ = []
+    weights()  # one file for all processes, as its path is a part of what loggers keep
     for i, pair in enumerate(pairs):
         # the service of W&B does not answer in a forked process
         differs = resumed_differs if 'WandbLogger' in pair else killed_differs
