@@ -40,6 +40,8 @@ GAP = '..'  # in the place of columns that do not fit
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
 PATIENCE_S = 0.5
+# of JupyterLab, of VS Code, or of the browser
+PAGE_BACKGROUND = 'var(--jp-layout-color0,var(--vscode-editor-background,Canvas))'
 
 
 @dataclass(slots=True)
@@ -105,13 +107,13 @@ class Section:
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
         self.lines.append(self.line(cells))
-        self.html_rows.append(html_row('td', cells, last_style=self._last_style('inherit')))
+        self.html_rows.append(html_row('td', cells, last_style=self._last_style()))
 
-    def _last_style(self, background: str) -> str:
+    def _last_style(self) -> str:
         "Return CSS that keeps the column of the time in view where the page is narrower than the table."
         if self.names[-1:] != ['time']:
             return ''
-        return f'position:sticky;right:0;background:{background}'
+        return f'position:sticky;right:0;background:{PAGE_BACKGROUND}'
 
     def line(self, cells: Sequence[str]) -> str:
         "Return one aligned line of text, without the columns that do not fit."
@@ -130,7 +132,7 @@ class Section:
 
     def html(self, max_rows: int) -> str:
         "Return the section as an HTML table; colors and borders are left to the page's theme."
-        style = self._last_style('var(--jp-layout-color0,Canvas)')
+        style = self._last_style()
         head = html_row('th', self.names, last_style=style)
         head = f'<thead>{head}</thead>' if any(self.names) else ''
         rows = truncate_rows(
