@@ -136,6 +136,11 @@ class TorchProfiler(Callback):
         if self._profiler is not None:
             self._end()
 
+    def on_run_failed(self) -> None:
+        "End the recording with a fit that failed in an outer run."
+        if self.learn.fitting:
+            self.after_fit()
+
     def cleanup(self) -> None:
         "End the recording after an error."
         self.after_fit()
