@@ -503,8 +503,9 @@ class Learner(Loop):
         On the CPU, a system that never refuses memory ends the process instead: set a limit
         (`ulimit -v`), or a small `max_size`.
 
-        Raises the out-of-memory error if not even one sample fits, `FitError` during a run and in
-        several processes, and `OptionError` for a loader that is an iterator.
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run, in several
+        processes and if a callback cancels each step, `BatchError` for a first batch without samples,
+        and `OptionError` for a loader that is an iterator.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()

@@ -14,7 +14,7 @@ from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.callbacks.oom import OOMObserver
 from learnkit.core.batch import batch_counter, cut_batch
 from learnkit.core.comm import launched_as
-from learnkit.core.errors import CancelFitException, FitError
+from learnkit.core.errors import BatchError, CancelFitException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.numbers import check_count
@@ -47,7 +47,10 @@ def find_batch_size(
     max_size = check_count('max_size', max_size)
     batch = first_batch(learn.dls.train)
     accumulates = any(isinstance(cb, GradientAccumulation) for cb in learn.cbs)
-    trial = _Trial(batch_counter(learn)(batch), bool(accumulates or learn.microbatch))
+    n_known = batch_counter(learn)(batch)
+    if not n_known:
+        raise BatchError('find_batch_size: the first batch has no samples to make batches of.')
+    trial = _Trial(n_known, bool(accumulates or learn.microbatch))
     left_out = [
         cb
         for cb in learn.cbs
@@ -145,6 +148,11 @@ class _Trial(Callback):
         self.n_steps = 0
         # with a rate of 0 the weights stay finite, however many sizes are tried
         learn.fit(1, lr=0.0, cbs=self)
+        if not self.n_steps:
+            raise FitError(
+                'find_batch_size: no training step was run, because a callback cancels the fit, the '
+                'epoch or the batch. Leave it out with `with learn.removed_cbs(cb):`.'
+            )
 
     def before_batch(self) -> None:
         learn = self.learn
@@ -153,6 +161,9 @@ class _Trial(Callback):
             for p in learn.opt.parameters():
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
+
+    def after_cancel_batch(self) -> None:
+        raise CancelFitException
 
     def after_batch(self) -> None:
         self.n_steps += 1

@@ -26,7 +26,12 @@ from learnkit.checkpoint.dcp import (
 )
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
-from learnkit.checkpoint.frozen import find_trainable, leave_out_frozen_weights
+from learnkit.checkpoint.frozen import (
+    Digests,
+    find_changed,
+    find_trainable,
+    leave_out_frozen_weights,
+)
 from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
@@ -70,9 +75,9 @@ class Checkpoint(Callback):
     shards into one file.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
-    model of LoRA. The file has their digests (SHA-256, computed once a fit), and a run resumes only with a model that
-    has the same values: load or build that model before `fit(resume=True)`. `learn.load(path, strict=False)` loads
-    the trained weights of such a file.
+    model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
+    computed once a fit), and a run resumes only with a model that has the same values: load or build that model before
+    `fit(resume=True)`. `learn.load(path, strict=False)` loads the trained weights of such a file.
 
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
     best. `monitor` is a column of the history or a function of the Learner, which is called at the end of each epoch. A
@@ -137,7 +142,7 @@ class Checkpoint(Callback):
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._value: float | None = None  # monitored value of the last evaluation
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
-        self._digests: dict[str, str] = {}  # of the frozen weights, by name
+        self._digests: Digests = {}  # of the frozen weights, by name
         self._has_warned = False  # whether this fit was searched for what no checkpoint holds
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
@@ -192,6 +197,14 @@ class Checkpoint(Callback):
                 "all of a weight to compare. Leave it out, or use the strategy 'ddp'."
             )
         self._trained |= find_trainable(self.learn.model)
+        self._find_changed()
+
+    def _find_changed(self) -> set[str]:
+        "Return the frozen parameters that something has changed since the fit began, on all ranks."
+        learn, changed = self.learn, set[str]()
+        if learn.world.is_first:
+            changed = find_changed(learn.model, self._trained, self._digests)
+        return set(learn.world.broadcast(sorted(changed)))
 
     def _begin_run(
         self,
@@ -360,6 +373,7 @@ class Checkpoint(Callback):
         learn = self.learn
         if self.trainable_only:
             self._trained |= find_trainable(learn.model)
+            self._trained |= self._find_changed()
         state = collect_state(learn, place)
         if self.trainable_only and learn.world.is_first:
             state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)

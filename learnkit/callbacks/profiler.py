@@ -130,11 +130,20 @@ class TorchProfiler(Callback):
         del self.after_batch
         profiler.stop()  # writes what was recorded
 
-    def cleanup(self) -> None:
-        "End the recording with the fit."
+    def after_fit(self) -> None:
+        "End the recording with the fit, also if an outer run goes on."
+        vars(self).pop('before_draw', None)
         if self._profiler is not None:
             self._end()
-        vars(self).pop('before_draw', None)
+
+    def on_run_failed(self) -> None:
+        "End the recording with a fit that failed in an outer run."
+        if self.learn.fitting:
+            self.after_fit()
+
+    def cleanup(self) -> None:
+        "End the recording after an error."
+        self.after_fit()
 
     def _write(self, profiler: Any) -> None:
         "Write the trace, and print the table; do nothing if no batch was recorded to its end."

@@ -218,8 +218,12 @@ def _is_recreated(value: Any) -> bool:
     return isinstance(value, _RECREATED_TYPES) or callable(value)
 
 
-def _encode_attributes(cb: Any) -> dict[str, Any]:
+def _encode_attributes(
+    cb: Any,
+    owners: tuple[Any, ...] = (),  # callbacks that hold this one, outermost first
+) -> dict[str, Any]:
     "Return a callback's attributes as plain data, except values that are not data and views of the model's weights."
+    owners = (*owners, cb)
     cls: Any = type(cb)
     base_names = _find_base_names(cls) if inherits_state(cb) else frozenset[str]()
     encoded = {}
@@ -234,7 +238,13 @@ def _encode_attributes(cb: Any) -> dict[str, Any]:
         except _ENCODE_ERRORS:
             # an object of some class: it is created with the callback, its random generators move
             if nested := _find_nested_callbacks(value):
-                states = [_encode_attributes(inner) for inner in nested]
+                # a callback that refers back to its owner is encoded once, as the owner
+                states = [
+                    {}
+                    if any(inner is owner for owner in owners)
+                    else _encode_attributes(inner, owners)
+                    for inner in nested
+                ]
                 encoded[name] = {_KIND: 'callbacks', 'of': states}
             elif not isinstance(value, _NO_PARTS) and own_generators([value]):
                 encoded[name] = _encode_generators(value)
@@ -242,11 +252,11 @@ def _encode_attributes(cb: Any) -> dict[str, Any]:
 
 
 def _find_nested_callbacks(value: Any) -> list[Callback]:
-    "Return the callbacks of an attribute, itself or in a list, that belong to their owner and not to the Learner."
-    items = [*value] if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(item, Callback) and not has_own_state(item) for item in items):
-        return []
-    return [cb for cb in items if all(cb is not other for other in getattr(cb.learn, 'cbs', ()))]
+    "Return the callbacks of an attribute, itself or in a list or dict, that belong to their owner, not to the Learner."
+    values = value.values() if isinstance(value, dict) else value
+    items = [*values] if isinstance(value, (list, tuple, dict)) else [value]
+    held = [item for item in items if isinstance(item, Callback) and not has_own_state(item)]
+    return [cb for cb in held if all(cb is not other for other in getattr(cb.learn, 'cbs', ()))]
 
 
 def _shares_weights(t: Tensor, cb: Any) -> bool:

@@ -431,7 +431,7 @@ def _has_attribute(learn: object, name: str) -> bool:
 
 def _check_options(order: object, run_in: object) -> None:
     "Raise `CallbackError` for an `order` that is not a number and for an unknown `run_in`."
-    if order is not None and not isinstance(order, Real):
+    if order is not None and (not isinstance(order, Real) or order != order):
         raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
     if run_in not in (None, *RUN_KINDS):
         raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def as_pictures(
     "Return images with their captions, as one picture or one by one; raise `OptionError` for wrong arguments."
     pixels: Pixels = as_images(images)
     if captions is not None:
-        if isinstance(captions, str) or len(captions) != len(pixels):
+        is_list = isinstance(captions, Sized) and not isinstance(captions, str)
+        if not is_list or len(captions) != len(pixels):
             raise OptionError(
                 f'captions={short_repr(captions)}: give a list of {len(pixels)}, one for each image.'
             )
@@ -88,7 +89,9 @@ def add_captions(
 
 def _fit_caption(caption: Any, width: int) -> str:
     "Return the first lines of a caption, shortened to the width of an image."
-    lines = str(caption).splitlines()[:MAX_LINES]
+    # names of files may have bytes that are no text
+    text = str(caption).encode('utf-8', 'replace').decode()
+    lines = text.splitlines()[:MAX_LINES]
     return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
 
 
@@ -98,8 +101,9 @@ def _draw_captions(captions: list[str], width: int, height: int) -> Pixels:
     figures = import_library('matplotlib.figure', 'A caption')
     figure = figures.Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor='white')
     canvas = agg.FigureCanvasAgg(figure)
-    # a dollar sign begins no formula
-    text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black', parse_math=False)
+    text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black')
+    # a dollar sign begins no formula, whatever the user's settings
+    text.set(parse_math=False, usetex=False)
     text.set_fontsize(FONT_SIZE * 72 / DPI)
     pictures = np.empty((len(captions), height, width, 4), np.uint8)
     with warnings.catch_warnings():

@@ -14,7 +14,12 @@ from learnkit import (
     EMA,
     SGD,
     Adam,
+    BatchError,
     Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelTrainException,
     DataLoaders,
     FitError,
     GradientAccumulation,
@@ -209,6 +214,32 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x).expand(len(x), 1_000_000).exp().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ('event', 'error'),
+    [
+        ('before_fit', CancelFitException),
+        ('before_epoch', CancelEpochException),
+        ('before_train', CancelTrainException),
+        ('before_batch', CancelBatchException),
+    ],
+)
+def test_a_callback_that_cancels_the_steps_is_an_error(event: str, error: type[Exception]) -> None:
+    def cancel(cb: Callback) -> None:
+        raise error
+
+    learn = synth_learner(cbs=Callback(**{event: cancel}))
+    before = learn.model.a.item()
+    with pytest.raises(FitError, match='no training step'):
+        learn.find_batch_size(64)
+    assert learn.opt is None and learn.time.ba == 0 and learn.model.a.item() == before
+
+
+def test_a_batch_without_samples_is_an_error() -> None:
+    empty = torch.zeros(0, 1)
+    with pytest.raises(BatchError, match='no samples'):
+        synth_learner(dls=[(empty, empty)]).find_batch_size()
 
 
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='needs /proc')

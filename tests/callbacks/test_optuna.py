@@ -167,6 +167,8 @@ def test_what_cannot_be_meant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     maximize = optuna.create_study(direction='maximize').ask()
     with pytest.raises(OptionError, match=r'valid_loss.*maximize'):
         OptunaPruning(maximize)
+    with pytest.raises(OptionError, match='2 objectives'):
+        OptunaPruning(optuna.create_study(directions=['minimize', 'maximize']).ask())
     OptunaPruning(maximize, 'accuracy')
     OptunaPruning(maximize, 'my_own')
     OptunaPruning(optuna.trial.FixedTrial({}))

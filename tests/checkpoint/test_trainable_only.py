@@ -142,3 +142,27 @@ def test_two_processes(tmp_path: Path) -> None:
     assert [same for same, _ in results] == [True, True]
     assert all("'fsdp'" in message for _, message in results)
     assert len(saved_weights(newest(tmp_path))) == 5
+
+
+@pytest.mark.parametrize('begin', [0, 4, 7])
+def test_frozen_weights_that_a_callback_changes_are_kept(tmp_path: Path, begin: int) -> None:
+    def make_changing(path: Path) -> Learner:
+        def change(cb: Callback) -> None:
+            if begin <= cb.train_iter < 8:
+                with torch.no_grad():
+                    cb.learn.model.base[0].weight.add_(0.01)
+
+        return make(path, Callback(after_step=change))
+
+    straight = make_changing(tmp_path)
+    straight.fit(2)
+    assert 'base.0.weight' in saved_weights(newest(tmp_path))
+    assert 'base.0.bias' not in saved_weights(newest(tmp_path))
+    for entry in entries(tmp_path / 'checkpoints'):
+        learn = make_changing(tmp_path / entry.path.stem)
+        learn.fit(2, resume=entry.path)
+        assert not differences(straight.checkpoint_state(), learn.checkpoint_state())
+        if entry.info['ba'] < 2 * N:
+            again = make_changing(tmp_path / 'again' / entry.path.stem)
+            again.fit(2, resume=newest(tmp_path / entry.path.stem))
+            assert not differences(straight.checkpoint_state(), again.checkpoint_state())

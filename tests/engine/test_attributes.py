@@ -228,6 +228,32 @@ def test_callbacks_held_by_a_callback_keep_their_attributes() -> None:
     assert inner == [held.count, *held.counts]
 
 
+class Circle(Callback):
+    "Counts batches in callbacks that refer back to it, and to each other."
+
+    def __init__(self) -> None:
+        self.named: dict[str, Any] = {'a': Counts(), 'b': Counts()}
+        self.mixed = [Counts(), 3]
+        a, b = self.named.values()
+        a.owner, b.owner, a.other, b.other = self, self, b, a
+
+    def after_batch(self) -> None:
+        if self.training:
+            for cb in (*self.named.values(), self.mixed[0]):
+                cb.n += 1
+
+
+def test_held_callbacks_may_refer_to_each_other() -> None:
+    learn = synth_learner(cbs=Circle())
+    learn.fit('3ba')
+    state = through_a_file(learn.checkpoint_state())
+    resumed = synth_learner(cbs=Circle())
+    a, b = resumed.circle.named.values()
+    resumed.load_checkpoint_state(state)
+    assert (a.n, b.n, resumed.circle.mixed[0].n, resumed.circle.mixed[1]) == (3, 3, 3, 3)
+    assert a.owner is resumed.circle and a.other is b and b.other is a
+
+
 class Hidden(Callback):
     "Takes rates from an iterator, of which no checkpoint can know how far it is."
 

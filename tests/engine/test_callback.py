@@ -465,7 +465,12 @@ def test_periodic_takes_an_order_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ('options', 'message'), [({'order': '60'}, r"order='60'.*50"), ({'run_in': 'fits'}, "'fits'")]
+    ('options', 'message'),
+    [
+        ({'order': '60'}, r"order='60'.*50"),
+        ({'order': float('nan')}, 'order=nan'),
+        ({'run_in': 'fits'}, "'fits'"),
+    ],
 )
 def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
     options: dict[str, Any], message: str

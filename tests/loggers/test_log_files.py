@@ -401,3 +401,16 @@ def test_a_later_line_that_is_none_of_a_log_is_told_before_training(
     with pytest.raises(OptionError, match='log'):
         learn.fit(1)
     assert learn.time.ba == 0 and (tmp_path / log.fname).read_text() == text
+
+
+@pytest.mark.parametrize('captions', ['ab', 5, iter('ab'), ['a']])
+def test_captions_that_are_no_list_are_refused(captions: Any) -> None:
+    with pytest.raises(OptionError, match='give a list of 2'):
+        as_pictures(torch.zeros(2, 3, 8, 6), captions)
+
+
+def test_captions_may_be_any_text() -> None:
+    matplotlib = pytest.importorskip('matplotlib')
+    with matplotlib.rc_context({'text.usetex': True}):
+        drawn = as_pictures(torch.zeros(2, 3, 8, 6), ['a_$b', 'name\udcff.png'], grid=False)
+    assert drawn.shape == (2, 143, 96, 3) and (drawn[:, :15] < 128).any((1, 2, 3)).all()
