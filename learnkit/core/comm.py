@@ -7,9 +7,11 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
+from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +31,8 @@ Address = tuple[str, int]
 # numbers that ranks exchange while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
 
-STORE_INTERVAL_S = 0.5  # seconds between looks at the store while a rank waits for others
+# time between looks at the store while a rank waits for others
+STORE_INTERVAL = timedelta(seconds=0.5)
 
 # kept open, because the same processes may join again at the same address
 _stores: dict[Address, Store] = {}
@@ -191,18 +194,34 @@ class Comm:
 
         A rank that has failed keeps a connection open while another of its collectives runs. Without a look at the
         store, a rank that waits on this connection would not return before the timeout."""
-        from torch.distributed import DistBackendError
-
         end = monotonic() + self.timeout_s
-        while not work.is_completed() and monotonic() < end:
+        while monotonic() < end:
             try:
-                work.wait(timedelta(seconds=STORE_INTERVAL_S))
+                work.wait(STORE_INTERVAL)
+                return
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if self.store is not None and self.store.check(['failed']):
+                if self._another_failed():
+                    from torch.distributed import DistBackendError
+
                     raise DistBackendError('A collective of another rank has failed.') from None
         work.wait()
+
+    def _another_failed(self) -> bool:
+        """Return True if the store says that a rank has failed.
+
+        The store is asked in a thread, because it does not answer if the rank that keeps it is stopped."""
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # torch raises it if the connection to the store is lost
+                answers.append(self.store is not None and self.store.check(['failed']))
+
+        thread = Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(STORE_INTERVAL.total_seconds())
+        return any(answers)
 
     # -- numbers that are exchanged while a batch is computed --------------------------------------
 

@@ -115,8 +115,8 @@ def test_a_first_rank_that_is_stopped_is_named_although_it_keeps_the_store() -> 
 
     with started_ranks(job, 2) as (_, second):
         began = time.monotonic()
-        second.wait(20)
-        assert time.monotonic() - began < TIMEOUT_S + 10 and second.code
+        second.wait(60)
+        assert time.monotonic() - began < TIMEOUT_S + 30 and second.code
         assert (
             'DistributedError: Process 0 of 2, which keeps the store, does not answer'
             in second.stderr
