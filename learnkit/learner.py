@@ -17,7 +17,8 @@ import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_finder import LRSearch, valley
@@ -1731,7 +1732,8 @@ class Learner(Loop):
         if sys.is_finalizing() or self._ran_in != os.getpid():
             return
         # garbage collection may run inside torch.export, which would trace tensor operations
-        with _disable_current_modes():
+        is_traced = _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
+        with _disable_current_modes() if is_traced else nullcontext():
             close_errors = self._close()
         for e in close_errors:
             warn_user(

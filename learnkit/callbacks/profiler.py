@@ -13,6 +13,7 @@ from learnkit.core.errors import FitError, OptionError
 from learnkit.core.files import atomic_write, check_folder, unused_path
 from learnkit.core.html import text_table
 from learnkit.core.numbers import check_count
+from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
 __all__ = ['TorchProfiler']
@@ -30,7 +31,8 @@ class TorchProfiler(Callback):
 
     An error or the end of the fit ends the recording, and the batches so far are written. Before the
     recording a batch costs a comparison of two numbers, and nothing after the last one. An
-    evaluation between recorded batches is in the trace. A GPU is recorded if there is one.
+    evaluation between recorded batches is in the trace. A GPU is recorded if there is one. A fit that
+    ends before the first recorded batch is a warning.
 
     Raises `OptionError` for invalid numbers, and before training if the folder cannot be written,
     and `FitError` if another profiler is running. Checkpointed: nothing; a resumed fit is recorded
@@ -76,6 +78,7 @@ class TorchProfiler(Callback):
         self.files: list[Path] = []
         self.table = ''
         self._profiler: Any = None  # while it runs
+        self._n_files_before = 0  # number of files before this fit
         self._n_begun = 0  # number of recordings of this fit
         self._begins_at: int | None = None  # batch of the fit at which the next recording begins
         self._n_steps = 0  # number of batches of this recording
@@ -85,7 +88,7 @@ class TorchProfiler(Callback):
         "Check the folder, and wait for the first batch."
         if self.learn.world.is_first:
             check_folder(self.learn.path / self.folder)
-        self._n_begun, self._begins_at = 0, None
+        self._n_begun, self._begins_at, self._n_files_before = 0, None, len(self.files)
         self.before_draw = self._begin_when_due  # type: ignore[method-assign]
 
     def _begin_when_due(self) -> None:
@@ -131,7 +134,16 @@ class TorchProfiler(Callback):
         profiler.stop()  # writes what was recorded
 
     def after_fit(self) -> None:
-        "End the recording with the fit, also if an outer run goes on."
+        "End the recording with the fit, also if an outer run goes on; warn if no batch was recorded."
+        self._stop()
+        if self._begins_at is not None and len(self.files) == self._n_files_before:
+            warn_user(
+                f'TorchProfiler has recorded no batch: the fit ended before batch {self.wait + self.warmup}. Give a '
+                f'smaller `wait` (it is {self.wait}) or `warmup` ({self.warmup}), or train for longer.'
+            )
+
+    def _stop(self) -> None:
+        "End what is recorded, and wait no longer for a batch."
         vars(self).pop('before_draw', None)
         if self._profiler is not None:
             self._end()
@@ -139,11 +151,11 @@ class TorchProfiler(Callback):
     def on_run_failed(self) -> None:
         "End the recording with a fit that failed in an outer run."
         if self.learn.fitting:
-            self.after_fit()
+            self._stop()
 
     def cleanup(self) -> None:
         "End the recording after an error."
-        self.after_fit()
+        self._stop()
 
     def _write(self, profiler: Any) -> None:
         "Write the trace, and print the table; do nothing if no batch was recorded to its end."

@@ -182,6 +182,11 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
         folder = folders[0] if folders else learn.path / 'checkpoints'
         found = find(resume, folder, learn.world.is_first)
         if found is None:
+            if not folders:
+                warn_user(
+                    f'resume={resume!r}: {folder.absolute()} has no checkpoint, and no callback writes one. The fit '
+                    'starts from the beginning: add `Checkpoint()` to the callbacks.'
+                )
             return None
         path, state, info = found
         state = check_state(_read_parts(learn, state, path), path)

@@ -13,6 +13,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from learnkit.core.batch import tensors_in
 from learnkit.core.errors import LossError, MetricError
@@ -30,6 +31,7 @@ __all__ = [
     'loss_hint',
     'classes_hint',
     'check_pairing',
+    'check_class_scores',
     'shape_fix',
     'check_choice',
     'needs_class_indices',
@@ -244,6 +246,12 @@ _LABEL_METRICS = {
 }
 
 
+_OTHER_LOSSES = (
+    'For numbers use `MSELoss()`; for yes or no `BCEWithLogitsLoss()`; for one class of several, give the model an '
+    'output for each class and whole numbers as targets.'
+)
+
+
 def check_pairing(
     loss_func: Callable[..., Any],  # function of predictions and targets
     pred: Any,  # predictions of a batch
@@ -269,6 +277,56 @@ def check_pairing(
     raise LossError(
         f'{name} compares each of the {pred.numel()} predictions with each of the {targ.numel()} targets: '
         f'their shapes {tuple(pred.shape)} and {tuple(targ.shape)} are broadcast. {shape_fix(pred, targ)}'
+    )
+
+
+def check_class_scores(
+    loss_func: Callable[..., Any],  # function of predictions and targets
+    pred: Any,  # predictions of a batch, (B, C, ...)
+    yb: tuple[Any, ...],  # targets of the batch
+) -> None:
+    """Raise `LossError` if cross-entropy gets a single class, and warn of targets that are numbers in place of classes.
+
+    Torch computes both without an error. The loss of one class is always 0, and nothing is trained.
+
+    >>> check_class_scores(nn.CrossEntropyLoss(), torch.zeros(8, 1), (torch.zeros(8, 1),))
+    Traceback (most recent call last):
+    learnkit.core.errors.LossError: CrossEntropyLoss compares classes: predictions of shape (8, 1) have one class, ...
+    """
+    loss = unwrap_partial(loss_func)
+    kind = getattr(loss, 'func', loss)  # `CrossEntropyLossFlat` has torch's loss as `func`
+    if not (isinstance(kind, nn.CrossEntropyLoss) or kind is functional.cross_entropy):
+        return
+    if len(yb) != 1 or not isinstance(pred, Tensor) or not isinstance(yb[0], Tensor):
+        return
+    targ, axis = yb[0], getattr(loss, 'axis', 1)
+    is_soft = targ.is_floating_point() and targ.shape == pred.shape
+    if pred.ndim == 1 and is_soft:
+        problem = f'are the scores of one sample in {len(pred)} classes'
+    elif -pred.ndim <= axis < pred.ndim and pred.shape[axis] == 1:
+        problem = 'have one class, whose loss is always 0'
+    else:
+        if is_soft:
+            _warn_of_numbers(name_of(loss), targ, axis)
+        return
+    raise LossError(
+        f'{name_of(loss)} compares classes: predictions of shape {tuple(pred.shape)} {problem}. {_OTHER_LOSSES}'
+    )
+
+
+def _warn_of_numbers(
+    name: str,  # name of the loss
+    targ: Tensor,  # targets with an entry for each class
+    axis: int,  # class dimension
+) -> None:
+    "Warn of targets that are not probabilities: negative, or with a sum other than 1 (or 0, to ignore a sample)."
+    total = targ.detach().float().sum(axis)
+    is_sum = (total - 1).abs() < 1e-2
+    if bool(((is_sum | (total == 0)).all() & (targ >= 0).all()).cpu()):
+        return
+    warn_user(
+        f"{name} takes targets of the predictions' shape as probabilities, and these are not: they are "
+        f'negative, or do not sum to 1 over the classes. {_OTHER_LOSSES}'
     )
 
 

@@ -445,7 +445,9 @@ class TensorLoader:
 
     def _slice_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
         batches = zip(*(self._split_rows(t, n) for t in self.tensors), strict=True)
-        return (tuple(t.pin_memory() for t in b) for b in batches) if pinned else batches
+        # copies, so that a change of a batch in place leaves the data as they are
+        copy = Tensor.pin_memory if pinned else Tensor.clone
+        return (tuple([copy(t) for t in b]) for b in batches)
 
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield a view of the rows of each batch from batch `n` on."

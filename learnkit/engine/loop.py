@@ -44,6 +44,7 @@ from learnkit.core.model import model_device, name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Timestamp
 from learnkit.core.validation import (
+    check_class_scores,
     check_pairing,
     loss_hint,
     model_hint,
@@ -391,6 +392,7 @@ class Loop(CallbackHost):
         if not self._pairing_known:
             self._pairing_known = True
             check_pairing(self.loss_func, pred, self.yb)
+            check_class_scores(self.loss_func, pred, self.yb)
         try:
             return self.loss_func(pred, *self.yb)
         except Exception as e:

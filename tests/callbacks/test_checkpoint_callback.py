@@ -302,6 +302,13 @@ def test_nothing_there_yet_begins(tmp_path: Path) -> None:
         make(path=tmp_path / 'x').fit(1, resume='latest')
 
 
+def test_a_resume_that_nothing_writes_for_is_told(tmp_path: Path) -> None:
+    learn = make(path=tmp_path)
+    with pytest.warns(UserWarning, match=r'no callback writes one.*add `Checkpoint\(\)`'):
+        learn.fit(1, resume=True)
+    assert len(learn.history) == 1
+
+
 def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
     make(Checkpoint('1ba', tmp_path)).fit(1)
     newest = tmp_path / names(tmp_path)[-1]

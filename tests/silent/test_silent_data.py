@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from learnkit import BestMetric, Callback, Learner, Recorder, TrackerCallback, TrainEvalCallback
-from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, MetricError
+from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError, MetricError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.data.evaluator import Evaluator
 from learnkit.engine.events import event
+from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric
 from learnkit.metrics.functional import Metric
 from learnkit.metrics.merge import shared_state
@@ -968,3 +969,102 @@ def test_bad_dicts_are_errors_before_the_first_step() -> None:
         with pytest.raises(MetricError):
             learn.fit(1)
         assert torch.equal(learn.model.weight, before)
+
+
+@pytest.mark.silent(
+    'a callback changes a batch in place: largest change of the data of from_tensors'
+)
+@pytest.mark.parametrize('form', ['tensor', 'numpy'])
+def test_a_batch_that_is_changed_in_place_leaves_the_data(row: Any, form: str) -> None:
+    sets = points(8, 1), points(6, 2)
+    before = copy.deepcopy(sets)
+    given = [(x.numpy(), y.numpy()) if form == 'numpy' else (x, y) for x, y in sets]
+    for shuffle in (True, False):
+        dls = DataLoaders.from_tensors(*given, bs=4, shuffle=shuffle)
+        learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss())
+        learn.logger = lambda r: None
+
+        def halve(cb: Callback) -> None:
+            for t in (*cb.learn.xb, *cb.learn.yb):
+                t.mul_(0.5)
+
+        learn.fit(1, cbs=Callback(before_batch=halve))
+        learn.validate(cbs=Callback(before_batch=halve))
+        learn.get_preds(cbs=Callback(before_batch=halve))
+    pairs = [
+        (a, b) for old, new in zip(before, sets, strict=True) for a, b in zip(old, new, strict=True)
+    ]
+    change = max((a - b).abs().max().item() for a, b in pairs)
+    if form == 'numpy':
+        row(was=1.4, now=change, independent=0)
+    assert change == 0
+
+
+CROSS_ENTROPIES = (
+    nn.CrossEntropyLoss(),
+    nn.functional.cross_entropy,
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    CrossEntropyLossFlat(),
+)
+
+
+@pytest.mark.silent('cross-entropy of one output and numbers: loss of every epoch')
+@pytest.mark.parametrize('whole', [False, True])
+def test_cross_entropy_of_one_class_is_refused(row: Any, whole: bool) -> None:
+    x, y = points(8, 1)
+    targets = torch.zeros(8, dtype=torch.long) if whole else y
+    for loss in CROSS_ENTROPIES:
+        learn = Learner(
+            DataLoaders.from_tensors((x, targets), bs=4), nn.Linear(1, 1).double(), loss
+        )
+        before = learn.model.weight.clone()
+        with pytest.raises(LossError, match=r'\(4, 1\) have one class.*`MSELoss\(\)`'):
+            learn.fit(1)
+        assert torch.equal(learn.model.weight, before)
+    if not whole:
+        row(was=0.0, now='LossError', independent=(-y.softmax(1) * torch.zeros(8, 1)).sum().item())
+
+
+def test_cross_entropy_of_a_flat_output_is_refused() -> None:
+    x, y = points(8, 1)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Flatten(0)).double()
+    learn = Learner(DataLoaders.from_tensors((x, y[:, 0]), bs=4), model, nn.CrossEntropyLoss())
+    with pytest.raises(LossError, match='one sample in 4 classes'):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize('loss', CROSS_ENTROPIES[:2])
+def test_numbers_in_place_of_probabilities_are_warned_of(loss: Any) -> None:
+    x, _ = points(8, 1)
+    share = torch.softmax(torch.randn(8, 3, dtype=torch.float64), 1)
+    without_a_class = share * torch.tensor([1.0, 0.0] * 4)[:, None]
+
+    def fit(y: Tensor) -> None:
+        learn = Learner(DataLoaders.from_tensors((x, y), bs=8), nn.Linear(1, 3).double(), loss)
+        learn.logger = lambda r: None
+        learn.fit(1)
+
+    fit(share)
+    fit(without_a_class)
+    for y in (share * 3, share - 0.5, torch.eye(3, dtype=torch.float64)[[0, 1] * 4] * 2):
+        with pytest.warns(UserWarning, match='these are not: they are negative, or do not sum'):
+            fit(y)
+
+
+def test_a_learner_may_be_dropped_while_torch_is_imported() -> None:
+    # the collector runs wherever Python allocates, as inside the first import of one of torch's modules
+    code = """
+import gc, sys, torch
+from learnkit.testing import synth_learner
+learn = synth_learner()
+with learn.no_bar(): learn.fit(1)
+name = 'torch._subclasses.schema_check_mode'
+sys.modules[name] = type(sys)(name)  # what a module is that is being imported
+learn.cycle = learn
+del learn
+gc.collect()
+"""
+    done = subprocess.run(
+        [sys.executable, '-W', 'error', '-c', code], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ''
