@@ -35,7 +35,7 @@ from learnkit.checkpoint.frozen import (
 from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
-from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
+from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import check_writable, sweep
 from learnkit.core.locks import FolderLock
 from learnkit.core.model import name_of
@@ -119,7 +119,10 @@ class Checkpoint(Callback):
         sharded: bool = True,  # whether each rank writes its shards of sharded tensors
         trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
     ) -> None:
-        self.every = None if every is None else as_time(every, 'ep')
+        try:
+            self.every = None if every is None else as_time(every, 'ep')
+        except TimeError as e:
+            raise TimeError(f'Checkpoint: {e} A folder is given as `folder=`.') from None
         self._interval = None if self.every is None else Every(self.every)
         if keep_last is not None:
             check_count('keep_last', keep_last)

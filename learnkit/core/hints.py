@@ -28,6 +28,8 @@ _KEYWORDS = {
     'dls': 'data dataloaders loaders train_dataloader train_loader',
     'dl': 'dataloader loader data',
     'valid': 'val validation valid_data val_data validation_data',
+    'folder': 'dirpath save_dir save_folder directory path',
+    'active': 'steps n_steps',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
 }
 # parameters that belong to another call

@@ -16,6 +16,7 @@ from warnings import warn
 from fastcore.basics import camel2snake
 
 from learnkit.core.errors import CallbackError
+from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
@@ -84,6 +85,12 @@ class MissingAttribute(AttributeError):
         name = str(self.name)
         if name in _SYNONYMS:
             return f' Here it is `{_SYNONYMS[name]}`.'
+        recorders = [vars(o)['recorder'] for o in self.owners if 'recorder' in vars(o)]
+        if any(name in recorder.metric_names for recorder in recorders):
+            return (
+                f" It is a column of the history: `history[-1]['{name}']` after an epoch, for a callback with an "
+                "`order` above the Recorder's 50."
+            )
         hidden_prefix = '__' if name.startswith('_') else '_'
         known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden_prefix)}
         close = get_close_matches(name, known - {name}, n=3, cutoff=0.6)
@@ -232,6 +239,11 @@ class Callback:
         def cleanup(self) -> Any: ...
         def close(self) -> Any: ...
         def post_close(self) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if '__init__' in vars(cls) and cls.__module__.startswith('learnkit.'):
+            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from learnkit.core.batch import (
     detuplify,
     form_of,
     has_certain_size,
+    short_repr,
     to_device,
     unpack_output,
 )
@@ -451,6 +452,14 @@ class Loop(CallbackHost):
         try:
             with self.contexts('backward'):
                 self.loss_grad.backward(retain_graph=self.run.retains_graph)
+        except AttributeError as e:
+            if isinstance(self.loss_grad, Tensor):
+                raise
+            raise LossError(
+                f'`learn.loss_grad` was set to {short_repr(self.loss_grad)}, which is not a tensor, so there are no '
+                'gradients. Compute it from the tensor, as in `self.learn.loss_grad = 2 * self.loss_grad`; '
+                '`learn.trace()` shows which callback has set it.'
+            ) from e
         except RuntimeError as e:
             if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
                 hint = precision_hint(self.yb, self.model)
@@ -849,7 +858,8 @@ class Loop(CallbackHost):
 
     def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
-        where = f'{type(cb).__name__}.{event_name} ({place(self)})'
+        of_validation = ' of an evaluation' if self.is_open('validate') else ''
+        where = f'{type(cb).__name__}.{event_name}{of_validation} ({place(self)})'
         if not isinstance(e, CancelException):
             add_note(e, f'in {where}')
         elif not self.is_open(e.level):

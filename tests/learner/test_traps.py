@@ -6,6 +6,7 @@ import warnings
 from collections import UserList
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import learnkit
 from learnkit import (
     Callback,
+    Checkpoint,
     DataLoaders,
     GradientAccumulation,
     Learner,
@@ -30,6 +32,7 @@ from learnkit.core.errors import (
     MetricError,
     OptimizerError,
     OptionError,
+    TimeError,
     UnknownEventError,
 )
 from learnkit.data import TensorLoader
@@ -140,11 +143,50 @@ def test_bad_units(options: dict[str, Any]) -> None:
         (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'Write `bs=`'),
         (lambda: TensorLoader(X, Y, batch_size=8), r'Write `bs=`'),
         (lambda: DataLoaders([(X, Y)], val=[]), r'Write `valid=`'),
+        (lambda: Checkpoint(save_dir='x'), r"'save_dir'. Write `folder=`"),
+        (lambda: learnkit.EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
     ],
 )
 def test_keywords_of_other_libraries(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         call()
+
+
+@pytest.mark.parametrize('folder', ['ckpts', Path('ckpts')])
+def test_a_folder_in_place_of_the_interval(folder: Any) -> None:
+    with pytest.raises(TimeError, match=r'ckpts.*A folder is given as `folder=`'):
+        Checkpoint(folder)
+
+
+def test_a_column_of_the_history_is_no_attribute() -> None:
+    seen: list[str] = []
+
+    def read(cb: Callback) -> None:
+        with pytest.raises(AttributeError) as e:
+            _ = cb.valid_loss  # type: ignore[attr-defined]
+        seen.append(str(e.value))
+        assert cb.history[-1]['valid_loss'] > 0  # what the message says
+
+    learner(cbs=Callback(after_epoch=read, order=60)).fit(1)
+    assert "`history[-1]['valid_loss']`" in seen[0] and '`order` above' in seen[0]
+
+
+def test_a_loss_that_was_set_to_a_number() -> None:
+    def set_number(cb: Callback) -> None:
+        cb.learn.loss_grad = cb.loss.item()
+
+    with pytest.raises(LossError, match=r'`learn.loss_grad` was set to [\d.]+, .*learn.trace\(\)'):
+        learner(cbs=Callback(after_loss=set_number)).fit(1)
+
+
+def test_an_error_of_a_callback_in_an_evaluation_says_so() -> None:
+    def fail(cb: Callback) -> None:
+        if not cb.training:
+            raise ValueError('boom')
+
+    with pytest.raises(ValueError) as e:
+        learner(cbs=Callback(after_pred=fail)).fit(1)
+    assert e.value.__notes__ == ['in Callback.after_pred of an evaluation (epoch 0, batch 0)']
 
 
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
