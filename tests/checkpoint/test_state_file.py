@@ -101,8 +101,8 @@ def test_info_is_read_without_the_data(tmp_path: Path) -> None:
     text = json.dumps(header, separators=(',', ':')).encode()
     (tmp_path / 'a').write_bytes(len(text).to_bytes(8, 'little') + text)
     os.truncate(tmp_path / 'a', 8 + len(text) + (8 << 30))  # a hole: reading it would take seconds
-    start = time.perf_counter()
-    assert math.isnan(read_info(tmp_path / 'a')['value']) and time.perf_counter() - start < 0.5
+    start = time.process_time()
+    assert math.isnan(read_info(tmp_path / 'a')['value']) and time.process_time() - start < 0.5
     (tmp_path / 'a').unlink()
 
 

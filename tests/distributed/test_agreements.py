@@ -360,7 +360,7 @@ def test_who_leaves_alone_is_named_to_the_others_at_once(
 ) -> None:
     (other, told, took_s, n), (own, _, _, n_own) = ends[case]
     raises, event, _ = ENDS[case]
-    assert own == raises.__name__ and n - n_own in (0, 1) and took_s < 5
+    assert own == raises.__name__ and n - n_own in (0, 1) and took_s < 15
     said = 'has left the training' if raises is SystemExit else f'failed in Callback.{event}'
     assert other == 'DistributedError' and told.startswith(f'Process 1 of 2 {said}')
     assert ('KeyboardInterrupt' in told) == (raises is KeyboardInterrupt)
@@ -371,7 +371,7 @@ def test_a_step_that_one_leaves_out_ends_all_at_the_next_agreement(
     case: str, ends: dict[str, list[Any]]
 ) -> None:
     for error, told, took_s, n in ends[case]:
-        assert error == 'DistributedError' and n == N_BATCHES and took_s < 5
+        assert error == 'DistributedError' and n == N_BATCHES and took_s < 15
         assert (
             told.startswith('The processes have taken 12 to 13 steps')
             and 'self.world.any(...)' in told
@@ -385,7 +385,7 @@ def test_a_level_that_one_leaves_is_told_with_what_to_do() -> None:
     }
     for got in each(cases).values():
         for error, told, took_s, _ in got:
-            assert error == 'DistributedError' and 1 < took_s < 5
+            assert error == 'DistributedError' and 1 < took_s < 15
             assert (
                 told.startswith('The 2 processes waited for one another')
                 and 'self.world.any(...)' in told

@@ -47,7 +47,7 @@ def fail(cb: Any) -> None:
 def test_the_others_raise_the_error_of_the_one_that_failed(event: str, who: int) -> None:
     ends = run_ranks(fit, 3, who, event, fail)
     for rank, (error, took_s, threads) in enumerate(ends):
-        assert took_s < 4 and threads == 0
+        assert took_s < 15 and threads == 0
         if rank == who:
             assert error == 'ValueError: boom'
         else:
@@ -132,7 +132,7 @@ def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None
             'DistributedError: The 2 processes waited for one another: process 0 waited in'
         )
         assert 'cb.world.gather(' in error and 'self.world.any(...)' in error
-        assert took_s < TIMEOUT_S + 4
+        assert took_s < TIMEOUT_S + 15
 
 
 def test_what_comes_from_another_rank_is_told_from_what_does_not() -> None:
@@ -169,7 +169,7 @@ def test_a_closed_comm_leaves_no_connection_open() -> None:
         else:
             with pytest.raises(RuntimeError) as e:
                 world.gather(1)
-            assert is_lost(e.value) and time.monotonic() - began < 2
+            assert is_lost(e.value) and time.monotonic() - began < 15
         return int('reducer' in vars(wrapped))  # the wrapper itself is still held
 
     assert run_ranks(job, 2) == [0, 0]

@@ -23,6 +23,7 @@ from learnkit import DataLoaders, Learner
 from learnkit.testing.forks import start
 
 TIMEOUT_S = 2
+LIMIT_S = TIMEOUT_S + 20  # generous, because a loaded machine takes seconds to start workers
 
 
 class Faulty(TensorDataset):
@@ -109,7 +110,7 @@ def test_the_error_comes_in_time_and_the_next_fit_works(
 ) -> None:
     with start(partial(job, what, tmp_path, persistent)) as child:
         assert child.wait() == 0, child.stderr
-        assert child.result < TIMEOUT_S + 1, f'{child.result:.2f} s'
+        assert child.result < LIMIT_S, f'{child.result:.2f} s'
 
 
 def test_a_hanging_worker_is_told_in_time_and_the_next_fit_works(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_hanging_worker_is_told_in_time_and_the_next_fit_works(tmp_path: Path)
             children.append(stack.enter_context(start(partial(job, 'hangs', folder, persistent))))
         for child in children:
             assert child.wait() == 0, child.stderr
-            assert child.result < TIMEOUT_S + 1, f'{child.result:.2f} s'
+            assert child.result < LIMIT_S, f'{child.result:.2f} s'
 
 
 @pytest.mark.full
