@@ -352,6 +352,8 @@ def main(
     show = print if rank == 0 else lambda *_: None
     bs = sizes.bs // int(os.environ.get('WORLD_SIZE', 1))
 
+    if args.quick:
+        show('--quick shows that the script runs: its figures mean nothing.')
     show(f'Training on {", ".join(FIRST)}')
     dls = make_loaders(FIRST, sizes.n_first, sizes.n_valid, bs)
     first = train_first(dls, sizes, args.folder, args.resume)

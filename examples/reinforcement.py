@@ -290,6 +290,8 @@ def main() -> None:
     parser.add_argument('--compare', action='store_true', help='compare with a plain loop instead')
     args = parser.parse_args()
     n, epoch = (200, 100) if args.quick else (20_000, 1000)
+    if args.quick:
+        print('--quick shows that the script runs: its figures mean nothing.')
     torch.set_num_threads(1)  # more do not help with a model this small
     if args.compare:
         n = min(n, 2000)

@@ -363,6 +363,8 @@ def main(
     show = print if int(os.environ.get('RANK', 0)) == 0 else lambda *_: None
     bs = sizes.bs // int(os.environ.get('WORLD_SIZE', 1))
 
+    if args.quick:
+        show('--quick shows that the script runs: its figures mean nothing.')
     corpus, tokenizer = prepare(args.folder, sizes.n, sizes.vocab_size)
     show({name: len(split) for name, split in corpus.items()})
     test = corpus['test']

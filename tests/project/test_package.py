@@ -338,6 +338,7 @@ def test_readme_examples_run_and_print_what_it_shows(tmp_path: Path) -> None:
     examples, (table, change) = fenced('python'), fenced('text')
     assert len(examples) == 4
     printed = [output_of(code, cwd=tmp_path, has=('torch',)) for code in examples]
+    assert (tmp_path / 'digits.png').stat().st_size > 5000
     assert printed[0].split()[:5] == table.split()[:5]
     for row, expected in zip(rows_of(printed[0]), rows_of(table), strict=True):
         assert row == pytest.approx(expected, rel=0.05, abs=0.02)  # sums are rounded by the machine
