@@ -45,12 +45,11 @@ def new_axes(
     n: int = 1,  # number of axes
     cols: int = 1,  # number of columns
     figsize: tuple[float, float] | None = None,  # size in inches; None: matplotlib's default
+    layout: str = 'constrained',  # matplotlib's layout; 'compressed' for images
 ) -> AxesList:
     "Return the axes of a new figure in row-major order; unused grid cells are empty."
     cols, n = min(cols, max(n, 1)), max(n, 1)
-    axs = pyplot().subplots(
-        -(-n // cols), cols, figsize=figsize, squeeze=False, layout='constrained'
-    )[1]
+    axs = pyplot().subplots(-(-n // cols), cols, figsize=figsize, squeeze=False, layout=layout)[1]
     for ax in axs.flat[n:]:
         ax.remove()
     return AxesList(axs.flat[:n])

@@ -313,7 +313,7 @@ def draw_masks(
     n, width = len(images), 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
     cols, rows = samples_per_row * width, -(-n // samples_per_row)
-    axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows))
+    axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
     target = next(iter(masks.values()))
     _draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
@@ -389,7 +389,9 @@ def draw_images(
     n = len(pictures)
     cols = n if n <= 4 else math.ceil(math.sqrt(n))
     lines = max((t.count('\n') + 1 for t in titles if t), default=0)
-    axs = new_axes(n, cols, figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols)))
+    size = figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols))
+    # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)
+    axs = new_axes(n, cols, size, 'compressed')
     _draw_pictures(axs, pictures, titles)
     if masks is not None:
         largest = max(int(masks.max()), 1)

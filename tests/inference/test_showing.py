@@ -16,7 +16,14 @@ from learnkit import Callback, ClassificationInterpretation, DataLoaders, Learne
 from learnkit.core.errors import OptionError
 from learnkit.core.plotting import WRONG
 from learnkit.core.random import capture_own, capture_rng, same_states
-from learnkit.data.show import as_pictures, as_targets, class_colors, draw_masks, wrong_ones
+from learnkit.data.show import (
+    as_pictures,
+    as_targets,
+    class_colors,
+    draw_images,
+    draw_masks,
+    wrong_ones,
+)
 from learnkit.data.tables import Table, readable
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
@@ -314,6 +321,16 @@ def test_results_of_images_say_target_and_prediction_and_mark_the_wrong_ones() -
             assert (
                 to_rgba(ax.title.get_color()) == to_rgba(WRONG) == ax.spines['top'].get_edgecolor()
             )
+
+
+@pytest.mark.parametrize('n', [1, 4, 7])
+def test_a_saved_picture_has_its_titles_whole(n: int, tmp_path: Path) -> None:
+    plt = pytest.importorskip('matplotlib.pyplot')
+    titles = ['target 4\npredicted 9\nloss 14.64'] * n
+    axs = draw_images(torch.ones(n, 3, 8, 8), titles, wrong=range(n))
+    axs.figure.savefig(tmp_path / 'a.png')  # the first drawing of the figure
+    picture = plt.imread(tmp_path / 'a.png')[:, :, :3]
+    assert (picture[:2] == 1).all() and (picture[2:40] < 1).any()
 
 
 def test_results_of_vectors_are_a_table() -> None:
