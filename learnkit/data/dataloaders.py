@@ -352,8 +352,9 @@ class DataLoaders(Shows):
 class TensorLoader:
     """Serve batches of in-memory tensors, indexing whole batches: many times faster than collating samples.
 
-    A batch is a tuple with one entry per tensor, or a dict if the tensors were given as a dict. Batches are views
-    unless `shuffle` is set. Batches of CPU tensors are in pinned memory if CUDA is initialized.
+    A batch is a tuple with one entry per tensor, or a dict if the tensors were given as a dict. Batches are
+    copies: a change of a batch in place leaves the data as they are. Batches of CPU tensors are in pinned memory if
+    CUDA is initialized.
 
     `generator` draws one permutation per epoch, when iteration begins. Raises `LoaderError` for tensors of different
     lengths or devices, and `EmptyLoaderError` for empty tensors.

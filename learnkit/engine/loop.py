@@ -858,8 +858,8 @@ class Loop(CallbackHost):
 
     def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
-        of_validation = ' of an evaluation' if self.is_open('validate') else ''
-        where = f'{type(cb).__name__}.{event_name}{of_validation} ({place(self)})'
+        evaluation = ', in an evaluation' if self.is_open('validate') else ''
+        where = f'{type(cb).__name__}.{event_name} ({place(self)}{evaluation})'
         if not isinstance(e, CancelException):
             add_note(e, f'in {where}')
         elif not self.is_open(e.level):

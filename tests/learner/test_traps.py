@@ -186,7 +186,7 @@ def test_an_error_of_a_callback_in_an_evaluation_says_so() -> None:
 
     with pytest.raises(ValueError) as e:
         learner(cbs=Callback(after_pred=fail)).fit(1)
-    assert e.value.__notes__ == ['in Callback.after_pred of an evaluation (epoch 0, batch 0)']
+    assert e.value.__notes__ == ['in Callback.after_pred (epoch 0, batch 0, in an evaluation)']
 
 
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:

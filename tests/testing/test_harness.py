@@ -187,10 +187,12 @@ def test_a_job_that_fails_shows_its_traceback() -> None:
 
 def test_a_job_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path) -> None:
     before = children()
-    with pytest.raises(
-        HarnessError, match=r'(?s)did not end within 0\.3 s.*in sleep_beside_another'
-    ):
-        run_until_done(lambda: sleep_beside_another(tmp_path / 'pid'), timeout_s=0.3)
+    for timeout_s in (0.3, 3, 30):  # a loaded machine may take seconds to begin
+        with pytest.raises(HarnessError, match=f'did not end within {timeout_s} s') as e:
+            run_until_done(lambda: sleep_beside_another(tmp_path / 'pid'), timeout_s=timeout_s)
+        if (tmp_path / 'pid').exists():
+            break
+    assert 'in sleep_beside_another' in str(e.value)
     assert is_gone(int((tmp_path / 'pid').read_text())) and children() == before
     with pytest.raises(HarnessError, match='killed 3 times'):
         run_until_done(lambda: reached('x'), lambda n: 'x', max_lives=3)
