@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, check_folder
+from learnkit.loggers.base import Logger
 
 __all__ = ['AimLogger']
 
@@ -49,7 +50,7 @@ class AimLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder)) / '.aim'
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         aim = import_library('aim', 'AimLogger')

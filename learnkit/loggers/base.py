@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError, TimeError
-from learnkit.core.files import check_writable
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -29,7 +27,7 @@ from learnkit.loggers.values import (
 )
 from learnkit.metrics.base import Mean, is_number
 
-__all__ = ['Logger', 'Rows', 'check_folder', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
@@ -440,14 +438,6 @@ class Logger(Callback):
     def __getstate__(self) -> dict[str, Any]:
         "Leave out the open handle: a copy opens its own."
         return {**self.__dict__, '_handle': None}
-
-
-def check_folder(folder: Path) -> None:
-    "Raise `OptionError` if no file can be written to a folder, which is created if it is missing."
-    try:
-        check_writable(folder / 'run')
-    except OSError as e:
-        raise OptionError(f'{folder} cannot be written: {e}.') from None
 
 
 def _close_at_exit(logger: Logger) -> None:

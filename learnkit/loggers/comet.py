@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, check_folder
+from learnkit.loggers.base import Logger
 from learnkit.loggers.values import png
 
 __all__ = ['CometLogger']
@@ -72,7 +73,7 @@ class CometLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder))
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         comet = import_library('comet_ml', 'CometLogger')

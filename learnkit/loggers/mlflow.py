@@ -11,9 +11,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, check_folder
+from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
@@ -67,7 +68,7 @@ class MlflowLogger(Logger):
     def check(self) -> None:
         folder = self.where()
         if isinstance(folder, Path):
-            check_folder(folder)
+            check_folder(folder, keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, check_folder, open_loggers
+from learnkit.loggers.base import Logger, Rows, open_loggers
 
 __all__ = ['WandbLogger']
 
@@ -67,7 +68,7 @@ class WandbLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb
