@@ -9,12 +9,12 @@ from typing import Any
 from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger
+from learnkit.loggers.base import RunLogger
 
 __all__ = ['AimLogger']
 
 
-class AimLogger(Logger):
+class AimLogger(RunLogger):
     """Log to a run of Aim, in the repository `.aim` of a folder: `aim up` in the folder shows it.
 
     All fits of a Learner, and a process that resumes it, log to one run. After a resume from an
@@ -43,7 +43,6 @@ class AimLogger(Logger):
         self.folder = folder
         self.experiment = experiment
         self.options = options
-        self._id: str | None = None  # hash of the run
 
     def where(self) -> Path:
         "Return the folder of the repository."
@@ -80,9 +79,3 @@ class AimLogger(Logger):
 
     def shut(self, handle: Any) -> None:
         handle.close()
-
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']

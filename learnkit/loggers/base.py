@@ -27,7 +27,7 @@ from learnkit.loggers.values import (
 )
 from learnkit.metrics.base import Mean, is_number
 
-__all__ = ['Logger', 'Rows', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
@@ -438,6 +438,21 @@ class Logger(Callback):
     def __getstate__(self) -> dict[str, Any]:
         "Leave out the open handle: a copy opens its own."
         return {**self.__dict__, '_handle': None}
+
+
+class RunLogger(Logger):
+    """Base class of loggers whose backend gives each run an id, by which `open` continues the run.
+
+    Checkpointed: also the id.
+    """
+
+    _id: str | None = None  # id of the run; None before `open` has begun a run
+
+    def saved(self) -> dict[str, Any]:
+        return {'id': self._id}
+
+    def restore(self, sd: dict[str, Any]) -> None:
+        self._id = sd['id']
 
 
 def _close_at_exit(logger: Logger) -> None:
