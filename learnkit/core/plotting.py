@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from io import BytesIO
 from typing import Any
@@ -14,6 +15,7 @@ __all__ = [
     'AxesList',
     'pyplot',
     'color',
+    'choose_columns',
     'new_axes',
     'axes_or_new',
     'encode_figure',
@@ -50,6 +52,17 @@ def color(i: int) -> str:
     plt = pyplot()
     has_cycle = plt.rcParams['axes.prop_cycle'] != plt.rcParamsDefault['axes.prop_cycle']
     return f'C{i}' if has_cycle else COLORS[i % len(COLORS)]
+
+
+def choose_columns(
+    n: int,  # number of pictures
+) -> int:
+    """Return the number of columns of a grid: one row up to 4 pictures, otherwise about a square.
+
+    >>> [choose_columns(n) for n in (1, 4, 5, 9, 10)]
+    [1, 4, 3, 3, 4]
+    """
+    return n if n <= 4 else math.ceil(math.sqrt(n))
 
 
 def new_axes(

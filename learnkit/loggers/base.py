@@ -16,7 +16,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import Every
-from learnkit.loggers.grid import as_pictures
+from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,
     fetch,
@@ -360,7 +360,7 @@ class Logger(Callback):
         grid: bool = True,  # whether several images become one picture
     ) -> None:
         "Log images at the current step."
-        self._send(self.log_images, name, as_pictures(images, captions, grid))
+        self._send(self.log_images, name, arrange_images(images, captions, grid))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after all values before it."
