@@ -33,7 +33,7 @@ from learnkit.core.errors import (
     WeightsError,
     did_you_mean,
 )
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_file
 from learnkit.core.model import bare_model
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
@@ -166,10 +166,7 @@ class ExportForInference(Callback):
     def _check(self) -> None:
         learn = self.learn
         for path in self._paths().values():
-            try:
-                check_writable(path)
-            except OSError as e:
-                raise OptionError(f'{path} cannot be written: {e}.') from None
+            check_file(path)
         if 'onnx' in self.formats:
             check_libraries('Exporting to ONNX', *ONNX)
         if self._exportable is learn.model:

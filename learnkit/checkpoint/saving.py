@@ -28,7 +28,7 @@ from learnkit.checkpoint.weights import (
 from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names, tensors_in
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device, name_of, unwrap_partial
 from learnkit.core.plain import plain
@@ -165,11 +165,7 @@ def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> P
 
 def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
     "Raise `OptionError` if a weights file of this name cannot be written."
-    path = find_weights_path(learn, file)
-    try:
-        check_writable(path)
-    except OSError as e:
-        raise OptionError(f'{path} cannot be written: {e}.') from None
+    check_file(find_weights_path(learn, file))
 
 
 def save_learner(

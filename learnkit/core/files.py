@@ -15,6 +15,7 @@ from learnkit.core.errors import OptionError
 
 __all__ = [
     'atomic_write',
+    'check_file',
     'check_folder',
     'check_folder_name',
     'check_writable',
@@ -72,6 +73,14 @@ def check_writable(path: str | Path) -> None:
         tmp.touch()
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def check_file(path: Path) -> None:
+    "Raise `OptionError` if a file cannot be written; its parent folders are created if missing."
+    try:
+        check_writable(path)
+    except OSError as e:
+        raise OptionError(f'{path} cannot be written: {e}.') from None
 
 
 def check_folder(
