@@ -34,7 +34,7 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 from learnkit.core.files import atomic_write, check_file
-from learnkit.core.model import bare_model
+from learnkit.core.model import bare_model, preserved_modes
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.engine.callback import Callback
@@ -231,12 +231,8 @@ class ExportForInference(Callback):
 def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     "Yield the model, or a copy on the CPU, in evaluation mode; restore all modes."
     model = copy_to_cpu(bare_model(model))
-    modes = [(m, m.training) for m in model.modules()]
-    try:
+    with preserved_modes(model):
         yield model.eval()
-    finally:
-        for m, mode in modes:
-            m.training = mode
 
 
 def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:

@@ -30,7 +30,13 @@ from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, move_to_device, name_of, unwrap_partial
+from learnkit.core.model import (
+    bare_model,
+    move_to_device,
+    name_of,
+    preserved_modes,
+    unwrap_partial,
+)
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
@@ -216,12 +222,8 @@ def export(
     xb = sample if isinstance(sample, tuple) else (sample,)
     with learn.evaluated_weights():
         model = copy_to_cpu(bare_model(learn.model))
-        modes = [(m, m.training) for m in model.modules()]
-        try:
+        with preserved_modes(model):
             program = export_program(model.eval(), *make_zero_rows(xb), act)
-        finally:
-            for m, mode in modes:
-                m.training = mode
         with atomic_write(path) as tmp, tmp.open('wb') as f:
             torch.export.save(program, f)
     return path

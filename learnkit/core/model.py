@@ -1,7 +1,9 @@
-"""The model inside of wrappers, and the device of a model."""
+"""The model inside of wrappers, the device of a model, and the modes of its modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ __all__ = [
     'wrappers_of',
     'model_device',
     'move_to_device',
+    'preserved_modes',
     'name_of',
     'unwrap_partial',
 ]
@@ -57,6 +60,23 @@ def move_to_device(learn: LearnerLike) -> None:
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
             module.to(device)
+
+
+@contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training or evaluation mode of each module at the end of a context.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU().eval())
+    >>> with preserved_modes(model): _ = model.eval()
+    >>> [m.training for m in model.modules()]
+    [True, True, False]
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
 
 
 def name_of(f: Any) -> str:
