@@ -32,6 +32,7 @@ from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
+    has_params,
     move_to_device,
     name_of,
     preserved_modes,
@@ -227,11 +228,6 @@ def export(
         with atomic_write(path) as tmp, tmp.open('wb') as f:
             torch.export.save(program, f)
     return path
-
-
-def has_params(loss_func: Any) -> bool:
-    "Return True if a loss function is a module with parameters."
-    return isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None
 
 
 def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:

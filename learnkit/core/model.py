@@ -15,6 +15,7 @@ from learnkit.core.learner_type import LearnerLike
 __all__ = [
     'bare_model',
     'wrappers_of',
+    'has_params',
     'model_device',
     'move_to_device',
     'preserved_modes',
@@ -43,6 +44,11 @@ def _inner(model: nn.Module) -> nn.Module | None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return model.module
     return getattr(model, '_orig_mod', None)
+
+
+def has_params(o: Any) -> bool:
+    "Return True for a module with parameters, and False for a function, such as a loss function."
+    return isinstance(o, nn.Module) and next(o.parameters(), None) is not None
 
 
 def model_device(model: nn.Module, dls: Any) -> torch.device:
