@@ -33,8 +33,8 @@ from learnkit.core.errors import (
     WeightsError,
     did_you_mean,
 )
-from learnkit.core.files import atomic_write, check_writable
-from learnkit.core.model import bare_model
+from learnkit.core.files import atomic_write, check_file
+from learnkit.core.model import bare_model, preserved_modes
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
 from learnkit.engine.callback import Callback
@@ -166,10 +166,7 @@ class ExportForInference(Callback):
     def _check(self) -> None:
         learn = self.learn
         for path in self._paths().values():
-            try:
-                check_writable(path)
-            except OSError as e:
-                raise OptionError(f'{path} cannot be written: {e}.') from None
+            check_file(path)
         if 'onnx' in self.formats:
             check_libraries('Exporting to ONNX', *ONNX)
         if self._exportable is learn.model:
@@ -234,12 +231,8 @@ class ExportForInference(Callback):
 def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     "Yield the model, or a copy on the CPU, in evaluation mode; restore all modes."
     model = copy_to_cpu(bare_model(model))
-    modes = [(m, m.training) for m in model.modules()]
-    try:
+    with preserved_modes(model):
         yield model.eval()
-    finally:
-        for m, mode in modes:
-            m.training = mode
 
 
 def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Sequence
-from io import BytesIO
 from math import inf
 from time import perf_counter
 from typing import Any
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, in_notebook
-from learnkit.core.plotting import color, pyplot
+from learnkit.core.plotting import color, encode_figure, pyplot
 from learnkit.data.checks import epoch_length
 from learnkit.engine.callback import Callback
 
@@ -159,8 +157,9 @@ class LossGraph:
         if self.n_steps and not is_over:
             self.ax.set_xlim(0, max(self.n_steps, len(losses)))
         width, height = (int(inches * 96) for inches in self.fig.get_size_inches())
+        image = encode_figure(self.fig, dpi=144, transparent=True)
         self.area.show(
-            {'image/png': encode_png(self.fig), 'text/plain': describe_losses(losses, valid)},
+            {'image/png': image, 'text/plain': describe_losses(losses, valid)},
             {'image/png': {'width': width, 'height': height}},
         )
         return is_first
@@ -222,13 +221,6 @@ def thin_losses(losses: list[float]) -> Points:
     first = SKIP if n > 2 * SKIP else 0
     every = (n - first) // MAX_POINTS + 1
     return [[i + 1, losses[i]] for i in range(n - 1, first - 1, -every)][::-1]
-
-
-def encode_png(fig: Any) -> str:
-    "Return the figure with a transparent background, in base64 as notebooks store it."
-    file = BytesIO()
-    fig.savefig(file, format='png', dpi=144, transparent=True)
-    return b64encode(file.getvalue()).decode()
 
 
 def describe_losses(losses: list[float], valid: dict[str, Points]) -> str:

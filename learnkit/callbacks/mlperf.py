@@ -18,7 +18,7 @@ from learnkit.callbacks.dataset import n_samples
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders
@@ -127,10 +127,7 @@ class MLPerf(Callback):
         results = learn.path / self.folder / 'results' / system / self.benchmark
         paths = (results / f'result_{n}.txt' for n in count(self.index))
         self.file = next(path for path in paths if not path.exists())
-        try:
-            check_writable(self.file)
-        except OSError as e:
-            raise OptionError(f'{self.file} cannot be written: {e}.') from None
+        check_file(self.file)
         with atomic_write(learn.path / self.folder / 'systems' / f'{system}.json') as tmp:
             tmp.write_text(json.dumps(self._description(system), indent=4), 'utf-8')
         self._out = self.file.open('w', encoding='utf-8')

@@ -22,7 +22,7 @@ from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -354,7 +354,6 @@ def layer_info(
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     "Run a model in a context that restores random generators, modes of modules and buffers."
-    modes = [(m, m.training) for m in model.modules()]
     buffers = [
         (m, name, b, b._version, b.clone())
         for m in model.modules()
@@ -362,11 +361,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if b is not None and not is_lazy(b)
     ]
     try:
-        with preserved_rng(), torch.no_grad():
+        with preserved_modes(model), preserved_rng(), torch.no_grad():
             yield
     finally:
-        for m, mode in modes:
-            m.training = mode
         for m, name, b, version, value in buffers:
             _restore_buffer(m._buffers, name, b, version, value)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
-from learnkit.core.files import atomic_write, check_folder, unused_path
+from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
@@ -60,7 +60,7 @@ class OOMObserver(Callback):
         folder: str | Path = 'oom',  # path below `learn.path`, or an absolute path
         n_tensors: int = 30,  # number of biggest tensors to list
     ) -> None:
-        self.folder = _check_folder_name(folder)
+        self.folder = check_folder_name(folder)
         self.n_tensors = check_count('n_tensors', n_tensors)
         self.report = None
 
@@ -208,7 +208,7 @@ class MemorySnapshot(Callback):
                 f'skip_batches={skip_batches!r}: give a number of batches, 0 or more.'
             )
         self.skip_batches, self.interval = skip_batches, as_time(interval, 'ba')
-        self.folder = _check_folder_name(folder)
+        self.folder = check_folder_name(folder)
         self.max_entries = check_count('max_entries', max_entries)
         self.files, self._is_done = [], False
         self._since: Any = None  # time when recording began; None: not recording
@@ -286,9 +286,3 @@ def write_snapshot(
         with atomic_write(path) as tmp:
             tmp.write_text(text, 'utf-8')
     return files
-
-
-def _check_folder_name(folder: Any) -> Path:
-    if isinstance(folder, (str, Path)) and str(folder).strip():
-        return Path(folder)
-    raise OptionError(f'folder={folder!r}: give a folder.')

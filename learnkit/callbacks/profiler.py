@@ -9,8 +9,8 @@ import torch
 from torch.autograd import DeviceType
 
 from learnkit.callbacks.nan_guard import print_line
-from learnkit.core.errors import FitError, OptionError
-from learnkit.core.files import atomic_write, check_folder, unused_path
+from learnkit.core.errors import FitError
+from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
 from learnkit.core.html import text_table
 from learnkit.core.numbers import check_count
 from learnkit.core.validation import warn_user
@@ -66,9 +66,7 @@ class TorchProfiler(Callback):
         self.warmup = check_count('warmup', warmup, 0)
         self.active = check_count('active', active)
         self.repeat = check_count('repeat', repeat, 0)
-        if not str(folder).strip():
-            raise OptionError(f'folder={folder!r}: give a folder.')
-        self.folder = Path(folder)
+        self.folder = check_folder_name(folder)
         self.n_rows = check_count('n_rows', n_rows, 0)
         self.options: dict[str, Any] = {
             'record_shapes': record_shapes,

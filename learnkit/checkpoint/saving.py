@@ -28,9 +28,16 @@ from learnkit.checkpoint.weights import (
 from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names, tensors_in
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, move_to_device, name_of, unwrap_partial
+from learnkit.core.model import (
+    bare_model,
+    has_params,
+    move_to_device,
+    name_of,
+    preserved_modes,
+    unwrap_partial,
+)
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
@@ -165,11 +172,7 @@ def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> P
 
 def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
     "Raise `OptionError` if a weights file of this name cannot be written."
-    path = find_weights_path(learn, file)
-    try:
-        check_writable(path)
-    except OSError as e:
-        raise OptionError(f'{path} cannot be written: {e}.') from None
+    check_file(find_weights_path(learn, file))
 
 
 def save_learner(
@@ -220,20 +223,11 @@ def export(
     xb = sample if isinstance(sample, tuple) else (sample,)
     with learn.evaluated_weights():
         model = copy_to_cpu(bare_model(learn.model))
-        modes = [(m, m.training) for m in model.modules()]
-        try:
+        with preserved_modes(model):
             program = export_program(model.eval(), *make_zero_rows(xb), act)
-        finally:
-            for m, mode in modes:
-                m.training = mode
         with atomic_write(path) as tmp, tmp.open('wb') as f:
             torch.export.save(program, f)
     return path
-
-
-def has_params(loss_func: Any) -> bool:
-    "Return True if a loss function is a module with parameters."
-    return isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None
 
 
 def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:

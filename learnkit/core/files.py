@@ -15,7 +15,9 @@ from learnkit.core.errors import OptionError
 
 __all__ = [
     'atomic_write',
+    'check_file',
     'check_folder',
+    'check_folder_name',
     'check_writable',
     'sweep',
     'flush_file',
@@ -73,15 +75,35 @@ def check_writable(path: str | Path) -> None:
         tmp.unlink(missing_ok=True)
 
 
-def check_folder(folder: Path) -> None:
-    "Raise `OptionError` if a folder cannot be written; a new folder is removed again."
-    missing = not folder.exists()
+def check_file(path: Path) -> None:
+    "Raise `OptionError` if a file cannot be written; its parent folders are created if missing."
     try:
-        check_writable(folder / 'report')
+        check_writable(path)
+    except OSError as e:
+        raise OptionError(f'{path} cannot be written: {e}.') from None
+
+
+def check_folder(
+    folder: Path,  # the folder; it and its parent folders are created if missing
+    keep_new: bool = False,  # whether a folder that was missing is kept
+) -> None:
+    "Raise `OptionError` if a folder cannot be written; a folder that was missing is removed again."
+    is_new = not folder.exists()
+    try:
+        check_writable(folder / '.writable')  # a name that no folder in it is likely to have
     except OSError as e:
         raise OptionError(f'{folder} cannot be written: {e}.') from None
-    if missing:
+    if is_new and not keep_new:
         folder.rmdir()
+
+
+def check_folder_name(
+    folder: str | os.PathLike[str],  # argument of a user
+) -> Path:
+    "Return the path of a folder; raise `OptionError` for an empty name and for other types."
+    if isinstance(folder, (str, os.PathLike)) and str(folder).strip():
+        return Path(folder)
+    raise OptionError(f'folder={folder!r}: give a folder.')
 
 
 def unused_path(path: Path) -> Path:

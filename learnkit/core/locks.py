@@ -113,14 +113,17 @@ def _waiting_signals() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    ours = {n: handler for n, handler in before.items() if handler is not None}
+    handlers = {
+        n: handler
+        for n in (signal.SIGINT, signal.SIGTERM)
+        if (handler := signal.getsignal(n)) is not None  # None: installed by code in C
+    }
     try:
-        for n in ours:
+        for n in handlers:
             signal.signal(n, lambda number, frame: received.append(number))
         yield
     finally:
-        run_all(partial(signal.signal, n, handler) for n, handler in ours.items())
+        run_all(partial(signal.signal, n, handler) for n, handler in handlers.items())
         for number in sorted(set(received), reverse=True):  # SIGTERM first: it may set a flag only
             signal.raise_signal(number)
 

@@ -1,7 +1,9 @@
-"""The model inside of wrappers, and the device of a model."""
+"""The model inside of wrappers, the device of a model, and the modes of its modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,8 +15,10 @@ from learnkit.core.learner_type import LearnerLike
 __all__ = [
     'bare_model',
     'wrappers_of',
+    'has_params',
     'model_device',
     'move_to_device',
+    'preserved_modes',
     'name_of',
     'unwrap_partial',
 ]
@@ -42,6 +46,11 @@ def _inner(model: nn.Module) -> nn.Module | None:
     return getattr(model, '_orig_mod', None)
 
 
+def has_params(o: Any) -> bool:
+    "Return True for a module with parameters, and False for a function, such as a loss function."
+    return isinstance(o, nn.Module) and next(o.parameters(), None) is not None
+
+
 def model_device(model: nn.Module, dls: Any) -> torch.device:
     "Return the device of the model's first parameter, or the device of the data for a model without parameters."
     for p in model.parameters():
@@ -57,6 +66,23 @@ def move_to_device(learn: LearnerLike) -> None:
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
             module.to(device)
+
+
+@contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training or evaluation mode of each module at the end of a context.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU().eval())
+    >>> with preserved_modes(model): _ = model.eval()
+    >>> [m.training for m in model.modules()]
+    [True, True, False]
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
 
 
 def name_of(f: Any) -> str:

@@ -1,12 +1,25 @@
-"""Helpers of plots: the import of matplotlib, the palette, and new axes."""
+"""Helpers of plots: the import of matplotlib, the palette, new axes, and figures as PNG."""
 
 from __future__ import annotations
 
+import math
+from base64 import b64encode
+from io import BytesIO
 from typing import Any
 
 from learnkit.core.optional import import_library
 
-__all__ = ['COLORS', 'WRONG', 'AxesList', 'pyplot', 'color', 'new_axes', 'axes_or_new']
+__all__ = [
+    'COLORS',
+    'WRONG',
+    'AxesList',
+    'pyplot',
+    'color',
+    'choose_columns',
+    'new_axes',
+    'axes_or_new',
+    'encode_figure',
+]
 
 # the color-blind safe palette of Okabe and Ito, without the colors that have little contrast on white
 COLORS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'
@@ -41,6 +54,17 @@ def color(i: int) -> str:
     return f'C{i}' if has_cycle else COLORS[i % len(COLORS)]
 
 
+def choose_columns(
+    n: int,  # number of pictures
+) -> int:
+    """Return the number of columns of a grid: one row up to 4 pictures, otherwise about a square.
+
+    >>> [choose_columns(n) for n in (1, 4, 5, 9, 10)]
+    [1, 4, 3, 3, 4]
+    """
+    return n if n <= 4 else math.ceil(math.sqrt(n))
+
+
 def new_axes(
     n: int = 1,  # number of axes
     cols: int = 1,  # number of columns
@@ -61,3 +85,13 @@ def axes_or_new(
 ) -> Any:
     "Return `ax`, or the axes of a new figure if `ax` is None."
     return new_axes(figsize=figsize)[0] if ax is None else ax
+
+
+def encode_figure(
+    figure: Any,  # matplotlib figure
+    **options: Any,  # options of `savefig`: `dpi`, `transparent`, ...
+) -> str:
+    "Return a figure as PNG in base64, as notebooks and HTML store images."
+    file = BytesIO()
+    figure.savefig(file, format='png', **options)
+    return b64encode(file.getvalue()).decode()

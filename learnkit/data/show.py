@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from colorsys import hsv_to_rgb
 from itertools import islice
@@ -17,7 +16,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.optional import import_library
-from learnkit.core.plotting import WRONG, AxesList, new_axes
+from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.core.random import preserved_generators
 from learnkit.data.preserve import preserve_loaders
 from learnkit.data.tables import as_table, cell, readable, shorten
@@ -387,7 +386,7 @@ def draw_images(
     "Draw images in a grid, single-channel images in grayscale, and return the axes."
     pictures = as_pictures(images)
     n = len(pictures)
-    cols = n if n <= 4 else math.ceil(math.sqrt(n))
+    cols = choose_columns(n)
     lines = max((t.count('\n') + 1 for t in titles if t), default=0)
     size = figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols))
     # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)

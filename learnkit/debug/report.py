@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from learnkit.core.files import atomic_write
 from learnkit.core.html import definitions, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
-from learnkit.core.plotting import new_axes, pyplot
+from learnkit.core.plotting import encode_figure, new_axes, pyplot
 from learnkit.core.random import own_generators, preserved_rng
 from learnkit.core.version import VERSION
 from learnkit.data.checks import describe_loader, n_batches
@@ -314,9 +312,7 @@ def _plot(draw: Callable[[], Any]) -> str:
 
 
 def _as_image(figure: Any, css_class: str) -> str:
-    data = BytesIO()
-    figure.savefig(data, format='png', dpi=DPI, facecolor='white')
-    content = base64.b64encode(data.getvalue()).decode()
+    content = encode_figure(figure, dpi=DPI, facecolor='white')
     return f'<img class="{css_class}" alt="" src="data:image/png;base64,{content}">'
 
 

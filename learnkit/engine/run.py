@@ -17,6 +17,7 @@ from learnkit.core.batch_model import takes_batches
 from learnkit.core.errors import CancelError, CancelException
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
+from learnkit.core.model import preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -205,16 +206,13 @@ def call_handler(handler: Callable[[], Any]) -> None:
 def preserved_state(learn: LoopLike) -> Iterator[None]:
     "Restore what an evaluation changes: RNGs, the mode of each module, and the loop's state."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
-    modes = [(module, module.training) for module in learn.model.modules()]
     try:
-        with preserved_rng():
+        with preserved_modes(learn.model), preserved_rng():
             yield
     finally:
         for name in STATE:
             learn.__dict__.pop(name, None)
         learn.__dict__.update(before)
-        for module, mode in modes:
-            module.training = mode
 
 
 class ContextStack(ExitStack):

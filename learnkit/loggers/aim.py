@@ -6,14 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, check_folder
+from learnkit.loggers.base import RunLogger
 
 __all__ = ['AimLogger']
 
 
-class AimLogger(Logger):
+class AimLogger(RunLogger):
     """Log to a run of Aim, in the repository `.aim` of a folder: `aim up` in the folder shows it.
 
     All fits of a Learner, and a process that resumes it, log to one run. After a resume from an
@@ -42,14 +43,13 @@ class AimLogger(Logger):
         self.folder = folder
         self.experiment = experiment
         self.options = options
-        self._id: str | None = None  # hash of the run
 
     def where(self) -> Path:
         "Return the folder of the repository."
         return Path(os.path.realpath(self.learn.path / self.folder)) / '.aim'
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         aim = import_library('aim', 'AimLogger')
@@ -79,9 +79,3 @@ class AimLogger(Logger):
 
     def shut(self, handle: Any) -> None:
         handle.close()
-
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']

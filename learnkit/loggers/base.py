@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -13,12 +12,11 @@ from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError, TimeError
-from learnkit.core.files import check_writable
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.every import Every
-from learnkit.loggers.grid import as_pictures
+from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,
     fetch,
@@ -29,7 +27,7 @@ from learnkit.loggers.values import (
 )
 from learnkit.metrics.base import Mean, is_number
 
-__all__ = ['Logger', 'Rows', 'check_folder', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
@@ -362,7 +360,7 @@ class Logger(Callback):
         grid: bool = True,  # whether several images become one picture
     ) -> None:
         "Log images at the current step."
-        self._send(self.log_images, name, as_pictures(images, captions, grid))
+        self._send(self.log_images, name, arrange_images(images, captions, grid))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after all values before it."
@@ -442,12 +440,19 @@ class Logger(Callback):
         return {**self.__dict__, '_handle': None}
 
 
-def check_folder(folder: Path) -> None:
-    "Raise `OptionError` if no file can be written to a folder, which is created if it is missing."
-    try:
-        check_writable(folder / 'run')
-    except OSError as e:
-        raise OptionError(f'{folder} cannot be written: {e}.') from None
+class RunLogger(Logger):
+    """Base class of loggers whose backend gives each run an id, by which `open` continues the run.
+
+    Checkpointed: also the id.
+    """
+
+    _id: str | None = None  # id of the run; None before `open` has begun a run
+
+    def saved(self) -> dict[str, Any]:
+        return {'id': self._id}
+
+    def restore(self, sd: dict[str, Any]) -> None:
+        self._id = sd['id']
 
 
 def _close_at_exit(logger: Logger) -> None:

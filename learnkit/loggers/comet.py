@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, check_folder
+from learnkit.loggers.base import RunLogger
 from learnkit.loggers.values import png
 
 __all__ = ['CometLogger']
@@ -31,7 +32,7 @@ _QUIET = (
 _MESSAGES = 'messages.json'  # file of an offline archive, with a message a line
 
 
-class CometLogger(Logger):
+class CometLogger(RunLogger):
     """Log to an experiment of Comet, by default offline: to files in `folder`, for `comet upload`.
 
     All fits of a Learner, and a process that resumes it, log to one experiment (with the same key).
@@ -64,7 +65,6 @@ class CometLogger(Logger):
         self.online = online
         self.folder = folder
         self.options = options
-        self._id: str | None = None  # key of the experiment
         self._last_step = -1  # last step in the offline files
 
     def where(self) -> Path:
@@ -72,7 +72,7 @@ class CometLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder))
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         comet = import_library('comet_ml', 'CometLogger')
@@ -115,12 +115,6 @@ class CometLogger(Logger):
 
     def shut(self, handle: Any) -> None:
         handle.end()
-
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']
 
 
 def _find_last_step(folder: Path, key: str) -> int:

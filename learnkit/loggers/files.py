@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
-from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.files import atomic_write, check_file
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import png
@@ -63,10 +63,7 @@ class _FileLogger(Logger):
 
     def check(self) -> None:
         path = self.where()
-        try:
-            check_writable(path)
-        except OSError as e:
-            raise OptionError(f'{path} cannot be written: {e}.') from None
+        check_file(path)
         is_replaced = self._fresh and not self.append
         if path.exists():
             self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence, Sized
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import OptionError
 from learnkit.core.optional import import_library
+from learnkit.core.plotting import choose_columns
 from learnkit.data.tables import shorten
 from learnkit.loggers.values import as_images
 
-__all__ = ['add_captions', 'as_pictures', 'make_grid']
+__all__ = ['add_captions', 'arrange_images', 'make_grid']
 
 GAP = 2  # pixels between images
 MIN_WIDTH = 96  # width in pixels that a captioned image is enlarged to
@@ -28,7 +28,7 @@ DPI = 64  # a power of two: sizes in inches are exact
 Pixels = np.ndarray[Any, Any]
 
 
-def as_pictures(
+def arrange_images(
     images: Any,  # images, as in `log_images`
     captions: Sequence[Any] | None = None,  # text above each image
     grid: bool = True,  # whether several images become one picture
@@ -54,7 +54,7 @@ def make_grid(
     (1, 18, 22, 3)
     """
     n, height, width, channels = images.shape
-    cols = n if n <= 4 else math.ceil(math.sqrt(n))
+    cols = choose_columns(n)
     rows = -(-n // cols)
     shape = rows * (height + GAP) - GAP, cols * (width + GAP) - GAP, channels
     grid = np.full(shape, 255, np.uint8)

@@ -11,9 +11,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, check_folder
+from learnkit.loggers.base import Rows, RunLogger
 from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
@@ -23,7 +24,7 @@ _PARAM_LENGTH = 6000  # largest number of characters of a parameter
 _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'
 
 
-class MlflowLogger(Logger):
+class MlflowLogger(RunLogger):
     """Log to a run of MLflow, by default to a folder: `mlflow ui --backend-store-uri mlruns` shows it.
 
     All fits of a Learner, and a process that resumes it, log to one run. MLflow cannot delete
@@ -53,7 +54,6 @@ class MlflowLogger(Logger):
         check_libraries('MlflowLogger', 'mlflow')
         super().__init__(every)
         self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
-        self._id = ''  # id of the run
         self._logged_steps: dict[str, int] = {}  # last step that the run has, by metric
         self._metric_names: dict[str, str] = {}  # MLflow's name of each logged name
 
@@ -67,7 +67,7 @@ class MlflowLogger(Logger):
     def check(self) -> None:
         folder = self.where()
         if isinstance(folder, Path):
-            check_folder(folder)
+            check_folder(folder, keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient
@@ -141,12 +141,6 @@ class MlflowLogger(Logger):
 
     def shut(self, handle: Any) -> None:
         handle.set_terminated(self._id, 'FAILED' if self._failed else 'FINISHED')
-
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']
 
 
 def clean(name: str) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 from time import sleep, strftime, time
 from typing import Any
 
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.engine.moving import found_path, kept_path
-from learnkit.loggers.base import Logger, check_folder
+from learnkit.loggers.base import Logger
 
 __all__ = ['TensorBoardLogger']
 
@@ -49,7 +50,7 @@ class TensorBoardLogger(Logger):
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
+from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.loggers.base import Logger, Rows, check_folder, open_loggers
+from learnkit.loggers.base import Rows, RunLogger, open_loggers
 
 __all__ = ['WandbLogger']
 
 _STEP_FILE = 'last_step'  # file next to the records of a run, with the last logged step
 
 
-class WandbLogger(Logger):
+class WandbLogger(RunLogger):
     """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
 
     `mode='online'` logs to the server. Without `mode`, the environment variable `WANDB_MODE` decides,
@@ -67,7 +68,7 @@ class WandbLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
 
     def check(self) -> None:
-        check_folder(self.where())
+        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb
@@ -122,12 +123,6 @@ class WandbLogger(Logger):
 
     def shut(self, handle: Any) -> None:
         handle.finish(exit_code=int(self._failed))
-
-    def saved(self) -> dict[str, Any]:
-        return {'id': self._id}
-
-    def restore(self, sd: dict[str, Any]) -> None:
-        self._id = sd['id']
 
 
 def _written_steps(folder: Path, run_id: str) -> list[int]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from learnkit.checkpoint.torch_file import damage
-from learnkit.core.files import atomic_write, check_writable, sweep
+from learnkit.core.errors import OptionError
+from learnkit.core.files import atomic_write, check_folder, check_writable, sweep
 
 
 def test_content_appears_at_the_end_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -99,6 +100,19 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
         check_writable(tmp_path / 'file' / 'a')
     with pytest.raises(IsADirectoryError):
         check_writable(tmp_path / 'new')
+
+
+@pytest.mark.parametrize('keep_new', [False, True])
+def test_a_new_folder_is_kept_on_request(tmp_path: Path, keep_new: bool) -> None:
+    check_folder(tmp_path / 'new', keep_new)
+    assert (tmp_path / 'new').exists() is keep_new
+    for name in ('run', 'report'):
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+    check_folder(tmp_path / 'runs', keep_new)
+    assert sorted(os.listdir(tmp_path / 'runs')) == ['report', 'run']
+    (tmp_path / 'file').touch()
+    with pytest.raises(OptionError, match='file cannot be written'):
+        check_folder(tmp_path / 'file', keep_new)
 
 
 def dead_process() -> int:

@@ -16,7 +16,7 @@ from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
-from learnkit.loggers.grid import add_captions, as_pictures
+from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, png
 from learnkit.testing.forks import start
 
@@ -353,7 +353,7 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
     assert np.array_equal(files['grid-10-0.png'][:, 98:], expected[1])
     for bad in (['one'], 'ab'):
         with pytest.raises(OptionError, match='a list of 2'):
-            as_pictures(pixels, bad)
+            arrange_images(pixels, bad)
 
 
 @pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])
@@ -406,11 +406,11 @@ def test_a_later_line_that_is_none_of_a_log_is_told_before_training(
 @pytest.mark.parametrize('captions', ['ab', 5, iter('ab'), ['a']])
 def test_captions_that_are_no_list_are_refused(captions: Any) -> None:
     with pytest.raises(OptionError, match='give a list of 2'):
-        as_pictures(torch.zeros(2, 3, 8, 6), captions)
+        arrange_images(torch.zeros(2, 3, 8, 6), captions)
 
 
 def test_captions_may_be_any_text() -> None:
     matplotlib = pytest.importorskip('matplotlib')
     with matplotlib.rc_context({'text.usetex': True}):
-        drawn = as_pictures(torch.zeros(2, 3, 8, 6), ['a_$b', 'name\udcff.png'], grid=False)
+        drawn = arrange_images(torch.zeros(2, 3, 8, 6), ['a_$b', 'name\udcff.png'], grid=False)
     assert drawn.shape == (2, 143, 96, 3) and (drawn[:, :15] < 128).any((1, 2, 3)).all()
