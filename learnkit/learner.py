@@ -1468,16 +1468,17 @@ class Learner(Loop):
     def report(
         self,
         fname: str | Path = 'report.html',  # name below `path`, or absolute path; appends `.html`
-        predictions: bool = True,  # predict on the first validation loader, if it has classes
+        predictions: bool = True,  # predict on the first validation loader
         top_k: int = 9,  # number of samples with the largest losses to show
     ) -> Path:
         """Write a report of the run as one HTML file, and return its path.
 
         The file holds the settings, the history with its curves, the schedule of the last fit, the
-        layers of the model, data, seeds, machine and versions (as `python -m learnkit env`), and for
-        classes also the confusion matrix and the samples with the largest losses. Parts without
-        data are left out. It has no script, loads nothing, and follows the browser's light or dark
-        mode. Names of classes and callbacks are escaped.
+        layers of the model, data, seeds, machine and versions (as `python -m learnkit env`). For
+        classes it has the confusion matrix, for numbers a plot of predictions over targets, and
+        the samples with the largest losses. Parts without data are left out. It has no script, loads
+        nothing, and follows the browser's light or dark mode. Names of classes and callbacks are
+        escaped. An existing file is replaced.
 
         During a fit, a callback may write the report at any event: weights, counters, history,
         random generators and the order of the data are unchanged. The file is written atomically.

@@ -1,4 +1,4 @@
-"""Report of a run as one HTML file: settings, history, curves, confusion matrix, top losses, versions."""
+"""Report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from learnkit.callbacks.model_summary import summarize_learner
 from learnkit.callbacks.recorder import Recorder, recorder_of
@@ -22,14 +23,14 @@ from learnkit.core.files import atomic_write
 from learnkit.core.html import definitions, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count
-from learnkit.core.plotting import encode_figure, new_axes, pyplot
+from learnkit.core.plotting import color, encode_figure, new_axes, pyplot
 from learnkit.core.random import own_generators, preserved_rng
 from learnkit.core.version import VERSION
 from learnkit.data.checks import describe_loader, n_batches
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.tables import Table
 from learnkit.debug.repr import learner_html
-from learnkit.inference.interpretation import ClassificationInterpretation
+from learnkit.inference.interpretation import ClassificationInterpretation, Interpretation
 from learnkit.loggers.values import configuration
 
 __all__ = ['write_report']
@@ -38,6 +39,7 @@ PANEL = (4.8, 3.2)  # size of a plot in inches
 DPI = 130
 MAX_CLASSES = 30  # rows of the table of classes
 MAX_CONFUSED = 12  # rows of the table of confused classes
+MAX_POINTS = 5000  # points of the plot of predicted numbers
 
 # The browser loads nothing, whatever the file holds: no script, no frame, no address.
 _HEAD = """<!DOCTYPE html>
@@ -101,9 +103,9 @@ class _Page:
         self.learn, self.top_k = learn, top_k
         self.left_out: dict[str, str] = {}  # reasons by the name of a part
         self.layers = self._try('Layers', partial(_describe_layers, learn))
-        self.interp: ClassificationInterpretation | None = None
+        self.interp: Interpretation | None = None
         if predictions and evaluation_loaders(learn.dls):
-            self.interp = self._try('Confusion matrix and top losses', partial(_interpret, learn))
+            self.interp = self._try('Predictions', partial(_interpret, learn))
 
     def _try(self, part: str, f: Callable[[], Any]) -> Any:
         "Return the result of a function, or None for an error, which the report then names."
@@ -167,17 +169,23 @@ class _Page:
         return f'<div class="plots">{plots}</div>{figures}'
 
     def _predictions(self) -> str:
-        "Return the confusion matrix and the samples with the largest losses."
+        "Return the confusion matrix or the predicted numbers, and the samples with the largest losses."
         interp = self.interp
         if interp is None or not len(interp):
             return ''
         name = evaluation_loaders(self.learn.dls)[0][0]
-        matrix = self._try('Confusion matrix', lambda: _plot(interp.plot_confusion_matrix)) or ''
+        figures = ''
+        if isinstance(interp, ClassificationInterpretation):
+            plot = self._try('Confusion matrix', lambda: _plot(interp.plot_confusion_matrix)) or ''
+            figures = f'{plot}<div>{_tabulate_classes(interp)}</div>'
+        elif _are_numbers(interp):
+            plot = self._try('Plot of predictions', lambda: _plot(lambda: _plot_numbers(interp)))
+            figures = f'{plot or ""}<div>{_tabulate_numbers(interp)}</div>'
         top = partial(interp.plot_top_losses, self.top_k)
         shown = self._try('Top losses', lambda: _show_samples(top)) or ''
         return (
             f'<p>Loader <b>{escape(name)}</b>, {len(interp):,} samples.</p>'
-            f'<div class="plots">{matrix}<div>{_tabulate_classes(interp)}</div></div>'
+            f'<div class="plots">{figures}</div>'
             f'<p><b>Largest losses</b></p>{shown}'
         )
 
@@ -207,9 +215,44 @@ def _describe_layers(learn: LearnerLike) -> str:
     return f'<details>{title}{_scroll(table(head, rows))}</details>'
 
 
-def _interpret(learn: LearnerLike) -> ClassificationInterpretation:
+def _interpret(learn: LearnerLike) -> Interpretation:
+    "Return the predictions of the first validation loader, as classes if the targets are classes."
     with learn.no_bar():
-        return ClassificationInterpretation.from_learner(learn)
+        try:
+            return ClassificationInterpretation.from_learner(learn)
+        except OptionError:  # the targets are not classes
+            return Interpretation.from_learner(learn)
+
+
+def _are_numbers(interp: Interpretation) -> bool:
+    "Return True for predictions of numbers, as many as targets."
+    preds, targs = interp.preds, interp.targs
+    if not isinstance(preds, Tensor) or not isinstance(targs, Tensor):
+        return False
+    return preds.numel() == targs.numel() and preds.is_floating_point() and not targs.is_complex()
+
+
+def _plot_numbers(interp: Interpretation) -> Any:
+    "Plot predictions over targets, at most `MAX_POINTS` of them."
+    preds, targs = (o.flatten().float() for o in (interp.preds, interp.targs))
+    step = -(-len(targs) // MAX_POINTS)
+    ax = new_axes(figsize=PANEL)[0]
+    ax.plot(targs[::step], preds[::step], '.', color=color(0), alpha=0.5, markersize=4)
+    ax.axline((float(targs[0]),) * 2, slope=1, color='grey', linewidth=1)
+    ax.set(xlabel='target', ylabel='prediction')
+    return ax
+
+
+def _tabulate_numbers(interp: Interpretation) -> str:
+    "Return the errors of predicted numbers over all outputs."
+    preds, targs = (o.flatten().double() for o in (interp.preds, interp.targs))
+    errors = preds - targs
+    rows = [
+        ('mean absolute error', _short(errors.abs().mean().item())),
+        ('root mean square error', _short(errors.square().mean().sqrt().item())),
+        ('standard deviation of the targets', _short(targs.std(correction=0).item())),
+    ]
+    return _scroll(table(['over all outputs', 'value'], rows))
 
 
 def _tabulate_classes(interp: ClassificationInterpretation) -> str:

@@ -170,12 +170,27 @@ def test_parts_without_data_are_left_out(tmp_path: Path) -> None:
     assert 'History' not in titles(learn.report(predictions=False).read_text('utf-8'))
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
-    text = learn.report().read_text('utf-8')
-    assert 'Predictions' not in titles(text) and 'not whole numbers of classes' in text
+    assert 'Predictions' not in titles(learn.report(predictions=False).read_text('utf-8'))
     only_train = Learner([(torch.zeros(4, 2), torch.zeros(4).long())], nn.Linear(2, 2), path='.')
     only_train.loss_func = nn.CrossEntropyLoss()
     text = only_train.report(tmp_path / 'a.html').read_text('utf-8')
     assert titles(text) == ['Run', 'Layers', 'Settings', 'Data and seeds', 'Machine and versions']
+
+
+@pytest.mark.parametrize('n_out', [1, 3])
+def test_numbers_are_plotted_over_targets_with_their_errors(n_out: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randn(60, n_out)
+    dls = DataLoaders.from_tensors((x, y), (x[:50], y[:50]), bs=8, device='cpu')
+    learn = Learner(dls, nn.Linear(4, n_out), nn.MSELoss(), path=tmp_path)
+    text = learn.report().read_text('utf-8')
+    with torch.no_grad():
+        error = (learn.model(x[:50]) - y[:50]).double()
+    page = Page(text)
+    assert 'Left out' not in titles(text) and 'Predictions' in titles(text)
+    assert f'{error.abs().mean():.6g}'[:6] in page.words
+    assert f'{error.square().mean().sqrt():.6g}'[:6] in page.words
+    assert len(page.named('img')) == 1 and 'Largest losses' in page.words
 
 
 def test_without_matplotlib_there_are_tables(tmp_path: Path) -> None:
