@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from pathlib import Path
 from shutil import rmtree
@@ -354,7 +354,12 @@ def failing(at: int, error: BaseException) -> Any:
 def test_an_error_in_the_background_comes_at_the_next_batch(writing: Any, tmp_path: Path) -> None:
     writing(failing(2, error := OSError(28, 'No space left on device')))
     threads = threading.active_count()
-    learn = make(Callback(after_batch=lambda cb: sleep(0.02)), Checkpoint('2ba', tmp_path))
+
+    def wait_for_the_write(cb: Any) -> None:
+        if (future := cb.learn.checkpoint._writing) is not None:
+            wait([future])
+
+    learn = make(Callback(after_batch=wait_for_the_write), Checkpoint('2ba', tmp_path))
     with pytest.raises(OSError, match='No space left') as caught:
         learn.fit(2)
     assert caught.value is error and batches(tmp_path) == [2] and learn.opt.n_steps == 5

@@ -490,4 +490,4 @@ def test_real_clock_agrees_with_itself() -> None:
 
     learn: Learner = synth_learner(model=Slow(), cbs=SpeedMonitor(every='1ep'))
     learn.fit(1)
-    assert 20 < learn.history[0]['throughput/batches_per_sec'] < 200
+    assert 1 < learn.history[0]['throughput/batches_per_sec'] < 200

@@ -172,9 +172,9 @@ def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between() -> Non
     take, nap = Take(3), lambda cb: sleep(0.02 * cb.training)
     learner(take, Callback(before_batch=nap)).fit(1)
     other = learner(Callback(before_batch=nap))
-    sleep(0.3)
+    sleep(1.0)
     other.fit(1, resume=take.states[0])
-    assert 0.1 <= other.history[0]['time'] < 0.3  # five naps
+    assert 0.1 <= other.history[0]['time'] < 1.0  # five naps
     assert other.rows[-1][-1] == format_seconds(other.history[0]['time'])
 
 

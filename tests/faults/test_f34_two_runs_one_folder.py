@@ -43,7 +43,7 @@ def holder(folder: Path, then: Callable[[], Any] = signal.pause) -> int:
         with FolderLock(folder):
             then()
 
-    pid, until = fork(hold), time.monotonic() + 10
+    pid, until = fork(hold), time.monotonic() + 60
     while can_lock(folder) and time.monotonic() < until:
         time.sleep(0.01)
     return pid
@@ -248,7 +248,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 
 def once_free(fit: Callable[[], None]) -> None:
     "Fit when the last thread of the killed process is gone, which its zombie does not tell."
-    end = time.monotonic() + 2
+    end = time.monotonic() + 30
     while True:
         try:
             return fit()

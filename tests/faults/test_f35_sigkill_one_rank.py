@@ -83,7 +83,7 @@ def straight_run(folder: Path) -> tuple[list[Any], float]:
 def test_some_kills(tmp_path: Path) -> None:
     straight = run_ranks(train, 2, tmp_path / 'straight')
     ends = [killed(tmp_path / 'killed', victim, 0.01, n_steps=3) for victim in (0, 1)]
-    assert all(end is not None and end[0] and end[1] < TIMEOUT_S + 10 for end in ends)
+    assert all(end is not None and end[0] and end[1] < TIMEOUT_S + 40 for end in ends)
     for own, one in zip(straight, run_ranks(train, 2, tmp_path / 'killed'), strict=True):
         assert same(own, one)
 

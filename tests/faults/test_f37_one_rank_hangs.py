@@ -48,7 +48,7 @@ def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
         pairs = [stack.enter_context(started_ranks(train, 2, *hang, timeout_s)) for hang in hangs]
         for children, (who, _, _) in zip(pairs, hangs, strict=True):
             hanging, other = children[who], children[1 - who]
-            other.wait(timeout_s + 20)
+            other.wait(timeout_s + 60)
             took_s = monotonic() - began
             assert other.code == 1 and hanging.poll() is None, other.stderr
             assert (
@@ -63,7 +63,7 @@ def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
 
 
 def test_either_hangs() -> None:
-    assert others_end(2, (1, 'after_loss', 'sleeps'), (0, 'after_batch', 'loops')) < 2 + 10
+    assert others_end(2, (1, 'after_loss', 'sleeps'), (0, 'after_batch', 'loops')) < 2 + 40
 
 
 SCRIPT = """

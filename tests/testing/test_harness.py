@@ -231,7 +231,7 @@ def test_exit_codes_are_those_of_the_interpreter(code: Any, expected: int) -> No
 def test_ctrl_c_ends_it_as_it_ends_an_interpreter() -> None:
     with start(lambda: time.sleep(30)) as child:
         child.send(signal.SIGINT)
-        assert child.wait(5) == -signal.SIGINT and child.stderr.rstrip().endswith(
+        assert child.wait() == -signal.SIGINT and child.stderr.rstrip().endswith(
             'KeyboardInterrupt'
         )
 
