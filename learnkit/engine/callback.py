@@ -119,8 +119,9 @@ class Callback:
 
     The events are listed in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in order. An attribute that
     the callback does not have is read from `self.learn` (`self.loss` is `self.learn.loss`). Attributes of the Learner
-    are set through `self.learn`. `Callback(before_fit=f, ...)` makes a callback from plain functions, each of which
-    is called with the callback; `order`, `run_in`, `run_train` and `run_valid` may be given next to them.
+    are set through `self.learn`; what a handler returns is ignored. `Callback(before_fit=f, ...)` makes a callback from
+    plain functions, each of which is called with the callback; `order`, `run_in`, `run_train` and `run_valid` may be
+    given next to them.
 
     Callbacks run by `order`, then in the order of adding: to see the epoch's row in `self.history`, an `after_epoch`
     needs an `order` above the Recorder's 50, as in `Callback(after_epoch=f, order=60)`. `run_train = False` or
@@ -254,7 +255,7 @@ class Callback:
         run_valid: bool | None = None,  # False: no batch events in evaluation; None: the class's
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
-        _check_options(order, run_in)
+        _check_options(order, run_in, run_train=run_train, run_valid=run_valid)
         options = {
             'order': order,
             'run_in': run_in,
@@ -441,10 +442,14 @@ def _has_attribute(learn: object, name: str) -> bool:
     return defined_on_class(learn, name) or hasattr(learn, name)
 
 
-def _check_options(order: object, run_in: object) -> None:
-    "Raise `CallbackError` for an `order` that is not a number and for an unknown `run_in`."
-    if order is not None and (not isinstance(order, Real) or order != order):
+def _check_options(order: object, run_in: object, **flags: object) -> None:
+    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and flags that are not bools."
+    is_number = isinstance(order, Real) and not isinstance(order, bool) and order == order
+    if order is not None and not is_number:
         raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise CallbackError(f'{name}={flag!r}: give True or False.')
     if run_in not in (None, *RUN_KINDS):
         raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
 

@@ -469,7 +469,10 @@ def test_periodic_takes_an_order_too() -> None:
     [
         ({'order': '60'}, r"order='60'.*50"),
         ({'order': float('nan')}, 'order=nan'),
+        ({'order': True}, 'order=True'),
         ({'run_in': 'fits'}, "'fits'"),
+        ({'run_train': 'no'}, "run_train='no': give True or False"),
+        ({'run_valid': 0}, 'run_valid=0'),
     ],
 )
 def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
