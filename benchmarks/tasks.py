@@ -15,6 +15,7 @@ package, as its users write it; its lines are counted without blank lines, comme
     python -m benchmarks.tasks --install       # the other packages, into .peers/tasks
     python -m benchmarks.tasks
     python -m benchmarks.tasks --workloads digits,gpt --frameworks learnkit,fastai
+    python -m benchmarks.tasks --frameworks loop,tuned,learnkit --seeds 30      # mean scores
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -27,6 +28,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -36,7 +38,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -329,21 +331,42 @@ def tune(task: str) -> dict[str, Any]:
     Raises `LookupError` if nothing in the task's grid reaches it."""
     chosen = TASKS[task]
     for epochs, rate in itertools.product(chosen.epochs, chosen.rates):
-        scores = {name: score_setting(task, name, epochs, rate) for name in TUNED_WITH}
+        scores = {
+            name: median(score_seeds(task, name, epochs, rate, TUNING_SEEDS, 'valid'))
+            for name in TUNED_WITH
+        }
         if all(map(chosen.reaches, scores.values())):
             return {'epochs': epochs, 'rate': rate, **scores}
     raise LookupError(f'{task}: nothing in its grid reaches {chosen.target}; at last {scores}')
 
 
-def score_setting(task: str, package: str, epochs: int, rate: float) -> float:
-    "Return the median validation score of `TUNING_SEEDS`; the training prints nothing."
+def score_seeds(
+    task: str,
+    package: str,
+    epochs: int,
+    rate: float,
+    seeds: Iterable[int],
+    part: str,  # 'valid' or 'test'
+) -> list[float]:
+    "Return the score of each seed on a part of the data; the training prints nothing."
     program, data = prepare_process(task, package)
     scores = []
-    for seed in TUNING_SEEDS:
+    for seed in seeds:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             _, model = train_once(TASKS[task], program, data, seed, epochs, rate)
-        scores.append(score_model(TASKS[task], model, data, 'valid'))
-    return median(scores)
+        scores.append(score_model(TASKS[task], model, data, part))
+    return scores
+
+
+def report_scores(task: str, packages: Iterable[str], n: int) -> str:
+    "Return a line for each package with the mean of its test scores over `n` seeds, and the standard error."
+    settings = json.loads(SETTINGS.read_text('utf-8'))[task]
+    lines = [f'{task}: mean score of {n} seeds on the test part, and its standard error']
+    for package in packages:
+        scores = score_seeds(task, package, **settings, seeds=range(100, 100 + n), part='test')
+        error = stdev(scores) / math.sqrt(n)
+        lines.append(f'{PACKAGES[package][0]:20} {mean(scores):.4f} +- {error:.4f}')
+    return '\n'.join(lines)
 
 
 # -- processes and tables --------------------------------------------------------------------------
@@ -439,6 +462,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         '--tune', action='store_true', help='choose epochs and rates again, and write them'
     )
+    parser.add_argument(
+        '--seeds',
+        type=int,
+        metavar='N',
+        help='print the mean score of N seeds, 2 or more, in place of the seconds',
+    )
     args = parser.parse_args(argv)
     if args.install:
         for line in environments.make_environment('tasks', REQUIREMENTS):
@@ -457,6 +486,9 @@ def main(argv: list[str] | None = None) -> int:
             write_setting(task)
             continue
         packages = [name for name in args.frameworks if is_installed(PACKAGES[name][1])]
+        if args.seeds:
+            print(f'\n{report_scores(task, packages, args.seeds)}', flush=True)
+            continue
         results = measure_task(task, packages)
         print(f'\n{report(task, results)}', flush=True)
         failed |= any(isinstance(result, str) for result in results.values())

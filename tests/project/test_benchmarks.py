@@ -145,6 +145,17 @@ def test_the_table_sorts_by_seconds_and_names_what_is_missing(
     assert lines[-1] == 'an error'
 
 
+def test_scores_of_seeds_have_their_mean_and_standard_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, 'train_once', lambda task, program, data, seed, *rest: (0.0, seed))
+    monkeypatch.setattr(tasks, 'score_model', lambda task, seed, data, part: seed % 100 / 10)
+    monkeypatch.setattr(tasks, 'prepare_process', lambda task, package: (None, None))
+    lines = tasks.report_scores('digits', ['loop', 'learnkit'], 3).splitlines()
+    assert lines[1].split() == ['by', 'hand', '0.1000', '+-', '0.0577']  # of 0, 0.1 and 0.2
+    assert lines[2].split() == ['learnkit', '0.1000', '+-', '0.0577']
+
+
 def test_a_process_continues_in_an_environment_that_exists(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
