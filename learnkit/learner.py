@@ -1390,8 +1390,11 @@ class Learner(Loop):
         """Average a named value over the epoch, on its device, as a column of the history.
 
         With `weight=None` the latest value is recorded instead of the mean. `shown=False` leaves the column out of the
-        printed table. In an evaluation the name gets the prefix `valid_`, or the loader's name and `/`. The value is
-        passed to every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
+        printed table. What is logged when the epoch has its row (in `after_epoch` with an `order` above 50) is added
+        to this row, and is not in the printed table. In an evaluation the name gets the prefix `valid_`, or the
+        loader's name and `/`. The value is passed to every callback with a method
+        `receive_log(name, value, weight, shown)`: the Recorder, and each logger. Raises `MetricError` for the column of
+        a loss or metric.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner

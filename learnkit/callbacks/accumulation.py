@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learnkit.core.denominator import check_is_mean
 from learnkit.core.dtensor import locals_of
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
 from learnkit.core.numbers import check_count
@@ -43,7 +44,8 @@ class GradientAccumulation(Callback):
 
     Raises `OptionError` for an `n_acc` below 1, for an `n_acc` smaller than a batch (every batch
     would step), before training with an optimizer that needs a closure, and if one call of
-    `optimize` names an optimizer and another none, so that their gradients would mix.
+    `optimize` names an optimizer and another none, so that their gradients would mix. Raises
+    `LossError` at the first batch for a loss function that adds up without a `reduction` that says so.
 
     >>> GradientAccumulation(64).n_acc, GradientAccumulation(batches=4).batches
     (64, 4)
@@ -71,6 +73,7 @@ class GradientAccumulation(Callback):
         self._in_tail = False  # whether the step is for samples left over in an epoch
         self._n_steps = 0  # number of steps of this fit
         self._stepped = False  # whether this epoch had a step
+        self._is_checked = False  # whether the loss function of this fit was checked
         self._turn = ''  # name of the optimizer that is counted for; empty: all of them
         self._others: dict[str, dict[str, Any]] = {}  # counts of the other optimizers, by name
         self._start_sum()
@@ -101,6 +104,7 @@ class GradientAccumulation(Callback):
     def _forget(self) -> None:
         "Reset all counts."
         self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
+        self._is_checked = False
         self._start_sum()
 
     def _counts(self) -> dict[str, Any]:
@@ -146,6 +150,9 @@ class GradientAccumulation(Callback):
     def before_backward(self) -> None:
         learn = self.learn
         self._take_turn()
+        if not self._is_checked:
+            self._is_checked = True
+            check_is_mean(learn, vars(learn).get('pred'))
         if not learn.microbatch:
             self._batch = self._measure()
         if self._batch is None or self._batch[1] is None:

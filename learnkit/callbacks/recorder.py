@@ -24,7 +24,7 @@ from learnkit.callbacks.epoch_metrics import (
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
-from learnkit.core.errors import BatchError, OptionError, did_you_mean
+from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import format_seconds
@@ -110,6 +110,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L()  # row of the epoch so far
         self._n_before = 0  # number of steps before the current epoch
         self._is_open = False  # training of the epoch has begun, and the epoch has not ended
+        # averages of what is logged when the epoch's row exists; None: there is no row yet
+        self._late: dict[str, Mean] | None = None
         self._clear_steps()
 
     def _check_train_loss(self) -> None:
@@ -146,6 +148,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         self._check_train_loss()
         self.n_fits += 1
+        self._late = None
         self._logged_names, self._hidden_names = [], set()
         self._train = [clone_metric(m, learn) for m in self._select_metrics('train')]
         self._clear_steps()
@@ -204,6 +207,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
         if self.learn.fitting:
+            self._late = None
             self._begin_losses(self.smooth_loss.count)
         self.log = L(self.learn.epoch)
 
@@ -329,6 +333,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.phase == 'predict':
             return
         check_column(name)
+        if name not in self._logged_names:
+            self._check_new_column(name)
+        if self._late is not None and self.learn.fitting and self.learn.run.depth == 1:
+            return self._log_late(name, value, weight)
         mean = self._frame.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
@@ -342,6 +350,25 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._logged_names.append(name)
             if not shown:
                 self._hidden_names.add(name)
+
+    def _check_new_column(self, name: str) -> None:
+        "Raise `MetricError` for the name of a metric."
+        if name in self._columns():
+            raise MetricError(
+                f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
+            )
+
+    def _log_late(self, name: str, value: Any, weight: Any) -> None:
+        "Set a value in the row of this epoch, which is printed already."
+        assert self._late is not None  # as the caller has checked
+        mean = self._late.setdefault(name, Mean())
+        if weight is None:
+            mean.reset()
+        mean.add(value, 1 if weight is None else weight)
+        self.history[-1][name] = mean.value
+        if name not in self._logged_names:
+            self._logged_names.append(name)
+            self._hidden_names.add(name)
 
     def after_epoch(self) -> None:
         frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
@@ -369,6 +396,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
+        self._late = {}
         shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)

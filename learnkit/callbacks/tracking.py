@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from numbers import Real
@@ -38,8 +37,6 @@ Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # types that `comp` accepts
 
 _PATHS = ('last_saved_path', 'best_path')  # keys in the state of `SaveModelCallback`
-# names of error measures, for which lower is better
-_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')
 
 
 class TrackerCallback(Callback):
@@ -181,13 +178,13 @@ class TrackerCallback(Callback):
 
 
 def _comparison(name: str) -> Compare:
-    "Return the comparison for a column, by fastai's rule; warn of names that the rule gets wrong."
+    "Return the comparison for a column, by fastai's rule; warn of names that are not known to fit the rule."
     if 'loss' in name or 'error' in name:
         return np.less
-    if _ERROR_NAMES.search(name.rpartition('/')[2]):
+    if MetricProperties().get(name) != 'higher':
         warn_user(
             f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
-            '`comp=np.less`, or `comp=np.greater` if that is meant.'
+            "`comp='less'`, or `comp='greater'` if that is meant."
         )
     return np.greater
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import isclose
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import find_bs
 from learnkit.core.batch_model import takes_batches
-from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.errors import LossError, OptionError, did_you_mean
 from learnkit.core.learner_type import LoopLike
+from learnkit.core.model import name_of
+from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     'Tokens',
     'Unknown',
     'WEIGHT_FUNCS',
+    'check_is_mean',
     'check_weight_func',
     'count_targets',
     'denominator_of',
@@ -309,6 +313,42 @@ def find_denominator(learn: LoopLike) -> Denominator:
     if learn.weight_func != 'tokens':
         return of_loss
     return Tokens(of_loss.ignore_index) if isinstance(of_loss, ClassTargets) else Tokens()
+
+
+def check_is_mean(
+    learn: LoopLike,  # Learner with a batch
+    pred: Any,  # predictions of the batch
+) -> None:
+    """Raise `LossError` if a loss function of unknown reduction adds up over samples, and parts would be averaged.
+
+    The loss of the batch is compared with the losses of its halves. A function that says `reduction = 'sum'`, in an
+    attribute, is added up.
+    """
+    loss_func, weights, yb = learn.loss_func, learn.loss_weights, learn.yb
+    is_unknown = isinstance(weights.denominator(learn), Unknown) and learn.weight_func is None
+    if loss_func is None or not is_unknown or weights.is_sum(learn):
+        return
+    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
+        return
+    half, n = len(pred) // 2, len(pred)
+    parts = [slice(None), slice(half), slice(half, None)]
+    try:
+        with torch.no_grad():
+            losses = []
+            for part in parts:
+                with preserved_rng():
+                    losses.append(float(loss_func(pred[part], *(t[part] for t in yb))))
+    except Exception:
+        return  # the loss of the whole batch raises its own error
+    whole, first, second = losses
+    mean = (half * first + (n - half) * second) / n
+    if not isclose(whole, first + second, rel_tol=1e-3) or isclose(whole, mean, rel_tol=1e-2):
+        return
+    raise LossError(
+        f'{name_of(loss_func)} adds up the losses of the samples, and does not say so: the parts of a batch '
+        '(microbatches, accumulated batches, several processes) would be averaged. Return the mean, or set the '
+        "attribute `reduction = 'sum'` of the loss function."
+    )
 
 
 def check_weight_func(weight_func: Any) -> Any:

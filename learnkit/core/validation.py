@@ -32,6 +32,7 @@ __all__ = [
     'classes_hint',
     'check_pairing',
     'check_class_scores',
+    'warn_of_order',
     'shape_fix',
     'check_choice',
     'needs_class_indices',
@@ -250,6 +251,45 @@ _OTHER_LOSSES = (
     'For numbers use `MSELoss()`; for yes or no `BCEWithLogitsLoss()`; for one class of several, give the model an '
     'output for each class and whole numbers as targets.'
 )
+
+
+def warn_of_order(
+    f: Callable[..., Any],  # loss function or metric, called with predictions and targets
+) -> None:
+    """Warn of a function whose parameters are named as targets and predictions, in this order.
+
+    >>> def mean_error(y_true, y_pred): return (y_pred - y_true).mean()
+    >>> with warnings.catch_warnings(record=True) as told: warn_of_order(mean_error)
+    >>> str(told[0].message)
+    'mean_error(y_true, y_pred) is called with predictions first, then targets. Exchange its parameters.'
+    """
+    f = unwrap_partial(f)
+    try:
+        names = list(signature(getattr(f, 'forward', f)).parameters)[:2]
+    except (TypeError, ValueError):
+        return  # some builtins have no signature
+    if len(names) == 2 and names[0] in _TARGETS and names[1] in _PREDICTIONS:
+        warn_user(
+            f'{name_of(f)}({", ".join(names)}) is called with predictions first, then targets. Exchange its parameters.'
+        )
+
+
+# names of parameters, as users choose them
+_TARGETS = {'y_true', 'true', 'target', 'targets', 'targ', 'targs', 'label', 'labels', 'gt', 'y'}
+_PREDICTIONS = {
+    'y_pred',
+    'pred',
+    'preds',
+    'prediction',
+    'predictions',
+    'output',
+    'outputs',
+    'out',
+    'logits',
+    'y_hat',
+    'yhat',
+    'scores',
+}
 
 
 def check_pairing(

@@ -7,24 +7,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from learnkit.core.batch import apply_model, form_of, short_repr, unpack_output
+from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
-from learnkit.core.validation import check_class_numbers, takes_class_numbers, warn_user
+from learnkit.core.validation import (
+    check_class_numbers,
+    takes_class_numbers,
+    warn_of_order,
+    warn_user,
+)
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
-from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
-from learnkit.metrics.averages import dry_run
+from learnkit.losses import BCELossFlat, BCEWithLogitsLossFlat, CrossEntropyLossFlat
+from learnkit.metrics.averages import AvgMetric, dry_run
 from learnkit.metrics.base import Metric
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
+_BINARY_OF_PROBABILITIES = torch.nn.BCELoss, BCELossFlat
+# functions of two tensors in which a metric would broadcast by mistake
+_COMPARISONS = {'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'sub', 'rsub'}
 LARGE_RATE = 8  # a whole number from here on is hardly a learning rate
 
 __all__ = [
@@ -177,21 +187,71 @@ def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) 
     values: dict[str, Any] = {}
     with preserved_rng():
         for m in train:
-            values[m.name] = _try(m, learn.pred, learn.yb)
+            values[m.name] = _try(m, learn)
         for m in valid:
             try:
-                values[m.name] = _try(m, learn.pred, learn.yb)
+                values[m.name] = _try(m, learn)
             except MetricError:
                 for _ in first_validation_batches(learn):
-                    values[m.name] = _try(m, learn.pred, learn.yb)
+                    values[m.name] = _try(m, learn)
     return values
 
 
-def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> Any:
-    "Check a metric and the kind of its targets; return the value of a function."
+def _try(m: Metric, learn: LearnerLike) -> Any:
+    "Check a metric and the kind of its targets, on copies of them; return the value of a function."
+    pred, yb = map_tensors((learn.pred, learn.yb), lambda t: t.detach().clone())
     if takes_class_numbers(m):
         check_class_numbers(m.name, yb)
-    return dry_run(m, pred, yb)
+    if isinstance(m, AvgMetric):
+        warn_of_order(m.func)
+    with _MetricWatch() as watch:
+        value = dry_run(m, pred, yb)
+    loss = unwrap_partial(learn.loss_func)
+    takes_probabilities = isinstance(loss, _BINARY_OF_PROBABILITIES) or (
+        loss is functional.binary_cross_entropy
+    )
+    if watch.n_sigmoids and takes_probabilities and not is_of_torchmetrics(m):
+        warn_user(
+            f'{m.name} applies a sigmoid to the predictions, which are probabilities already, as {name_of(loss)} takes '
+            'them. Pass `sigmoid=False` to the metric.'
+        )
+    if watch.broadcast and value is not None:
+        first, second = watch.broadcast
+        warn_user(
+            f'{m.name} compares tensors of the shapes {first} and {second}: each number of one with each number of the '
+            'other. If pairs are meant, give both one shape, as `pred.squeeze(1)` and `targ.squeeze(1)` have.'
+        )
+    return value
+
+
+def is_of_torchmetrics(metric: Any) -> bool:
+    "Return True for a metric of the package torchmetrics, which applies a sigmoid to logits only."
+    while hasattr(metric, 'metric'):
+        metric = metric.metric
+    return type(metric).__module__.startswith('torchmetrics')
+
+
+class _MetricWatch(TorchFunctionMode):
+    "Note sigmoids, and comparisons that broadcast a column and a row of as many numbers."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_sigmoids = 0
+        self.broadcast: tuple[tuple[int, ...], ...] = ()  # shapes of a comparison
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, '__name__', '').strip('_')
+        self.n_sigmoids += name == 'sigmoid'
+        if name in _COMPARISONS and len(args) > 1 and all(isinstance(t, Tensor) for t in args[:2]):
+            a, b = args[:2]
+            shapes = tuple(a.shape), tuple(b.shape)
+            flat = min(shapes, key=len)
+            is_row_and_column = len(flat) == 1 and set(shapes) == {flat, (*flat, 1)}
+            if is_row_and_column and flat[0] > 1 and a.data_ptr() != b.data_ptr():
+                self.broadcast = shapes
+        return func(*args, **(kwargs or {}))
 
 
 def first_validation_batches(learn: LearnerLike) -> Iterator[str]:

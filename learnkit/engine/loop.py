@@ -26,7 +26,7 @@ from learnkit.core.batch import (
 )
 from learnkit.core.batch_model import loss_of_batch, predict_batch
 from learnkit.core.comm import SINGLE_RANK, Comm
-from learnkit.core.denominator import LossWeights
+from learnkit.core.denominator import LossWeights, check_is_mean
 from learnkit.core.errors import (
     BatchError,
     CancelBackwardException,
@@ -51,6 +51,7 @@ from learnkit.core.validation import (
     model_hint,
     precision_hint,
     takes_alone,
+    warn_of_order,
     warn_user,
 )
 from learnkit.data.checks import epoch_length
@@ -394,6 +395,9 @@ class Loop(CallbackHost):
             self._pairing_known = True
             check_pairing(self.loss_func, pred, self.yb)
             check_class_scores(self.loss_func, pred, self.yb)
+            warn_of_order(self.loss_func)
+            if self.training and (self.microbatch or self.world.size > 1):
+                check_is_mean(self, pred)
         try:
             return self.loss_func(pred, *self.yb)
         except Exception as e:

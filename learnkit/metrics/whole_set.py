@@ -121,6 +121,11 @@ def _prepare(
     elif activation != 'no':
         pred = pred.softmax(-1 if dim_argmax is None else dim_argmax)
     elif dim_argmax is not None:
+        if -pred.ndim <= dim_argmax < pred.ndim and pred.shape[dim_argmax] == 1:
+            raise MetricError(
+                f'{name}: predictions of shape {tuple(pred.shape)} have one output, and the largest of one is always '
+                'class 0. For numbers use `is_class=False` (of skm_to_fastai), and for yes or no `thresh=0.5`.'
+            )
         pred = pred.argmax(dim_argmax)
     if activation == 'binarysoftmax':
         pred = pred[:, -1]

@@ -17,7 +17,7 @@ from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
-from learnkit.core.errors import OptionError
+from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.testing.harness import run_until_done
 from tests.callbacks.test_every_callback import DEFAULTS, weights
 from tests.callbacks.test_every_callback_resumes import RESUMED, learner, made
@@ -153,10 +153,20 @@ def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
     return differences(straight.result, killed.result, LEFT_OUT)
 
 
+def is_installed(name: str) -> bool:
+    "Return True if the library that a class needs is installed."
+    try:
+        made(CLASSES[name])
+    except MissingExtraError:
+        return False
+    return True
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings('ignore')
 def test_every_pair(tmp_path: Path) -> None:
-    pairs = all_pairs(CLASSES)
+    installed = [name for name in CLASSES if is_installed(name)]
+    pairs = all_pairs(installed)
     differ = []
     weights()  # one file for all processes, as its path is a part of what loggers keep
     for i, pair in enumerate(pairs):
@@ -166,7 +176,7 @@ def test_every_pair(tmp_path: Path) -> None:
             differ.append(pair)
         shutil.rmtree(tmp_path / f'{i}')
     print(
-        f'row 45: {len(pairs)} pairs of {len(CLASSES)} classes, each killed once: {len(pairs) - len(differ)} equal; '
-        f'{len(REFUSED)} pairs refused by name'
+        f'row 45: {len(pairs)} pairs of {len(installed)} classes, each killed once (with WandbLogger, resumed from the '
+        f'folder that a kill leaves): {len(pairs) - len(differ)} equal; {len(REFUSED)} pairs refused by name'
     )
     assert not differ
