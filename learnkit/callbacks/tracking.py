@@ -86,7 +86,9 @@ class TrackerCallback(Callback):
                 'history, such as `valid_loss`, or a function of the learner.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
-        self.comp: Compare = _comparison(name) if comp is None else as_comparison(comp, name)
+        self.comp: Compare = (
+            as_comparison(comp, name) if comp is not None else _comparison(name, monitor)
+        )
         self._lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
@@ -177,11 +179,15 @@ class TrackerCallback(Callback):
         self.best, self.new_best = sd['best'], sd['new_best']
 
 
-def _comparison(name: str) -> Compare:
+def _comparison(
+    name: str,  # name of the column or the function
+    monitor: Monitor,
+) -> Compare:
     "Return the comparison for a column, by fastai's rule; warn of names that are not known to fit the rule."
     if 'loss' in name or 'error' in name:
         return np.less
-    if MetricProperties().get(name) != 'higher':
+    way = MetricProperties().get(name)
+    if way == 'lower' or (way != 'higher' and isinstance(monitor, str)):
         warn_user(
             f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
             "`comp='less'`, or `comp='greater'` if that is meant."

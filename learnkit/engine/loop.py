@@ -70,6 +70,7 @@ from learnkit.engine.microbatch import (
     weigh,
     weighted_loss,
 )
+from learnkit.engine.optimizer import cover_params
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.resume import open_resumed, resume_at, resumed_epochs
 from learnkit.engine.run import (
@@ -573,6 +574,8 @@ class Loop(CallbackHost):
         first, batches = self._open_loader()
         if batches is None:
             return
+        if self.training and self.fitting:
+            cover_params(self)  # what callbacks have unfrozen or replaced at `before_train`
         timings = self.timings
         try:
             for i in count(first) if limit is None else range(first, limit):

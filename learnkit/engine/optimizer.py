@@ -36,6 +36,7 @@ from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = [
     'cover_params',
+    'warn_of_late_params',
     'freeze',
     'freeze_to',
     'make_optimizer',
@@ -384,6 +385,21 @@ def warn_of_left_out(
         f'{names}. Let the `splitter`, or whoever made the optimizer, include them, or call '
         '`requires_grad_(False)` on them.'
     )
+
+
+def warn_of_late_params(learn: LearnerLike) -> None:
+    "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
+    opt = learn.opt
+    if not isinstance(opt, OptimWrapper) or opt.seen is None:
+        return
+    named, own = name_all_params(learn.model, learn.loss_func), set(opt.parameters())
+    late = {p for p in named.values() if p.requires_grad and p not in own}
+    late -= opt.left_out | opt.warned
+    if late:
+        warn_user(
+            'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
+            f'{join_names(named, late)}. To train them at once, change them in `before_epoch` or `before_train`.'
+        )
 
 
 def join_names(named: Mapping[str, nn.Parameter], params: set[nn.Parameter]) -> str:

@@ -13,7 +13,7 @@ from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count, token_count
-from learnkit.engine.optimizer import cover_params
+from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
 __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
@@ -139,6 +139,10 @@ class TrainEvalCallback(Callback):
             self._modes = [(m, m.training) for m in learn.model.modules()]
         learn.model.eval()
         learn.training = False
+
+    def after_train(self) -> None:
+        if self.learn.fitting:
+            warn_of_late_params(self.learn)
 
     def after_epoch(self) -> None:
         if not self.learn.fitting:

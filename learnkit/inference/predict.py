@@ -145,12 +145,22 @@ def get_preds(
     res = cb.all_tensors()
     i = 1 if with_input else 0  # index of the predictions
     if res[i] is not None:
-        activate = act or find_activation(learn.loss_func)
+        activate = act or partial(_for_samples, find_activation(learn.loss_func))
         res[i] = activate(res[i])
         if with_decoded:
             decode = getattr(learn.loss_func, 'decodes', noop)
-            res.insert(i + 2, decode(res[i]))
+            res.insert(i + 2, _for_samples(decode, res[i]))
     return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
+
+
+def _for_samples(
+    f: Callable[[Any], Any],  # function of a batch
+    preds: Any,  # predictions; of batches with different sizes, a list of samples
+) -> Any:
+    "Apply a function of a batch to predictions, or to each sample of a list of tensors."
+    if not isinstance(preds, list) or not all(isinstance(t, Tensor) for t in preds):
+        return f(preds)
+    return [f(t[None])[0] for t in preds]
 
 
 def _run_predictions(
