@@ -21,10 +21,12 @@ from learnkit import (
     Callback,
     Checkpoint,
     DataLoaders,
+    EarlyStoppingCallback,
     GradientAccumulation,
     Learner,
     LoaderError,
     Recorder,
+    SaveModelCallback,
     accuracy,
 )
 from learnkit.core.errors import (
@@ -154,12 +156,38 @@ def test_bad_units(options: dict[str, Any]) -> None:
         (lambda: TensorLoader(X, Y, batch_size=8), r'Write `bs=`'),
         (lambda: DataLoaders([(X, Y)], val=[]), r'Write `valid=`'),
         (lambda: Checkpoint(save_dir='x'), r"'save_dir'. Write `folder=`"),
-        (lambda: learnkit.EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
+        (lambda: DataLoaders(train_dataloader=[(X, Y)]), r'Write `train=`'),
+        (lambda: DataLoaders([(X, Y)], val_dataloaders=[]), r'Write `valid=`'),
+        (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
+        (lambda: learner().fit(1, train_dataloaders=[]), r'belongs to the Learner: `Learner\('),
+        (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
+        (lambda: Checkpoint(save_best_only=True), r'`SaveModelCallback\(\)` saves'),
+        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
+        (lambda: SaveModelCallback(save_best_only=True), r'with `every_epoch=True`'),
+        (lambda: SaveModelCallback(mode='min'), r"Write `comp=`, 'less' or 'greater'"),
+        (
+            lambda: EarlyStoppingCallback(mode='min'),
+            r"^EarlyStoppingCallback.__init__\(\).*Write `comp=`, 'less' or 'greater'",
+        ),
+        (
+            lambda: EarlyStoppingCallback(restore_best_weights=True),
+            r'`SaveModelCallback\(\)`.*loads the best at the end',
+        ),
+        (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
     ],
 )
 def test_keywords_of_other_libraries(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         call()
+
+
+def test_a_keyword_that_a_constructor_passes_on_is_of_the_class_that_takes_it() -> None:
+    class Stop(EarlyStoppingCallback):
+        def __init__(self) -> None:
+            super().__init__(mode='min')  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match=r'^EarlyStoppingCallback.__init__\(\)'):
+        Stop()
 
 
 @pytest.mark.parametrize('folder', ['ckpts', Path('ckpts')])
