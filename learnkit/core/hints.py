@@ -25,19 +25,37 @@ _KEYWORDS = {
     'bs': 'batch_size train_batch_size batchsize',
     'metrics': 'metric',
     'model': 'net module',
-    'dls': 'data dataloaders loaders train_dataloader train_loader',
+    'dls': 'data dataloaders loaders train_dataloader train_dataloaders train_loader train_dl',
+    'train': 'train_dataloader train_dataloaders train_loader train_dl train_data',
     'dl': 'dataloader loader data',
-    'valid': 'val validation valid_data val_data validation_data',
+    'valid': (
+        'val validation valid_data val_data validation_data val_dataloader val_dataloaders val_loader val_dl '
+        'valid_dataloader valid_loader valid_dl'
+    ),
     'folder': 'dirpath save_dir save_folder directory path',
+    'fname': 'filename filepath',
+    'comp': 'mode',
+    'keep_best': 'save_top_k',
     'active': 'steps n_steps',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
 }
+# values of parameters whose values have other names too
+_VALUES = {'comp': "'less' or 'greater'"}
+_BEST_WEIGHTS = (
+    '`SaveModelCallback()` saves the weights when they improve, and loads the best at the end of the fit; '
+    'with `every_epoch=True` it saves every epoch, with `at_end=True` it keeps the last weights.'
+)
 # parameters that belong to another call
 _ELSEWHERE = {
     'device': 'The device belongs to the data: `DataLoaders(..., device=...)`.',
     'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
     'n_epoch': 'The number of epochs belongs to the fit: `learn.fit(5)`.',
     'valid': 'Validation data belongs to the data: `Learner((train, valid), model, ...)`.',
+    'train': 'Training data belongs to the Learner: `Learner((train, valid), model, ...)`.',
+    'keep_best': '`Checkpoint(keep_best=3)` keeps the three best checkpoints.',
+    'restore_best_weights': _BEST_WEIGHTS,
+    'save_best_only': _BEST_WEIGHTS,
+    'load_best_model_at_end': _BEST_WEIGHTS,
     'verbose': '`with learn.no_bar():` shows no bar and no rows.',
 }
 # classes of other libraries, and what takes their place here
@@ -73,12 +91,15 @@ def suggest_keyword(
 
     >>> suggest_keyword('callbacks', ['dls', 'cbs'])
     ' Write `cbs=`.'
+    >>> suggest_keyword('mode', ['monitor', 'comp'])
+    " Write `comp=`, 'less' or 'greater'."
     >>> suggest_keyword('metrcs', ['dls', 'metrics'])
     ' Did you mean `metrics`?'
     """
     for own, others in _KEYWORDS.items():
         if own in known and name in others.split():
-            return f' Write `{own}=`.'
+            values = f', {_VALUES[own]}' if own in _VALUES else ''
+            return f' Write `{own}=`{values}.'
     own_names = [own for own, others in _KEYWORDS.items() if name in (own, *others.split())]
     for own in [name, *own_names]:
         if own in _ELSEWHERE and own not in known:
@@ -116,9 +137,20 @@ def check_keywords(f: F) -> F:
         if not kwargs.keys() <= known:
             name = next(name for name in kwargs if name not in known)
             hint = suggest_keyword(name, sorted(known))
-            raise TypeError(
-                f'{f.__qualname__}() got an unexpected keyword argument {name!r}.{hint}'
-            )
+            called = _name_call(call, args)
+            raise TypeError(f'{called}() got an unexpected keyword argument {name!r}.{hint}')
         return f(*args, **kwargs)
 
     return call  # type: ignore[return-value]  # the signature is that of `f`
+
+
+def _name_call(
+    f: Callable[..., Any],  # the decorated function
+    args: tuple[Any, ...],  # its positional arguments
+) -> str:
+    "Return a function's name; a constructor gets the name of the class that was called, and not of its base."
+    if f.__name__ == '__init__' and args:
+        for cls in type(args[0]).__mro__:
+            if cls.__init__ is f:  # type: ignore[misc]  # only compared
+                return f'{cls.__qualname__}.__init__'
+    return f.__qualname__

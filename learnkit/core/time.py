@@ -311,7 +311,9 @@ def _parse(value: Any) -> tuple[Any, str]:
 
 
 def _suggest_unit(number: str, word: str) -> str:
-    "Return a hint for a unit that was spelled out or misspelled."
+    "Return a hint for a unit that is missing, was spelled out or misspelled."
+    if not word:
+        return f" Write '{number}ep' for epochs." if number.isdecimal() else ''
     short = next((short for short, names in _SPELLED.items() if word in names.split()), None)
     return f' Write {number + short!r}.' if short else did_you_mean(word, UNITS)
 

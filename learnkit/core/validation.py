@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
 from warnings import warn
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learnkit.core.batch import tensors_in
+from learnkit.core.batch import children_of, passed_names, tensors_in
 from learnkit.core.errors import LossError, MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
@@ -81,6 +82,9 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
 
     >>> model_hint((torch.zeros(1, 4),), nn.BatchNorm1d(4), ValueError('Expected more than 1 value per channel ...'))
     ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+    >>> error = TypeError('Linear.forward() takes 2 positional arguments but 3 were given')
+    >>> model_hint((torch.zeros(1, 4), torch.zeros(1)), nn.Linear(4, 1), error)
+    ': 2 inputs, and forward() takes 1. ...write `DataLoaders(..., n_inp=1)`. ...'
     """
     if 'more than 1 value per channel' in str(e):
         return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
@@ -89,7 +93,48 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
             ': parameters took no part in the last loss, or were frozen since. '
             "`learn.distributed('ddp', find_unused_parameters=True)` allows for that"
         )
-    return precision_hint(b, model)
+    return _input_hint(b, model, e) or precision_hint(b, model)
+
+
+def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
+    "Return a hint for inputs that the model's forward does not take, else an empty string."
+    if not isinstance(xb, (tuple, list)) or not isinstance(e, (TypeError, AttributeError)):
+        return ''
+    error, forward = str(e), getattr(model.forward, '__qualname__', '')
+    if error.startswith(f'{forward}() takes'):
+        n_taken = _count_positional(model.forward)
+        if 0 < n_taken < len(xb):
+            return (
+                f': {len(xb)} inputs, and forward() takes {n_taken}. Without `n_inp` the last entry of a batch is the '
+                f'target, and all others are inputs: write `DataLoaders(..., n_inp={n_taken})`. The loss function gets '
+                'the other entries as targets'
+            )
+    if len(xb) != 1:
+        return ''
+    only, kind = xb[0], type(xb[0]).__name__
+    is_missing = error.startswith(f'{forward}() missing')
+    if not is_missing and not re.search(rf'\b{kind}\b', error):
+        return ''
+    if type(only) in (tuple, list):
+        return (
+            f': the {kind} of {len(only)} entries is one input. For several inputs, let the loader give flat batches '
+            f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(only)})` counts the inputs'
+        )
+    if children_of(only) is not None and passed_names(model, tuple(xb)) is None:
+        parameters = ', '.join(signature(model.forward).parameters)
+        return (
+            f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '
+            f'forward() are ({parameters}): rename the entries, or let the loader give tuples `(x, y)`'
+        )
+    return ''
+
+
+def _count_positional(f: Callable[..., Any]) -> int:
+    "Return the number of positional parameters of a function."
+    kinds = [p.kind for p in signature(f).parameters.values()]
+    return sum(
+        kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+    )
 
 
 def precision_hint(b: Any, model: nn.Module) -> str:

@@ -4,6 +4,7 @@ A loader is any iterable of batches, with or without a length: a torch DataLoade
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -68,9 +69,9 @@ class DataLoaders(Shows):
     continues where the previous epoch ended, within a fit and across fits. An exhausted loader is iterated from its
     start again. The worker processes of a DataLoader stay alive between epochs.
 
-    Raises `LoaderError` for an object that is not a loader and `EmptyLoaderError` for a loader without batches.
-    Raises `BatchError` for a batch that does not have the declared form; validation loaders are checked before the
-    first step.
+    Raises `LoaderError` for an object that is not a loader, such as a list of loaders. Raises `EmptyLoaderError` for a
+    loader without batches. Raises `BatchError` for a batch that does not have the declared form; validation loaders
+    are checked before the first step.
 
     >>> batches = [(torch.zeros(4, 2), torch.zeros(4))] * 3
     >>> dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[:1]})
@@ -109,6 +110,7 @@ class DataLoaders(Shows):
         self._device = None if device is None else check_device(device)
 
         for name, dl in self._named():
+            check_no_loaders(name, dl)
             check_loader(name, dl)
         check_n_inp(n_inp, self.targets, [name for name, _ in self._named()])
         if n_iter is not None:
@@ -488,7 +490,7 @@ def as_dataloaders(dls: Any) -> Any:
     """Return `dls` if `dls` is a `DataLoaders` or a similar object (fastai's), else make a `DataLoaders`.
 
     A tuple is (train, valid). Any other iterable, such as a list of batches, is the training loader. Raises
-    `LoaderError` for anything else."""
+    `LoaderError` for anything else, such as a list of loaders."""
     # a model has `train` too: a model passed by mistake is rejected below
     if hasattr(dls, 'train') and hasattr(dls, '__getitem__') and not isinstance(dls, nn.Module):
         return dls
@@ -606,6 +608,24 @@ def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -
                 f'DataLoaders(n_inp={dict(n_inp)}): there is no loader {name!r}, only {known}.'
             )
         check_count(f'n_inp[{name!r}]', n, error=LoaderError)
+
+
+def check_no_loaders(name: str, dl: Any) -> None:
+    """Raise `LoaderError` for a list or tuple of loaders in the place of one loader.
+
+    >>> check_no_loaders('train', [TensorLoader(torch.arange(5))])
+    Traceback (most recent call last):
+    learnkit.core.errors.LoaderError: The loader 'train' is a list of TensorLoader, not of batches: ...
+    """
+    if not isinstance(dl, (list, tuple, UserList)):
+        return
+    loaders = [entry for entry in dl if isinstance(entry, (DataLoader, TensorLoader, DataLoaders))]
+    if loaders:
+        raise LoaderError(
+            f'The loader {name!r} is a {type(dl).__name__} of {type(loaders[0]).__name__}, not of batches: '
+            'write a tuple `(train, valid)`, or `DataLoaders(train, valid)`. Several validation loaders are '
+            "a dict by name, `DataLoaders(train, {'day': day, 'night': night})`."
+        )
 
 
 def make_generator(seed: int, generator: torch.Generator | None = None) -> torch.Generator:

@@ -23,6 +23,11 @@ def parse_length(
 ) -> tuple[int | None, Time | None]:  # number of epochs (None: unknown), budget (None: no budget)
     "Return the number of epochs, or the budget, of a fit; raise `FitError` or `TimeError` for an invalid length."
     n, budget = length, None
+    if isinstance(length, str) and length.strip().isdecimal():
+        number = length.strip()
+        raise TimeError(
+            f"fit({length!r}): write {number} or '{number}ep' for {number} epochs. A string has a unit."
+        )
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
     if budget is None:

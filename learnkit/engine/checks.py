@@ -29,6 +29,8 @@ from learnkit.engine.run import preserved_state
 from learnkit.losses import BCELossFlat, BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run
 from learnkit.metrics.base import Metric
+from learnkit.optim import optimizers
+from learnkit.optim.wrapper import OptimWrapper
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
@@ -65,7 +67,13 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss_func: object) -> None:
-    "Raise `LossError` if `loss_func` cannot be called, or is a class."
+    "Raise `LossError` if `loss_func` cannot be called, or is a class or an optimizer."
+    if _is_optimizer(loss_func):
+        name = name_of(unwrap_partial(loss_func))
+        raise LossError(
+            f'loss_func={name} is an optimizer: write `opt_func={name}`. The third argument of a Learner is the '
+            'loss function, f(pred, *targets).'
+        )
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if isinstance(loss_func, str):
@@ -74,6 +82,14 @@ def check_loss(loss_func: object) -> None:
         raise LossError(
             f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets).'
         )
+
+
+def _is_optimizer(f: object) -> bool:
+    "Return True for an optimizer of torch or this package: an object, a class, a function that makes one."
+    f = unwrap_partial(f)
+    cls = f if isinstance(f, type) else type(f)
+    is_own = callable(f) and getattr(optimizers, name_of(f), None) is f
+    return is_own or issubclass(cls, (torch.optim.Optimizer, OptimWrapper))
 
 
 def _suggest_loss(name: str) -> str:

@@ -6,6 +6,7 @@ agree."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import SimpleNamespace
 
 from learnkit.core.batch import short_repr
@@ -33,6 +34,7 @@ __all__ = [
     'ALIASES',
     'event',
     'canonical_event',
+    'event_like',
     'lifecycle_markdown',
 ]
 
@@ -228,6 +230,57 @@ INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # accepted spellings
 
+# names of handlers in other libraries: their endings, their levels, and names with neither
+_PREFIX_OF_ENDING = {
+    **dict.fromkeys(('start', 'begin', 'started'), 'before'),
+    **dict.fromkeys(('end', 'finish', 'finished'), 'after'),
+}
+_LEVELS = {
+    'epoch': 'epoch',
+    'train': 'fit',
+    'training': 'fit',
+    'fit': 'fit',
+    'train_epoch': 'train',
+    'training_epoch': 'train',
+    'batch': 'batch',
+    'train_batch': 'batch',
+    'training_batch': 'batch',
+    'validation_batch': 'batch',
+    'val_batch': 'batch',
+    'test_batch': 'batch',
+    'predict_batch': 'batch',
+    'train_step': 'batch',
+    'training_step': 'batch',
+    'step': 'batch',
+    'eval_batch': 'batch',
+    'iteration': 'batch',
+    'validation': 'validate',
+    'val': 'validate',
+    'test': 'validate',
+    'validation_epoch': 'validate',
+    'val_epoch': 'validate',
+    'test_epoch': 'validate',
+    'eval': 'eval',
+    'evaluate': 'eval',
+    'evaluation': 'eval',
+    'predict': 'predict',
+    'backward': 'backward',
+    'optimizer_step': 'step',
+}
+_EVENT_OF_METHOD = {
+    'training_step': 'after_batch',
+    'validation_step': 'after_batch',
+    'on_after_backward': 'after_backward',
+    'on_before_backward': 'before_backward',
+    'on_before_optimizer_step': 'before_step',
+    'on_before_zero_grad': 'after_step',
+    'on_exception': 'after_error',
+    'on_init_end': 'after_create',
+    'on_evaluate': 'after_eval',
+    'on_save_checkpoint': 'state_dict',
+    'on_load_checkpoint': 'load_state_dict',
+}
+
 
 class EventNames(SimpleNamespace):
     "Namespace with every event as an attribute, so that editors can complete the names."
@@ -251,13 +304,33 @@ def lifecycle_markdown() -> str:
     return '\n'.join([*header, *map(format_row, LIFECYCLE), ''])
 
 
+def event_like(name: str) -> str | None:
+    """Return the event that a method's name means, or None.
+
+    The name is a handler's in another library, or close to the name of an event.
+
+    >>> [event_like(name) for name in ('on_epoch_end', 'on_train_batch_end', 'fit_begin', 'after_bach', 'on_new_best')]
+    ['after_epoch', 'after_batch', 'before_fit', 'after_batch', None]
+    """
+    if name in _EVENT_OF_METHOD:
+        return _EVENT_OF_METHOD[name]
+    level, _, ending = name.removeprefix('on_').rpartition('_')
+    if ending in _PREFIX_OF_ENDING and level in _LEVELS:
+        return f'{_PREFIX_OF_ENDING[ending]}_{_LEVELS[level]}'
+    if not name.startswith(('before_', 'after_')):
+        return None
+    close = get_close_matches(name, EVENTS, n=1, cutoff=0.85)
+    return close[0] if close else None
+
+
 def canonical_event(
     name: object,  # name of an event, or an alias
     where: str = '',  # class of the caller, for the error message
 ) -> str:
     """Return the canonical name of an event.
 
-    Raises `UnknownEventError`, with the closest name, for an unknown event.
+    Raises `UnknownEventError`, with the event of a handler's name in another library or the closest name, for an
+    unknown event.
 
     >>> canonical_event('after_cancel_valid')
     'after_cancel_validate'
@@ -268,10 +341,20 @@ def canonical_event(
             return name
     place = f' ({where})' if where else ''
     if isinstance(name, str):
-        hint = did_you_mean(name, EVENTS)
+        hint = _suggest_event(name)
     else:
         hint = ' A Learner is called with events; the model with data: `learn.model(x)`.'
     raise UnknownEventError(
         f'There is no event {short_repr(name)}{place}.{hint} '
         'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.'
     )
+
+
+def _suggest_event(name: str) -> str:
+    "Return a hint for an unknown event, as a sentence after a space, or an empty string."
+    meant = event_like(name)
+    if meant is None:
+        return did_you_mean(name, EVENTS)
+    if meant in EVENTS:
+        return f' Did you mean `{meant}`?'
+    return f' Write a subclass of Callback with a method `{meant}`.'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from dis import get_instructions
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -11,60 +10,10 @@ from typing import Any
 
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SHADOWING, Callback
-from learnkit.engine.events import ALIASES, EVENTS
+from learnkit.engine.events import ALIASES, EVENTS, event_like
 
 __all__ = ['lint', 'event_like']
 
-# names of handlers in other libraries: their endings, their levels, and names with neither
-_PREFIX_OF_ENDING = {
-    **dict.fromkeys(('start', 'begin', 'started'), 'before'),
-    **dict.fromkeys(('end', 'finish', 'finished'), 'after'),
-}
-_LEVELS = {
-    'epoch': 'epoch',
-    'train': 'fit',
-    'training': 'fit',
-    'fit': 'fit',
-    'train_epoch': 'train',
-    'training_epoch': 'train',
-    'batch': 'batch',
-    'train_batch': 'batch',
-    'training_batch': 'batch',
-    'validation_batch': 'batch',
-    'val_batch': 'batch',
-    'test_batch': 'batch',
-    'predict_batch': 'batch',
-    'train_step': 'batch',
-    'training_step': 'batch',
-    'step': 'batch',
-    'eval_batch': 'batch',
-    'iteration': 'batch',
-    'validation': 'validate',
-    'val': 'validate',
-    'test': 'validate',
-    'validation_epoch': 'validate',
-    'val_epoch': 'validate',
-    'test_epoch': 'validate',
-    'eval': 'eval',
-    'evaluate': 'eval',
-    'evaluation': 'eval',
-    'predict': 'predict',
-    'backward': 'backward',
-    'optimizer_step': 'step',
-}
-_EVENT_OF_METHOD = {
-    'training_step': 'after_batch',
-    'validation_step': 'after_batch',
-    'on_after_backward': 'after_backward',
-    'on_before_backward': 'before_backward',
-    'on_before_optimizer_step': 'before_step',
-    'on_before_zero_grad': 'after_step',
-    'on_exception': 'after_error',
-    'on_init_end': 'after_create',
-    'on_evaluate': 'after_eval',
-    'on_save_checkpoint': 'state_dict',
-    'on_load_checkpoint': 'load_state_dict',
-}
 # attributes of the loop that callbacks read
 _LOOP_ATTRIBUTES = {
     'epoch',
@@ -81,25 +30,6 @@ _LOOP_ATTRIBUTES = {
     'loss',
     'loss_grad',
 }
-
-
-def event_like(name: str) -> str | None:
-    """Return the event that a method's name means, or None.
-
-    The name is a handler's in another library, or close to the name of an event.
-
-    >>> [event_like(name) for name in ('on_epoch_end', 'on_train_batch_end', 'fit_begin', 'after_bach', 'on_new_best')]
-    ['after_epoch', 'after_batch', 'before_fit', 'after_batch', None]
-    """
-    if name in _EVENT_OF_METHOD:
-        return _EVENT_OF_METHOD[name]
-    level, _, ending = name.removeprefix('on_').rpartition('_')
-    if ending in _PREFIX_OF_ENDING and level in _LEVELS:
-        return f'{_PREFIX_OF_ENDING[ending]}_{_LEVELS[level]}'
-    if not name.startswith(('before_', 'after_')):
-        return None
-    close = get_close_matches(name, EVENTS, n=1, cutoff=0.85)
-    return close[0] if close else None
 
 
 def lint(

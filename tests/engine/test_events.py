@@ -80,7 +80,13 @@ def test_events_of_a_batch_are_those_that_run_train_and_run_valid_are_about() ->
 
 @pytest.mark.parametrize(
     ('wrong', 'close'),
-    [('befor_fit', 'before_fit'), ('after_batches', 'after_batch'), ('on_epoch_end', None)],
+    [
+        ('befor_fit', 'before_fit'),
+        ('after_batches', 'after_batch'),
+        ('on_epoch_end', 'after_epoch'),
+        ('on_save_checkpoint', 'state_dict'),
+        ('on_new_best', None),
+    ],
 )
 def test_an_unknown_event_is_named_with_the_closest(wrong: str, close: str | None) -> None:
     with pytest.raises(UnknownEventError) as e:

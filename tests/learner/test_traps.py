@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import UserList
 from collections.abc import Callable
@@ -13,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import learnkit
 from learnkit import (
     Callback,
     Checkpoint,
     DataLoaders,
+    EarlyStoppingCallback,
     GradientAccumulation,
     Learner,
     LoaderError,
     Recorder,
+    SaveModelCallback,
     accuracy,
 )
 from learnkit.core.errors import (
@@ -46,6 +50,14 @@ def learner(model: nn.Module | None = None, loss_func: Any = None, **options: An
     dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, device='cpu')
     loss_func = nn.CrossEntropyLoss() if loss_func is None else loss_func
     learn = Learner(dls, model or nn.Linear(4, 3), loss_func, **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+def learner_of(
+    dls: Any, model: nn.Module | None = None, loss_func: Any = F.cross_entropy
+) -> Learner:
+    learn = Learner(dls, model or nn.Linear(4, 3), loss_func)
     learn.logger = lambda row: None
     return learn
 
@@ -144,12 +156,38 @@ def test_bad_units(options: dict[str, Any]) -> None:
         (lambda: TensorLoader(X, Y, batch_size=8), r'Write `bs=`'),
         (lambda: DataLoaders([(X, Y)], val=[]), r'Write `valid=`'),
         (lambda: Checkpoint(save_dir='x'), r"'save_dir'. Write `folder=`"),
-        (lambda: learnkit.EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
+        (lambda: DataLoaders(train_dataloader=[(X, Y)]), r'Write `train=`'),
+        (lambda: DataLoaders([(X, Y)], val_dataloaders=[]), r'Write `valid=`'),
+        (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
+        (lambda: learner().fit(1, train_dataloaders=[]), r'belongs to the Learner: `Learner\('),
+        (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
+        (lambda: Checkpoint(save_best_only=True), r'`SaveModelCallback\(\)` saves'),
+        (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
+        (lambda: SaveModelCallback(save_best_only=True), r'with `every_epoch=True`'),
+        (lambda: SaveModelCallback(mode='min'), r"Write `comp=`, 'less' or 'greater'"),
+        (
+            lambda: EarlyStoppingCallback(mode='min'),
+            r"^EarlyStoppingCallback.__init__\(\).*Write `comp=`, 'less' or 'greater'",
+        ),
+        (
+            lambda: EarlyStoppingCallback(restore_best_weights=True),
+            r'`SaveModelCallback\(\)`.*loads the best at the end',
+        ),
+        (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
     ],
 )
 def test_keywords_of_other_libraries(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         call()
+
+
+def test_a_keyword_that_a_constructor_passes_on_is_of_the_class_that_takes_it() -> None:
+    class Stop(EarlyStoppingCallback):
+        def __init__(self) -> None:
+            super().__init__(mode='min')  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match=r'^EarlyStoppingCallback.__init__\(\)'):
+        Stop()
 
 
 @pytest.mark.parametrize('folder', ['ckpts', Path('ckpts')])
@@ -293,10 +331,31 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
         ),
         (lambda: learner(loss_func='CrossEntropyLoss'), LossError, 'functional.cross_entropy`'),
         (lambda: learner(loss_func='bad'), LossError, r'f\(pred, \*targets\)'),
+        (lambda: learner(loss_func=torch.optim.Adam), LossError, '`opt_func=Adam`'),
+        (lambda: learner(loss_func=partial(torch.optim.SGD, lr=1)), LossError, '`opt_func=SGD`'),
+        (
+            lambda: learner(loss_func=torch.optim.AdamW([torch.zeros(1)])),
+            LossError,
+            '`opt_func=AdamW`',
+        ),
+        (lambda: learner(loss_func=learnkit.Adam), LossError, '`opt_func=Adam`'),
+        (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
         (lambda: learner(opt_func='bad').create_opt(), OptimizerError, 'torch.optim class'),
         (lambda: learner(metrics='accuracy'), MetricError, 'from learnkit import accuracy'),
         (lambda: learner(metrics='bad'), MetricError, r'f\(pred, \*targets\)'),
+        (lambda: learner().fit('3'), TimeError, r"write 3 or '3ep'"),
+        (lambda: EarlyStoppingCallback(patience='3'), TimeError, "Write '3ep'"),
+        (
+            lambda: Callback(on_epoch_end=print),
+            UnknownEventError,
+            "'on_epoch_end'.*Did you mean `after_epoch`",
+        ),
+        (
+            lambda: Callback(on_train_batch_start=print),
+            UnknownEventError,
+            'Did you mean `before_batch`',
+        ),
         (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string.*Recorder"),
         (lambda: learner().export('m.onnx'), OptionError, r'ExportForInference.*onnx'),
     ],
@@ -332,6 +391,80 @@ def test_data_is_described_and_not_printed(call: Callable[[], Any], error: type[
         call()
     said = str(caught.value)
     assert len(said) < 250 and '\n' not in said and 'tensor(' not in said
+
+
+# ------------------------------------------------------------------------------ loaders and batches
+
+
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=16)
+
+
+@pytest.mark.parametrize('entry', [LOADER, TensorLoader(X, Y), DataLoaders([(X, Y)], device='cpu')])
+@pytest.mark.parametrize('make_list', [list, UserList])
+def test_a_list_of_loaders(make_list: Callable[..., Any], entry: Any) -> None:
+    kind = type(entry).__name__
+    with pytest.raises(
+        LoaderError, match=rf"'train'.*[lL]ist of {kind},.*tuple `\(train, valid\)`"
+    ):
+        learner_of(make_list([entry, entry]))
+
+
+@pytest.mark.parametrize('valid', [[LOADER, LOADER], (LOADER, LOADER)])
+def test_a_list_of_validation_loaders(valid: Any) -> None:
+    with pytest.raises(LoaderError, match=r"'valid'.*of DataLoader,.*a dict by name"):
+        DataLoaders(LOADER, valid)
+
+
+class Adds(nn.Linear):
+    "A model of two inputs."
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a + b)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'model', 'says'),
+    [
+        ((X, Y, Y), nn.Linear(4, 3), '2 inputs.*forward.. takes 1.*last entry.*n_inp=1'),
+        ((X, X, X, Y), Adds(4, 3), '3 inputs.*forward.. takes 2.*n_inp=2'),
+        (
+            ((X, X), Y),
+            nn.Linear(4, 3),
+            r'tuple of 2 entries is one input.*`\(x1, x2, y\)`.*n_inp=2',
+        ),
+        (([X, X], Y), nn.Sequential(nn.Linear(4, 3)), 'list of 2 entries is one input'),
+        (((X, X), Y), Adds(4, 3), 'tuple of 2 entries is one input'),
+        (
+            ({'x': X}, Y),
+            nn.Sequential(nn.Flatten(), nn.Linear(4, 3)),
+            r'dict is one input.*forward\(\).*\(input\)',
+        ),
+        ({'x': X, 'labels': Y}, nn.Linear(4, 3), r'by keyword.*\(input\).*tuples `\(x, y\)`'),
+    ],
+)
+def test_batches_that_do_not_fit_the_model(batch: Any, model: nn.Module, says: str) -> None:
+    with pytest.raises((TypeError, AttributeError)) as e:
+        learner_of(DataLoaders([batch], device='cpu'), model).fit(1)
+    assert re.search(says, e.value.__notes__[0])
+
+
+def test_what_the_hints_of_batches_say_works() -> None:
+    flat = DataLoaders([(X, X, Y)], device='cpu', n_inp=2)
+    named = DataLoaders([{'input': X, 'labels': Y}], device='cpu')
+    indexed = DataLoaders([(X, Y, Y)], device='cpu', n_inp=1)
+    learner_of(flat, Adds(4, 3)).fit(1)
+    learner_of(named).fit(1)
+    learner_of(indexed, loss_func=lambda pred, y, idx: F.cross_entropy(pred, y)).fit(1)
+
+
+def test_other_errors_of_a_model_get_no_hint_of_its_inputs() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(super().forward(x), 1)
+
+    with pytest.raises(TypeError) as e:
+        learner(Fails(4, 3)).fit(1)
+    assert e.value.__notes__[0] == 'Fails got (Tensor[16, 4] float32,)'
 
 
 # ------------------------------------------------------------------------------------------ devices
