@@ -86,8 +86,10 @@ class TrackerCallback(Callback):
                 'history, such as `valid_loss`, or a function of the learner.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
-        self.comp: Compare = (
-            as_comparison(comp, name) if comp is not None else _comparison(name, monitor)
+        self.comp: Compare = _comparison(name) if comp is None else as_comparison(comp, name)
+        # whether nobody has said what is better: a warning comes when the column is found
+        self._is_guess = (
+            comp is None and isinstance(monitor, str) and name not in MetricProperties()
         )
         self._lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
@@ -101,6 +103,9 @@ class TrackerCallback(Callback):
         "Find the column, and reset the best value."
         self._records()
         self.idx = None if callable(self.monitor) else self._find(self.monitor)
+        if self._is_guess:
+            self._is_guess = False
+            _warn_of_rule(str(self.monitor))
         self._has_begun = True
         if self.reset_on_fit or self.best is None:
             self.best = math.inf if self._lower else -math.inf
@@ -179,20 +184,20 @@ class TrackerCallback(Callback):
         self.best, self.new_best = sd['best'], sd['new_best']
 
 
-def _comparison(
-    name: str,  # name of the column or the function
-    monitor: Monitor,
-) -> Compare:
-    "Return the comparison for a column, by fastai's rule; warn of names that are not known to fit the rule."
+def _comparison(name: str) -> Compare:
+    "Return the comparison for a column, by fastai's rule; warn of names that the rule gets wrong."
     if 'loss' in name or 'error' in name:
         return np.less
-    way = MetricProperties().get(name)
-    if way == 'lower' or (way != 'higher' and isinstance(monitor, str)):
-        warn_user(
-            f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
-            "`comp='less'`, or `comp='greater'` if that is meant."
-        )
+    if MetricProperties().get(name) == 'lower':
+        _warn_of_rule(name)
     return np.greater
+
+
+def _warn_of_rule(name: str) -> None:
+    warn_user(
+        f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
+        "`comp='less'`, or `comp='greater'` if that is meant."
+    )
 
 
 def saved_history(learn: LearnerLike) -> list[dict[str, Any]]:

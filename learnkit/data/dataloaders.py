@@ -29,7 +29,7 @@ from learnkit.data.checks import (
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.show import Shows, first_batch
 from learnkit.data.tensors import are_inputs_and_targets, as_rows, is_rows
-from learnkit.data.torch_loader import torch_in_order, without_workers
+from learnkit.data.torch_loader import iterates_as_torch, torch_in_order, without_workers
 
 __all__ = [
     'DataLoaders',
@@ -478,12 +478,13 @@ def in_order(dl: Any) -> Any:
     """Return a loader of the same samples in the order of the data set, including an incomplete last batch.
 
     A sampler that selects samples (weighted, a subset, a rank's shard) is kept. A loader that cannot be rebuilt (a
-    list, an iterable data set, a custom batch sampler) is returned unchanged."""
-    if type(dl) is DataLoader:
-        return torch_in_order(dl)
+    list, an iterable data set, a custom batch sampler, a subclass of DataLoader with its own iteration) is returned
+    unchanged."""
     if isinstance(dl, TensorLoader) and not dl.shuffle and not dl.drop_last:
         return dl
-    return dl.new(shuffle=False, drop_last=False) if callable(getattr(dl, 'new', None)) else dl
+    if callable(getattr(dl, 'new', None)):
+        return dl.new(shuffle=False, drop_last=False)
+    return torch_in_order(dl) if iterates_as_torch(dl) else dl
 
 
 def as_dataloaders(dls: Any) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     'get_index_sampler',
     'start_lists',
     'ResumedSampler',
+    'iterates_as_torch',
     'torch_in_order',
     'belongs_to_sampler',
     'workers_run',
@@ -125,15 +126,28 @@ class ResumedSampler:
         return iter(self.sampler) if self.lists is None else self.lists
 
 
+def iterates_as_torch(dl: Any) -> bool:
+    "Return True for torch's DataLoader, a subclass that only adds options, and torchdata's StatefulDataLoader."
+    if type(dl).__module__.startswith('torchdata.stateful_dataloader'):
+        return True
+    own = [getattr(type(dl), name, None) for name in ('__iter__', '_get_iterator')]
+    return own == [DataLoader.__iter__, DataLoader._get_iterator]
+
+
 def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
     "Return a loader of the same samples in the data set's order, or `dl` if in order or not rebuildable."
     has_batch_sampler = dl.batch_size is None and dl.batch_sampler is not None
     if has_batch_sampler or isinstance(dl.dataset, IterableDataset):
         return dl
-    if not dl.drop_last and type(dl.sampler) is not RandomSampler and getattr(dl, 'in_order', True):
+    shuffles = _is_of_torch(dl.sampler) and isinstance(dl.sampler, RandomSampler)
+    if not dl.drop_last and not shuffles and getattr(dl, 'in_order', True):
         return dl
-    selects = type(dl.sampler) not in (RandomSampler, SequentialSampler)
+    selects = not shuffles and type(dl.sampler) is not SequentialSampler
     return rebuild(dl, batch_size=dl.batch_size, sampler=dl.sampler if selects else None)
+
+
+def _is_of_torch(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith(('torch.utils.data', 'torchdata.'))
 
 
 def workers_run(dl: Any) -> bool:

@@ -123,7 +123,9 @@ class Loop(CallbackHost):
     # called in place of `train_batch`, which it may call: `compile(step=True)` sets it
     whole_step: Callable[[], None] | None = None
     _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
-    _pairing_known = True  # from the first loss of a fit on: it was checked against the targets
+    _pairing_known = True  # from the first loss of a pass on: shapes of predictions and targets fit
+    _pairing: list[Any] | None = None  # loss function and shapes of a sample that were checked
+    _loss_known = True  # from the first loss of a fit on: the loss function was checked
     _batch_known = True  # from the first training batch of a fit on: it was checked
 
     def __init__(self) -> None:
@@ -152,7 +154,8 @@ class Loop(CallbackHost):
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
-        self._pairing_known = self._batch_known = False
+        self._loss_known = self._batch_known = False
+        self._pairing = None
         for epoch in self._epochs():
             self.epoch = epoch
             if self._starts_iteration():
@@ -393,8 +396,17 @@ class Loop(CallbackHost):
         tensor(1.)
         """
         if not self._pairing_known:
-            self._pairing_known = True
-            check_pairing(self.loss_func, pred, self.yb)
+            # a single number is compared with a single one in any case
+            self._pairing_known = not isinstance(pred, Tensor) or pred.numel() > 1
+            pairing = [
+                id(self.loss_func),
+                *(t.shape[1:] for t in (pred, *self.yb) if isinstance(t, Tensor)),
+            ]
+            if pairing != self._pairing:
+                check_pairing(self.loss_func, pred, self.yb)
+                self._pairing = pairing if self._pairing_known else None
+        if not self._loss_known:
+            self._loss_known = True
             check_class_scores(self.loss_func, pred, self.yb)
             warn_of_order(self.loss_func)
             if self.training and (self.microbatch or self.world.size > 1):
@@ -574,6 +586,7 @@ class Loop(CallbackHost):
         first, batches = self._open_loader()
         if batches is None:
             return
+        self._pairing_known = False
         if self.training and self.fitting:
             cover_params(self)  # what callbacks have unfrozen or replaced at `before_train`
         timings = self.timings

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
@@ -144,10 +145,11 @@ class ElementMean(AvgMetric):
     "Average over all targets of the data set, as the functions of this module do in a list of metrics."
 
     def _weight(self, learn: LearnerLike) -> Any:
-        "Return the number of targets, or the value of `weight_func`."
-        if getattr(learn, 'weight_func', None) is None:
-            return learn.yb[0].numel()
-        return super()._weight(learn)
+        "Return the number of targets that are not ignored, or the value of `weight_func`."
+        if getattr(learn, 'weight_func', None) is not None:
+            return super()._weight(learn)
+        targ = learn.yb[0]
+        return targ.numel() if targ.is_floating_point() else count_targets(targ, IGNORED)
 
 
 def average_over_targets(func: F) -> F:
@@ -162,6 +164,15 @@ def average_over_targets(func: F) -> F:
 # -- classes ---------------------------------------------------------------------------------------
 
 
+def _share(
+    right: Tensor,  # whether each target is right, (N,)
+    targ: Tensor,  # class numbers (N,)
+) -> Tensor:
+    "Return the share of targets that are right, of those that are not ignored."
+    counted = targ != IGNORED
+    return (right & counted).sum() / counted.sum()
+
+
 @average_over_targets
 @needs_class_indices
 def accuracy(
@@ -169,7 +180,7 @@ def accuracy(
     targ: Tensor,  # class numbers, of the shape of `pred` without `axis`
     axis: int = -1,  # class dimension; 1 for images (B, C, H, W)
 ) -> Tensor:
-    """Return the fraction of targets whose class has the highest score.
+    """Return the fraction of targets whose class has the highest score; targets of -100 do not count.
 
     Raises `MetricError` unless there is one target per prediction, and for a single class.
 
@@ -178,7 +189,7 @@ def accuracy(
     """
     check_choice('accuracy', pred, axis)
     best, targ = paired('accuracy', pred.argmax(dim=axis), targ)
-    return (best == targ).float().mean()
+    return _share(best == targ, targ)
 
 
 @average_over_targets
@@ -188,7 +199,7 @@ def error_rate(
     targ: Tensor,  # class numbers
     axis: int = -1,  # class dimension
 ) -> Tensor:
-    """Return 1 - `accuracy`.
+    """Return 1 - `accuracy`; targets of -100 do not count.
 
     >>> error_rate(torch.tensor([[.1, .9], [.8, .2], [.7, .3], [.6, .4]]), torch.tensor([1, 0, 0, 1]))
     tensor(0.2500)
@@ -205,7 +216,7 @@ def top_k_accuracy(
     k: int = 5,  # number of top classes
     axis: int = -1,  # class dimension
 ) -> Tensor:
-    """Return the fraction of targets whose class is among the `k` highest scores.
+    """Return the fraction of targets whose class is among the `k` highest scores; targets of -100 do not count.
 
     Raises `MetricError` for fewer than `k` classes, and unless there is one target per prediction.
 
@@ -216,7 +227,7 @@ def top_k_accuracy(
     n = scores.shape[1]
     if not 1 <= k <= n:
         raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
-    return (scores.topk(k)[1] == targ[:, None]).any(1).float().mean()
+    return _share((scores.topk(k)[1] == targ[:, None]).any(1), targ)
 
 
 @average_over_targets

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learnkit.core.denominator import IGNORED
 from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import SumMetric, paired, whole_set_metric
@@ -24,7 +25,7 @@ __all__ = [
 
 
 class ForegroundAcc(SumMetric):
-    "Accuracy of all foreground pixels of the data set; the metric of `foreground_acc`."
+    "Accuracy of all foreground pixels of the data set, the metric of `foreground_acc`; pixels of -100 do not count."
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class ForegroundAcc(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice('foreground_acc', pred, self.axis)
         best, targ = paired('foreground_acc', pred.argmax(dim=self.axis), targ)
-        mask = targ != self.bkg_idx
+        mask = (targ != self.bkg_idx) & (targ != IGNORED)
         return ((best == targ) & mask).sum(), mask.sum()
 
     def final(self, sums: Tensor) -> float:
@@ -64,7 +65,8 @@ def foreground_acc(
 class Dice(SumMetric):
     """Dice coefficient of predicted and target mask, `2*|P & T|/(|P| + |T|)` of class 1 of 2; None if both are empty.
 
-    Predictions have the scores of both classes along `axis`. Raises `MetricError` for another number of classes.
+    Predictions have the scores of both classes along `axis`; pixels of -100 do not count. Raises `MetricError` for
+    another number of classes.
 
     >>> Dice()(torch.tensor([[[.9, .1, .1], [.1, .9, .9]]]), torch.tensor([[1, 1, 1]]))
     0.8
@@ -86,7 +88,8 @@ class Dice(SumMetric):
                 f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
                 f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
             )
-        p, t = (o == 1 for o in paired(self.name, pred.argmax(dim=self.axis), targ))
+        best, targ = paired(self.name, pred.argmax(dim=self.axis), targ)
+        p, t = (best == 1) & (targ != IGNORED), targ == 1
         return (p & t).sum(), p.sum() + t.sum()
 
     def final(self, sums: Tensor) -> Any:
@@ -117,7 +120,7 @@ class DiceMulti(Dice):
         check_choice(self.name, pred, self.axis)
         best, targ = paired(self.name, pred.argmax(dim=self.axis), targ)
         classes = torch.arange(pred.shape[self.axis], device=pred.device)[:, None]
-        p, t = best == classes, targ == classes
+        p, t = (best == classes) & (targ != IGNORED), targ == classes
         return torch.stack([(p & t).sum(1), p.sum(1) + t.sum(1)])
 
     def final(self, sums: Tensor) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
 
+from learnkit import Callback
 from learnkit.callbacks.system_monitor import SystemMonitor, find_sensors
 from learnkit.core.errors import MissingExtraError, TimeError
 from learnkit.testing import synth_learner
@@ -42,8 +44,8 @@ def test_by_default_it_looks_every_ten_seconds() -> None:
     learn = synth_learner(cbs=SystemMonitor())
     learn.fit(1)
     assert not set(learn.history[0]) & set(SystemMonitor.metric_names)
-    learn.counters.seconds += 10
-    learn.fit(1)
+    learn.counters.seconds = 9.5
+    learn.fit(1, cbs=Callback(after_pred=lambda cb: sleep(0.6) if cb.train_iter == 3 else None))
     assert set(learn.history[1]) & set(SystemMonitor.metric_names)
 
 

@@ -134,7 +134,12 @@ def test_one_with_an_unknown_column_is_told_so_there() -> None:
     learn = quiet(synth_learner(lr=0.02))
     with pytest.raises(MetricError, match='Did you mean `valid_loss`'):
         learn.fit(
-            2, cbs=at('before_epoch', 1, lambda learn: learn.add_cb(TrackerCallback('valid_los')))
+            2,
+            cbs=at(
+                'before_epoch',
+                1,
+                lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less')),
+            ),
         )
 
 
@@ -159,7 +164,7 @@ def test_both_name_an_unknown_monitor_alike() -> None:
     texts = []
     for cb in (
         LRScheduler(torch_lr.ReduceLROnPlateau, monitor='valid_los'),
-        TrackerCallback('valid_los'),
+        TrackerCallback('valid_los', comp='less'),
     ):
         with pytest.raises(MetricError) as caught:
             quiet(synth_learner()).fit(1, cbs=cb)

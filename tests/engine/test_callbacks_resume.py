@@ -110,7 +110,7 @@ def test_a_tracker_finds_its_column_in_the_history_to_come(tmp_path: Path) -> No
     def fit(learn: Learner, resume: Any) -> None:
         if resume is False:
             learn.fit(1)
-        learn.fit(2, cbs=TrackerCallback('extra'), resume=resume)
+        learn.fit(2, cbs=TrackerCallback('extra', comp='greater'), resume=resume)
 
     check_every_place(
         lambda: learner(tmp_path, Callback(after_batch=measure)), fit, lambda kept: kept[6:9]

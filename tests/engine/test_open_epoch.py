@@ -193,7 +193,7 @@ def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> No
         cb.learn.log('extra', cb.loss)
 
     def watch() -> Any:
-        return EarlyStoppingCallback(monitor='extra', patience=99)
+        return EarlyStoppingCallback(monitor='extra', comp='greater', patience=99)
 
     straight, other, take = (
         learner(Callback(after_loss=log)),
