@@ -68,6 +68,7 @@ class TrackerCallback(Callback):
     new_best: bool
     _lower: bool
     _has_begun: bool = False  # whether `before_fit` has run
+    _is_guess: bool  # whether nobody has said what is better
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class TrackerCallback(Callback):
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         self.comp: Compare = _comparison(name) if comp is None else as_comparison(comp, name)
-        # whether nobody has said what is better: a warning comes when the column is found
         self._is_guess = (
             comp is None and isinstance(monitor, str) and name not in MetricProperties()
         )
@@ -103,7 +103,7 @@ class TrackerCallback(Callback):
         "Find the column, and reset the best value."
         self._records()
         self.idx = None if callable(self.monitor) else self._find(self.monitor)
-        if self._is_guess:
+        if self._is_guess:  # a column of this name exists
             self._is_guess = False
             _warn_of_rule(str(self.monitor))
         self._has_begun = True

@@ -301,13 +301,7 @@ _OTHER_LOSSES = (
 def warn_of_order(
     f: Callable[..., Any],  # loss function or metric, called with predictions and targets
 ) -> None:
-    """Warn of a function whose parameters are named as targets and predictions, in this order.
-
-    >>> def mean_error(y_true, y_pred): return (y_pred - y_true).mean()
-    >>> with warnings.catch_warnings(record=True) as told: warn_of_order(mean_error)
-    >>> str(told[0].message)
-    'mean_error(y_true, y_pred) is called with predictions first, then targets. Exchange its parameters.'
-    """
+    "Warn of a function whose parameters are named as targets and predictions, in this order: `f(y_true, y_pred)`."
     f = unwrap_partial(f)
     try:
         names = list(signature(getattr(f, 'forward', f)).parameters)[:2]

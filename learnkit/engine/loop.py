@@ -588,7 +588,8 @@ class Loop(CallbackHost):
             return
         self._pairing_known = False
         if self.training and self.fitting:
-            cover_params(self)  # what callbacks have unfrozen or replaced at `before_train`
+            # what callbacks have unfrozen or replaced at `before_train`
+            cover_params(self)  # type: ignore[arg-type]  # a fit has a Learner
         timings = self.timings
         try:
             for i in count(first) if limit is None else range(first, limit):

@@ -66,6 +66,7 @@ def test_a_wrong_counter_or_weight_would_be_noticed() -> None:
     ) == {'weights'}
 
 
+@pytest.mark.filterwarnings('ignore:monitor=')  # fastai takes any name without a word
 @pytest.mark.parametrize('name', CASES)
 def test_a_callback_written_for_fastai_gives_the_recorded_result(name: str) -> None:
     assert c.same(RECORDED['cases'][name], as_json(c.style_cases('learnkit')[name]())), name
