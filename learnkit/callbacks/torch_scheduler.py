@@ -12,6 +12,7 @@ from torch import Tensor
 
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
+from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
@@ -77,6 +78,7 @@ class LRScheduler(Callback):
             (cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
         )
         self._begin()
+        self._warn_of_steps()
         if self._factory is not None and not self._wants_value:
             self._skip(self._first_epoch)
         if self._loaded is not None:
@@ -92,6 +94,17 @@ class LRScheduler(Callback):
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
+
+    def _warn_of_steps(self) -> None:
+        "Warn of a one-cycle schedule of batches that takes a step for each epoch."
+        total, n_epoch = getattr(self.scheduler, 'total_steps', None), self.learn.n_epoch
+        if self.by == 'batch' or self._factory is None or total is None or not n_epoch:
+            return
+        if total > n_epoch:
+            warn_user(
+                f'{type(self.scheduler).__name__} has {total} steps, and this fit takes {n_epoch} of them, one after '
+                "each epoch. For a step after each batch: `LRScheduler(..., by='batch')`."
+            )
 
     def _catch_up(self) -> None:
         "Begin if the callback was added during a fit, from the rates of that moment."

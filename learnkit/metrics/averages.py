@@ -53,7 +53,8 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')
 class AvgMetric(Mean, Metric):
     """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers with one column each.
 
-    A batch is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
+    A fit also calls `func` with copies of its first training batch, to find errors before anything has changed. A batch
+    is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
     `func`, a batch is weighted by its number of targets that are not ignored. Raises `MetricError` if `func` is not
     callable, and for a result that is neither a number nor a dict of numbers.
 

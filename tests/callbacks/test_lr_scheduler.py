@@ -98,6 +98,14 @@ def test_by_batch_the_rates_are_those_of_a_plain_loop(name: str) -> None:
     ]
 
 
+def test_a_cycle_of_batches_that_steps_by_epoch_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"OneCycleLR has 20 steps, .* 5 of them.*by='batch'"):
+        learner().fit(5, cbs=LRScheduler(MAKERS['one_cycle']))
+    cycle = partial(torch_lr.OneCycleLR, max_lr=1.0, total_steps=5)
+    learner().fit(5, cbs=LRScheduler(cycle))
+
+
+@pytest.mark.filterwarnings('ignore:OneCycleLR has 20 steps')
 @pytest.mark.parametrize('name', MAKERS)
 def test_by_epoch_and_each_fit_starts_anew(name: str) -> None:
     used, learn = Used(), learner(2)
@@ -257,6 +265,7 @@ def test_a_skipped_step_does_not_count_nor_warn() -> None:
     assert learn.opt.hypers[0]['lr'] == 0.5**4
 
 
+@pytest.mark.filterwarnings('ignore:OneCycleLR has')
 @pytest.mark.parametrize('by', ['epoch', 'batch'])
 @pytest.mark.parametrize('name', ['cosine', 'one_cycle', 'multi_step'])
 def test_an_interrupted_fit_goes_on_with_the_same_rates(name: str, by: str) -> None:

@@ -117,6 +117,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings('ignore:OneCycleLR has')
 @pytest.mark.parametrize('by', ['batch', 'epoch'])
 @pytest.mark.parametrize('name', MAKERS)
 def test_a_factorys_scheduler(name: str, by: str) -> None:
