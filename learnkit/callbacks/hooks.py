@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from learnkit.core.batch import tensors_in, to_detach
 from learnkit.core.errors import OptionError, TimeError
-from learnkit.core.model import has_params
+from learnkit.core.model import has_weights
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
@@ -197,6 +197,11 @@ def hook_outputs(
 
 
 # ------------------------------------------------------------------------------------------ modules
+
+
+def has_params(m: nn.Module) -> bool:
+    "Return True if a module has a parameter."
+    return has_weights(m)
 
 
 def flatten_model(m: nn.Module) -> list[nn.Module]:

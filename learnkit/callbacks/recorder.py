@@ -110,8 +110,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L()  # row of the epoch so far
         self._n_before = 0  # number of steps before the current epoch
         self._is_open = False  # training of the epoch has begun, and the epoch has not ended
-        # averages of what is logged when the epoch's row exists; None: there is no row yet
-        self._late: dict[str, Mean] | None = None
+        # what is logged when the epoch's row exists; None: there is no row yet
+        self._late: EpochMetrics | None = None
         self._clear_steps()
 
     def _check_train_loss(self) -> None:
@@ -207,7 +207,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
         if self.learn.fitting:
-            self._late = None
+            self._end_row()
             self._begin_losses(self.smooth_loss.count)
         self.log = L(self.learn.epoch)
 
@@ -335,8 +335,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         check_column(name)
         if name not in self._logged_names:
             self._check_new_column(name)
-        if self._late is not None and self.learn.fitting and self.learn.run.depth == 1:
-            return self._log_late(name, value, weight)
+        if self._late is not None and self._has_row():
+            return self._log_late(self._late, name, value, weight)
         mean = self._frame.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
@@ -358,17 +358,40 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
                 f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
             )
 
-    def _log_late(self, name: str, value: Any, weight: Any) -> None:
+    def _has_row(self) -> bool:
+        "Return True if the row of the current epoch exists."
+        if self._late is None or not self.learn.fitting or self.learn.run.depth != 1:
+            return False
+        return bool(self.history[-1]['epoch'] == self.learn.epoch)
+
+    def _log_late(self, late: EpochMetrics, name: str, value: Any, weight: Any) -> None:
         "Set a value in the row of this epoch, which is printed already."
-        assert self._late is not None  # as the caller has checked
-        mean = self._late.setdefault(name, Mean())
+        mean = late.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
+            late.latest.add(name)
         mean.add(value, 1 if weight is None else weight)
+        self._set_late(name, mean)
+
+    def _set_late(self, name: str, mean: Mean) -> None:
         self.history[-1][name] = mean.value
         if name not in self._logged_names:
             self._logged_names.append(name)
             self._hidden_names.add(name)
+
+    def _end_row(self) -> None:
+        "Merge what the ranks have logged since the row of the epoch was written."
+        late, self._late = self._late, None
+        if late is None or self.learn.world.size == 1:
+            return
+        states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
+        late.merge_logged(states)
+        for name, mean in late.logged.items():
+            self._set_late(name, mean)
+
+    def after_fit(self) -> None:
+        if self.learn.fitting and self.learn.world.size > 1:
+            self._end_row()
 
     def after_epoch(self) -> None:
         frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
@@ -396,7 +419,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self._late = {}
+        self._late = EpochMetrics()
         shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
@@ -447,6 +470,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._frames = self._frames[:1]
         self._microbatches = []
         self._is_open = False
+        if self.learn.fitting:
+            self._late = None
         self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:

@@ -32,7 +32,7 @@ from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
-    has_params,
+    has_weights,
     move_to_device,
     name_of,
     preserved_modes,
@@ -84,7 +84,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
             'model': state,
             'opt': whole_state(plain(learn.opt.state_dict(), "The optimizer's state")),
         }
-        if has_params(learn.loss_func):
+        if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
     if learn.world.is_first:
         with atomic_write(path) as tmp:
@@ -121,7 +121,7 @@ def load(
     stored = read_weights(path, device)
     opt_state = choose_opt_state(stored, with_opt, path)
     with_loss = (
-        opt_state is not None and stored.loss_func is not None and has_params(learn.loss_func)
+        opt_state is not None and stored.loss_func is not None and has_weights(learn.loss_func)
     )
     with ensure_optimizer(learn, needed=opt_state is not None):
         differences = compare_weights(learn.model, stored.model, strict)

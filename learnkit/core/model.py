@@ -15,7 +15,7 @@ from learnkit.core.learner_type import LearnerLike
 __all__ = [
     'bare_model',
     'wrappers_of',
-    'has_params',
+    'has_weights',
     'model_device',
     'move_to_device',
     'preserved_modes',
@@ -46,7 +46,7 @@ def _inner(model: nn.Module) -> nn.Module | None:
     return getattr(model, '_orig_mod', None)
 
 
-def has_params(o: Any) -> bool:
+def has_weights(o: Any) -> bool:
     "Return True for a module with parameters, and False for a function, such as a loss function."
     return isinstance(o, nn.Module) and next(o.parameters(), None) is not None
 

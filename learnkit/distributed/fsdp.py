@@ -24,7 +24,7 @@ from learnkit.core.dtensor import (
 )
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import has_params, wrappers_of
+from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -292,7 +292,7 @@ def check_can_be_cut(model: nn.Module) -> None:
             f"Strategy 'fsdp' cuts the model itself, not {type(wrappers[0]).__name__} around it. Give the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
         )
-    if not has_params(model):
+    if not has_weights(model):
         raise ModelError(f'{name} has no parameters to cut.')
     if any(map(is_lazy, tensors)):
         raise ModelError(
@@ -314,7 +314,7 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     def is_selected(m: nn.Module) -> bool:
         return isinstance(m, wrap) if isinstance(wrap, (type, tuple)) else wrap(m)
 
-    units = [m for m in model.modules() if m is not model and has_params(m) and is_selected(m)]
+    units = [m for m in model.modules() if m is not model and has_weights(m) and is_selected(m)]
     if not units:
         raise OptionError(f'wrap={wrap!r}: {type(model).__name__} has no such module inside.')
     for m in units:
@@ -330,7 +330,7 @@ def find_blocks(m: nn.Module) -> Iterator[nn.Module]:
     "Yield the entries of each `ModuleList` or `Sequential` whose entries with weights have one class."
     entries = []
     if isinstance(m, (nn.ModuleList, nn.Sequential)):
-        entries = [c for c in m.children() if has_params(c)]
+        entries = [c for c in m.children() if has_weights(c)]
     are_blocks = len(entries) > 1 and len({*map(type, entries)}) == 1
     if are_blocks and not isinstance(entries[0], (nn.ModuleList, nn.ModuleDict)):
         yield from entries

@@ -75,6 +75,16 @@ def test_what_is_logged_after_the_row_is_in_this_row(row: Any, event: str) -> No
     assert [r['own'] for r in learn.history] == [1, 2, 3, 1]
 
 
+def test_what_is_logged_as_an_epoch_begins_is_in_its_row() -> None:
+    def note(cb: Callback) -> None:
+        cb.learn.log('own', cb.epoch + 10 * cb.learn.recorder.n_fits)
+
+    learn = learner(cbs=Callback(before_epoch=note))
+    learn.fit(2)
+    learn.fit(1)
+    assert [r['own'] for r in learn.history] == [10, 11, 20]
+
+
 def test_a_log_cannot_replace_a_metric() -> None:
     def note(cb: Callback) -> None:
         cb.learn.log('mae', 5.0)
