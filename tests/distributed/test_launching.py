@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 from threading import Timer
 from time import monotonic, sleep
 from typing import Any
@@ -213,14 +213,17 @@ def test_an_interrupt_ends_them(tmp_path: Path) -> None:
 
 
 @starts_processes
-def test_they_die_with_their_parent(tmp_path: Path) -> None:
-    before = set(Path(gettempdir()).glob('learnkit-launch-*'))
+def test_they_die_with_their_parent(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp('temporary')
+    monkeypatch.setattr(tempfile, 'tempdir', str(folder))  # others launch at the same time
     with start(lambda: launch(line(), partial(wait_for_ever, tmp_path), 2)) as parent:
         running = pids(tmp_path)
         assert len(running) == 2 and all(map(alive, running)), parent.stderr
         parent.send(signal.SIGKILL, group=False)
         assert gone(running)
-    assert set(Path(gettempdir()).glob('learnkit-launch-*')) <= before
+    assert not list(folder.glob('learnkit-launch-*'))
 
 
 # -- what is refused, before anything is started
