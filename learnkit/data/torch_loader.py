@@ -139,15 +139,17 @@ def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
     has_batch_sampler = dl.batch_size is None and dl.batch_sampler is not None
     if has_batch_sampler or isinstance(dl.dataset, IterableDataset):
         return dl
-    shuffles = _is_of_torch(dl.sampler) and isinstance(dl.sampler, RandomSampler)
+    shuffles = type(dl.sampler) is RandomSampler or _is_of_torchdata(dl.sampler)
     if not dl.drop_last and not shuffles and getattr(dl, 'in_order', True):
         return dl
     selects = not shuffles and type(dl.sampler) is not SequentialSampler
     return rebuild(dl, batch_size=dl.batch_size, sampler=dl.sampler if selects else None)
 
 
-def _is_of_torch(sampler: Any) -> bool:
-    return type(sampler).__module__.startswith(('torch.utils.data', 'torchdata.'))
+def _is_of_torchdata(sampler: Any) -> bool:
+    "Return True for the random sampler of torchdata, which is no subclass of torch's."
+    kind = type(sampler)
+    return kind.__module__.startswith('torchdata.') and kind.__name__ == 'RandomSampler'
 
 
 def workers_run(dl: Any) -> bool:

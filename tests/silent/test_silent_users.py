@@ -291,6 +291,17 @@ class Doubling(DataLoader[Any]):
         return (tuple(2 * t for t in batch) for batch in super().__iter__())
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_predictions_of_a_stateful_loader_are_in_order() -> None:
+    torchdata = pytest.importorskip('torchdata.stateful_dataloader')
+    t = torch.arange(10.0)[:, None]
+    dl = torchdata.StatefulDataLoader(
+        TensorDataset(t, t), batch_size=4, shuffle=True, drop_last=True
+    )
+    learn = Learner(DataLoaders(dl), nn.Linear(1, 1), nn.MSELoss())
+    assert learn.get_preds(0)[1].flatten().tolist() == list(range(10))
+
+
 def test_predictions_of_a_subclass_of_a_loader_are_in_order() -> None:
     t = torch.arange(10.0)[:, None]
     for kind, factor, n in ((Plain, 1, 10), (Doubling, 2, 8)):
