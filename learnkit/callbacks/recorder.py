@@ -333,20 +333,22 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.phase == 'predict':
             return
         check_column(name)
-        if name not in self._logged_names:
+        late = self._late if self._has_row() else None
+        frame = late or self._frame
+        if name not in frame.logged and name not in self._logged_names:
             self._check_new_column(name)
-        if self._late is not None and self._has_row():
-            return self._log_late(self._late, name, value, weight)
-        mean = self._frame.logged.setdefault(name, Mean())
+        mean = frame.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
-            self._frame.latest.add(name)
+            frame.latest.add(name)
         elif (
             self.learn.is_open('train') or self.learn.is_open('validate')
         ) and not self.learn.strategy.has_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
-        if self.learn.fitting and name not in self._logged_names:
+        if late is not None:
+            self._set_late(name, mean)
+        elif self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
             if not shown:
                 self._hidden_names.add(name)
@@ -364,16 +366,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return False
         return bool(self.history[-1]['epoch'] == self.learn.epoch)
 
-    def _log_late(self, late: EpochMetrics, name: str, value: Any, weight: Any) -> None:
-        "Set a value in the row of this epoch, which is printed already."
-        mean = late.logged.setdefault(name, Mean())
-        if weight is None:
-            mean.reset()
-            late.latest.add(name)
-        mean.add(value, 1 if weight is None else weight)
-        self._set_late(name, mean)
-
     def _set_late(self, name: str, mean: Mean) -> None:
+        "Set a value in the row of this epoch, which is printed already."
         self.history[-1][name] = mean.value
         if name not in self._logged_names:
             self._logged_names.append(name)
