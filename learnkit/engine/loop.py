@@ -395,22 +395,8 @@ class Loop(CallbackHost):
         >>> learn.loss_of(torch.ones(4))
         tensor(1.)
         """
-        if not self._pairing_known:
-            # a single number is compared with a single one in any case
-            self._pairing_known = not isinstance(pred, Tensor) or pred.numel() > 1
-            pairing = [
-                id(self.loss_func),
-                *(t.shape[1:] for t in (pred, *self.yb) if isinstance(t, Tensor)),
-            ]
-            if pairing != self._pairing:
-                check_pairing(self.loss_func, pred, self.yb)
-                self._pairing = pairing if self._pairing_known else None
-        if not self._loss_known:
-            self._loss_known = True
-            check_class_scores(self.loss_func, pred, self.yb)
-            warn_of_order(self.loss_func)
-            if self.training and (self.microbatch or self.world.size > 1):
-                check_is_mean(self, pred)
+        if not (self._pairing_known and self._loss_known):
+            self._check_loss(pred)
         try:
             return self.loss_func(pred, *self.yb)
         except Exception as e:
@@ -420,6 +406,23 @@ class Loop(CallbackHost):
             hint = loss_hint(self.loss_func, pred, self.yb, e)
             add_note(e, f'{name_of(self.loss_func)} got {what}{hint}')
             raise
+
+    def _check_loss(self, pred: Any) -> None:
+        "Check shapes at the first loss of a pass, and the loss function at the first of a fit."
+        # a single number is compared with a single one in any case
+        self._pairing_known = not isinstance(pred, Tensor) or pred.numel() > 1
+        shapes = [t.shape[1:] for t in (pred, *self.yb) if isinstance(t, Tensor)]
+        pairing = [id(self.loss_func), *shapes]
+        if pairing != self._pairing:
+            check_pairing(self.loss_func, pred, self.yb)
+            self._pairing = pairing if self._pairing_known else None
+        if self._loss_known:
+            return
+        self._loss_known = True
+        check_class_scores(self.loss_func, pred, self.yb)
+        warn_of_order(self.loss_func)
+        if self.training and (self.microbatch or self.world.size > 1):
+            check_is_mean(self, pred)
 
     def total_loss(self, parts: Any) -> Tensor:
         """Record the named parts of a loss, and return its `loss` entry or their sum.
