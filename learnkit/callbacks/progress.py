@@ -62,7 +62,7 @@ class Bar:
     def text(self) -> str:
         """Return label, count, share, elapsed<remaining and note on one line.
 
-        >>> Bar('train', 500, 320, 'loss 0.4312', started=perf_counter() - 12.8).text()
+        >>> Bar('train', 500, 320, 'loss 0.4312', started=perf_counter() - 12.5).text()
         'train 320/500 64% 00:12<00:07 loss 0.4312'
         """
         elapsed = self.elapsed_s

@@ -427,10 +427,10 @@ def test_ctrl_c_in_a_save(writing: Any, tmp_path: Path) -> None:
 
 def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> None:
     order: list[str] = []
-    may_write = Event()
+    may_write, has_trained = Event(), Event()
 
     def slow(n: int, real: Any) -> None:
-        assert may_write.wait(60)
+        assert (may_write if n == 1 else has_trained).wait(60)
         real()
         order.append(f'written {n}')
 
@@ -438,6 +438,8 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
         order.append(f'batch {cb.train_iter}')
         if cb.train_iter == 1:
             Timer(0.2, may_write.set).start()  # while the second save begins
+        else:
+            has_trained.set()
 
     writing(slow)
     late = Callback(batch_checkpoint=end)

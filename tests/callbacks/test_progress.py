@@ -38,6 +38,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import TrainEvalCallback
 from learnkit.learner import Learner
 from learnkit.testing.forks import start
+from tests.helpers.clock import use_clock
 from tests.helpers.kernel import kernel_env, kernel_name
 
 ROOT = Path(__file__).parents[2]
@@ -157,8 +158,11 @@ def test_names_and_values_are_escaped() -> None:
 @pytest.mark.parametrize(
     ('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')]
 )
-def test_bar_says_count_share_and_time(total: int | None, text: str) -> None:
-    bar = Bar('day', total, done=2, started=perf_counter() - 10.1)
+def test_bar_says_count_share_and_time(
+    total: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = use_clock(monkeypatch, 'learnkit.callbacks.progress')
+    bar = Bar('day', total, done=2, started=clock.now - 10.1)
     assert bar.text() == text
     assert bar.html().count('<progress') == (total is not None)
 

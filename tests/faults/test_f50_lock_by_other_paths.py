@@ -99,7 +99,8 @@ def read_lock(run: Path) -> None:
 
 
 def copy_folder(run: Path) -> None:
-    shutil.copytree(run, run.with_name('copy'))
+    unfinished = shutil.ignore_patterns('.*.tmp-*')  # gets its final name at any time
+    shutil.copytree(run, run.with_name('copy'), ignore=unfinished)
 
 
 def archive_folder(run: Path) -> None:

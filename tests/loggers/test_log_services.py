@@ -65,7 +65,7 @@ def tensorboard_points(path: Path, name: str) -> list[tuple[int, float]]:
 def wandb_records(path: Path) -> Iterator[Any]:
     "Yield W&B's records of every part of the run in a folder; W&B's Python client writes such files and reads none."
     for file in sorted(path.glob('wandb/offline-run-*/*.wandb')):
-        deadline = monotonic() + 20
+        deadline = monotonic() + 100
         while not (records := wandb_part(file)) or not records[-1].HasField('exit'):
             assert monotonic() < deadline, f'W&B has not finished {file}'
             sleep(0.02)  # another process writes it

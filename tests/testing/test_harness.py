@@ -160,7 +160,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
             time.sleep(30)
 
     with start(parent) as child:
-        assert child.wait(5, (tmp_path / 'pid').exists) is None
+        assert child.wait(60, (tmp_path / 'pid').exists) is None
         child.send(signal.SIGKILL, group=False)
         child.wait()
         # its parent is dead, so it is ours
