@@ -25,7 +25,7 @@ SERVER = Path(__file__).with_name('kernel_server.py')
 
 @cache
 def kernel_name() -> str:
-    """Return the name of a kernel that has imported torch already.
+    """Return the name of a kernel that has imported torch and learnkit already.
 
     The process that it is forked from is started once. Jupyter finds the kernel by the variable JUPYTER_PATH."""
     folder = Path(mkdtemp(prefix='kernels'))

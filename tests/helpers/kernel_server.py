@@ -1,4 +1,4 @@
-"""Fork Jupyter kernels from a process that has imported torch and what notebooks use: imports take four seconds.
+"""Fork Jupyter kernels from a process that has imported learnkit and what notebooks use: imports take six seconds.
 
     python kernel_server.py serve SOCKET    # import once, then fork a kernel for each request
     python kernel_server.py start SOCKET CONNECTION_FILE    # what Jupyter starts as a kernel
@@ -16,7 +16,13 @@ import sys
 import threading
 from types import FrameType
 
-IMPORTED = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'sklearn.datasets', 'torch._dynamo')
+IMPORTED = (
+    'ipykernel.kernelapp',
+    'learnkit.all',
+    'matplotlib.pyplot',
+    'sklearn.datasets',
+    'torch._dynamo',
+)
 LONGEST = 2**20  # bytes of a request
 
 
