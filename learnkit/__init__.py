@@ -13,6 +13,7 @@ from typing import Any
 
 import lazy_loader
 
+from learnkit.core.contexts import paused_collection
 from learnkit.core.version import VERSION
 
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
@@ -25,7 +26,8 @@ _SEARCHED = 'callbacks loggers metrics losses optim data interop distributed tes
 def __getattr__(name: str) -> Any:
     "Import a public name when it is first used; metrics, losses and optimizers are found here as well."
     try:
-        return _find(name)
+        with paused_collection():
+            return _find(name)
     except AttributeError:
         if name.startswith('_'):
             raise

@@ -9,14 +9,17 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 import learnkit
-from learnkit import callbacks, loggers, losses, metrics, optim
-from learnkit.callbacks import lr_finder, schedule
+from learnkit.core.contexts import paused_collection
+
+with paused_collection():
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    from learnkit import callbacks, loggers, losses, metrics, optim
+    from learnkit.callbacks import lr_finder, schedule
 
 _MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}

@@ -21,11 +21,9 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from learnkit.callbacks.live_plot import ShowGraph
-from learnkit.callbacks.lr_finder import LRSearch, valley
+from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
-from learnkit.callbacks.training import CastToTensor
-from learnkit.checkpoint.state import begin_resume, find_checkpoint
 from learnkit.core.batch import to_detach
 from learnkit.core.batch_model import takes_batches
 from learnkit.core.contexts import replacing_yield
@@ -76,6 +74,7 @@ from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
     from learnkit.callbacks.history import Values
+    from learnkit.callbacks.lr_finder import LRSearch
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
@@ -199,6 +198,8 @@ class Learner(Loop):
         self.metrics = metrics
         default = list(defaults.callbacks) if default_cbs else []
         if default and decodes_batches(getattr(self.dls, 'train', None)):
+            from learnkit.callbacks.training import CastToTensor
+
             default.append(CastToTensor)
         self.add_cbs([*default, *as_list(cbs)])
         self('after_create')
@@ -250,6 +251,8 @@ class Learner(Loop):
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):
             checkpoint = None
             if resume is not None and resume is not False:
+                from learnkit.checkpoint.state import begin_resume, find_checkpoint
+
                 checkpoint = find_checkpoint(self, resume)
             self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
@@ -471,7 +474,7 @@ class Learner(Loop):
         Raises `ScheduleError` for rates that do not grow, `OptionError` for an unusable function in
         `suggest_funcs`, and `LossError` if no finite loss was computed from the start.
 
-        >>> from learnkit.callbacks.lr_finder import steep, valley
+        >>> from learnkit.callbacks.lr_suggestions import steep, valley
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
         >>> with learn.no_bar():

@@ -1,10 +1,13 @@
-"""Context manager that replaces the value of an attribute."""
+"""Context managers: one replaces the value of an attribute, one pauses Python's garbage collector."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
-__all__ = ['replacing_yield']
+__all__ = ['paused_collection', 'replacing_yield']
 
 
 class replacing_yield:
@@ -47,3 +50,22 @@ class replacing_yield:
         "Restore the attribute and raise the exception."
         self.__exit__()
         raise e
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pause Python's garbage collector, for imports.
+
+    Importing torch creates so many objects that the collector runs again and again, finds next to no garbage, and takes
+    a fifth of the time.
+
+    >>> with paused_collection(): print(gc.isenabled())
+    False
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
