@@ -71,8 +71,8 @@ with learn.no_bar():
     finally: sys.setprofile(None)
 
 def begin(cb):
-    if cb.train_iter == 5: sys.setprofile(batch)
-    if cb.train_iter == 6: sys.setprofile(None)
+    if cb.learn.train_iter == 5: sys.setprofile(batch)
+    if cb.learn.train_iter == 6: sys.setprofile(None)
 
 learn = synth_learner(cbs=Callback(before_draw=begin))
 with learn.no_bar(): learn.fit(1)

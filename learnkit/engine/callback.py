@@ -56,10 +56,9 @@ _FOREIGN_NAMES = {
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
+_HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
 # attributes that decide which handlers run: the learner's handler tables depend on them
-_DISPATCH_ATTRIBUTES = frozenset(
-    {'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES}
-)
+_DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 
 
 class MissingAttribute(AttributeError):
@@ -478,6 +477,12 @@ def _shorten_class_name(cls: str) -> str:
 
 # spellings of the events that have an alias
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
+
+
+def defined_events(cb: object) -> set[str]:
+    "Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling."
+    scopes = [*(vars(cls) for cls in type(cb).__mro__), getattr(cb, '__dict__', {})]
+    return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
 
 
 def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:

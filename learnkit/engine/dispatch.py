@@ -19,7 +19,7 @@ from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.attributes import keeps_attributes, note_attributes
-from learnkit.engine.callback import Callback, defined_on_class, own_handler
+from learnkit.engine.callback import Callback, defined_events, defined_on_class, own_handler
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
 from learnkit.engine.lint import lint
@@ -137,7 +137,7 @@ class CallbackSet:
         removed = {id(cb) for cb in without}
         remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            for name in (*EVENTS, *CONTEXTS.values()):
+            for name in defined_events(cb):
                 own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_foreign(cb):
                 lint(cb)
@@ -437,10 +437,9 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         is_canonical = name in EVENTS or name in CONTEXTS.values()
         event = name if is_canonical else canonical_event(name)
-        cbs = self.callbacks.ordered()
-        first = [cb for cb in cbs if event not in getattr(cb, 'runs_last', ())]
-        last = [cb for cb in cbs if event in getattr(cb, 'runs_last', ())]
-        handlers = [(self._get_handler(cb, event), cb) for cb in (*first, *last)]
+        ordered = self.callbacks.ordered()
+        cbs = sorted(ordered, key=lambda cb: event in getattr(cb, 'runs_last', ()))
+        handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
         switches = self.callbacks.switches
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries
