@@ -26,25 +26,26 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.errors import CheckpointError
 from learnkit.core.random import (
-    capture_own,
     capture_rng,
     preserved_rng,
-    restore_own,
     restore_rng,
     same_states,
 )
 from learnkit.core.validation import warn_user
-from learnkit.data.counts import capture_counts, find_own_parts, restore_counts
 from learnkit.data.dataloaders import TensorLoader, n_batches
+from learnkit.data.loader_state import (
+    capture_state,
+    find_own_parts,
+    restore_state,
+    set_epochs,
+)
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
-    epochs_of,
     fetching_is_random,
     get_index_sampler,
     same_batches,
-    set_epochs,
     start_lists,
     with_sampler,
     workers_run,
@@ -130,7 +131,7 @@ class LoaderPosition:
             batches = self._resume_epoch()
         else:
             self._workers_ran = workers_run(self.dl)
-            self.start = _capture_generators(self.dl)
+            self.start = _capture(self.dl, with_global=True)
             batches = iter(self.dl)
         draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
         return chain(self._capture_first(), batches) if draws_late else batches
@@ -147,7 +148,7 @@ class LoaderPosition:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
         Raises `CheckpointError` for a loader whose own state would not load safely."""
-        now = _capture_own_state(self.dl)
+        now = _capture(self.dl)
         if _n_workers(self.dl) and self.start is not None:
             now['own'] = _without_samplers(now['own'])
             now['counts'] = _without_samplers(now['counts'])
@@ -188,7 +189,7 @@ class LoaderPosition:
             if _has_index_lists(self.dl):
                 indices = next(islice(self._restart_index_lists(), i, None), None)
             elif _is_tensor_loader(self.dl) and i < len(self.dl):
-                _restore_generators(self.dl, self.start)
+                _restore(self.dl, self.start)
                 indices = self.dl.draw_indices(i)
             else:
                 return None
@@ -265,7 +266,7 @@ class LoaderPosition:
             if isinstance(dl, Iterator):
                 return _skip(dl, self.n_before + n)[0]
             if _is_tensor_loader(dl):
-                _restore_generators(dl, self.start)
+                _restore(dl, self.start)
                 batches = dl.from_batch(n)
                 _restore_own_state(dl, self._now)
                 return batches
@@ -300,7 +301,7 @@ class LoaderPosition:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
         dl = self.dl
         first = None if self.workers else self.first
-        _restore_generators(dl, self.start)
+        _restore(dl, self.start)
         if isinstance(dl, Shard):
             return self.dl.batch_lists(self.workers, self._workers_ran, first)
         lists = start_lists(dl, self.workers, self._workers_ran)
@@ -333,7 +334,7 @@ class LoaderPosition:
     def _replay(self, n: int, current: State) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
-        _restore_generators(dl, self.start)
+        _restore(dl, self.start)
         batches = iter(dl)
         if self.first is not None:
             restore_rng(self.first)
@@ -462,13 +463,6 @@ def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
 
 
-@contextmanager
-def _unsharded(dl: Any) -> Iterator[Any]:
-    "Yield the loader that a shard is a part of, with the generators of its order; other loaders as they are."
-    with dl.order if isinstance(dl, Shard) else nullcontext():
-        yield _unshard(dl)
-
-
 def describe_drawn(dl: Any) -> dict[str, Any]:
     "Return the type and sizes that must match for a position to be restored; of a shard, the sizes over all ranks."
     batches = n_batches(dl)
@@ -543,36 +537,30 @@ def _format_size(name: str, value: Any, processes: int) -> str:
 # Generators
 
 
-def _capture_own_state(dl: Any) -> State:
-    "Return the loader's own generators, its epoch numbers and its other counts."
-    with _unsharded(dl) as whole:
-        return {
-            'own': capture_own(whole),
-            'epochs': epochs_of(whole),
-            'counts': capture_counts(whole),
-        }
+def _capture(dl: Any, with_global: bool = False) -> State:
+    "Return the state of a loader, of a shard the state of the whole loader, and of the global generators if asked."
+    if isinstance(dl, Shard):
+        with dl.order:
+            return _capture(dl.source, with_global)
+    state = {'rng': capture_rng()} if with_global else {}
+    return state | capture_state(dl)
 
 
-def _capture_generators(dl: Any) -> State:
-    with _unsharded(dl) as whole:
-        return {'rng': capture_rng(), **_capture_own_state(whole)}
-
-
-def _restore_generators(dl: Any, state: State | None) -> list[str]:
-    "Restore a state of `_capture_generators`; return the names of generators that the loader lacks."
+def _restore(dl: Any, state: State | None) -> list[str]:
+    "Restore a state of `_capture`; return the names of generators that the loader lacks."
     if state is None:
         return []
-    with _unsharded(dl) as whole:
-        if 'rng' in state:
-            restore_rng(state['rng'])
-        set_epochs(whole, state['epochs'])
-        restore_counts(whole, state.get('counts', {}))
-        return restore_own(whole, state['own'])
+    if isinstance(dl, Shard):
+        with dl.order:
+            return _restore(dl.source, state)
+    if 'rng' in state:
+        restore_rng(state['rng'])
+    return restore_state(dl, state)
 
 
 def _restore_own_state(dl: Any, state: State) -> None:
-    "Restore a loader's own generators, and warn of generators that the loader lacks."
-    missing = _restore_generators(dl, state)
+    "Restore a loader's state, and warn of generators that the loader lacks."
+    missing = _restore(dl, state)
     if missing:
         warn_user(
             f'The training loader had random generators when the checkpoint was taken that it lacks now: '
@@ -588,12 +576,12 @@ def _without_samplers(own: State) -> State:
 
 @contextmanager
 def _preserved_own(dl: Any) -> Iterator[None]:
-    state = _capture_own_state(dl)
+    state = _capture(dl)
     with dl.kept() if isinstance(dl, Shard) else nullcontext():
         try:
             yield
         finally:
-            _restore_generators(dl, state)
+            _restore(dl, state)
 
 
 def _warn_of_shared_draws(

@@ -19,7 +19,8 @@ from learnkit.core.random import (
     restore_rng,
     same_states,
 )
-from learnkit.data.torch_loader import belongs_to_sampler, epochs_of, set_epochs
+from learnkit.data.loader_state import epochs_of, set_epochs
+from learnkit.data.torch_loader import belongs_to_sampler
 
 __all__ = ['Order', 'Shard']
 

@@ -25,11 +25,10 @@ from learnkit.data.dataloaders import (
     in_order,
     n_batches,
 )
+from learnkit.data.loader_state import epochs_of, set_epochs
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
-    epochs_of,
     get_index_sampler,
-    set_epochs,
     start_lists,
     with_sampler,
     workers_run,
