@@ -27,6 +27,7 @@ __all__ = [
     'own_generators',
     'capture_own',
     'capture_generator',
+    'restore_generator',
     'restore_own',
     'preserved_generators',
     'state_setter',
@@ -206,50 +207,48 @@ def restore_own(
 ) -> list[str]:  # names of generators that this loader lacks
     "Restore a loader's own generators."
     own = own_generators(dl)
-    known = [name for name, (kind, _) in states.items() if name in own and _kind(own[name]) == kind]
-    for name in known:
-        _set_state(own[name], states[name][1])
-    return [name for name in states if name not in known]
+    return [name for name, state in states.items() if not restore_generator(own.get(name), state)]
 
 
 @contextmanager
 def preserved_generators(dl: Any) -> Iterator[None]:
     "Restore the generators of a loader, its samplers and its data set at the end of the block."
-    states = [(g, _get_state(g)) for g in own_generators(dl).values()]
+    states = [(g, capture_generator(g)) for g in own_generators(dl).values()]
     try:
         yield
     finally:
         for g, state in states:
-            _set_state(g, state)
+            restore_generator(g, state)
 
 
 def state_setter(o: Any) -> Callable[[], object] | None:
     "Return a function that restores a random generator's current state, or None for other objects."
     if isinstance(o, _generator_types()) and not isinstance(o, SystemRandom):
-        return partial(_set_state, o, _get_state(o))
+        return partial(restore_generator, o, capture_generator(o))
     return None
 
 
 def capture_generator(g: Any) -> tuple[str, Any]:
     "Return (kind, state) of a generator, as tensors and plain numbers."
-    return _kind(g), _get_state(g)
-
-
-def _kind(g: Any) -> str:
-    cls = type(getattr(g, 'bit_generator', g))
-    return f'{cls.__module__.partition(".")[0]}.{cls.__name__}'
-
-
-def _get_state(g: Any) -> Any:
+    g = getattr(g, 'bit_generator', g)  # of NumPy's Generator
     if isinstance(g, torch.Generator):
-        return g.get_state()
-    if isinstance(g, Random):
-        return g.getstate()
+        state = g.get_state()
+    elif isinstance(g, Random):
+        state = g.getstate()
+    else:
+        state = _to_tensors(g.get_state(legacy=False) if hasattr(g, 'get_state') else g.state)
+    return _name_kind(g), state
+
+
+def restore_generator(
+    g: Any,
+    captured: tuple[str, Any],  # return value of `capture_generator`
+) -> bool:
+    "Restore a generator and return True, or return False for an object of another kind."
+    kind, state = captured
     g = getattr(g, 'bit_generator', g)
-    return _to_tensors(g.get_state(legacy=False) if hasattr(g, 'get_state') else g.state)
-
-
-def _set_state(g: Any, state: Any) -> None:
+    if _name_kind(g) != kind:
+        return False
     if isinstance(g, torch.Generator):
         g.set_state(state.cpu())
     elif isinstance(g, Random):
@@ -257,7 +256,13 @@ def _set_state(g: Any, state: Any) -> None:
     elif hasattr(g, 'set_state'):
         g.set_state(_to_arrays(state))
     else:
-        getattr(g, 'bit_generator', g).state = _to_arrays(state)
+        g.state = _to_arrays(state)
+    return True
+
+
+def _name_kind(g: Any) -> str:
+    cls = type(g)
+    return f'{cls.__module__.partition(".")[0]}.{cls.__name__}'
 
 
 def _to_tensors(state: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from learnkit.core.random import capture_generator, capture_own, restore_own
 from learnkit.data.dataloaders import TensorLoader
 
-__all__ = ['capture_state', 'restore_state', 'epochs_of', 'set_epochs', 'find_own_parts']
+__all__ = ['capture_state', 'restore_state', 'find_own_parts']
 
 State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribute path
 
@@ -49,52 +49,26 @@ def capture_state(dl: Any) -> State:
         own = {} if dl.generator is None else {'generator': capture_generator(dl.generator)}
     else:
         own = capture_own(dl)
+    epochs = {
+        path: owner.epoch
+        for path, owner in _find_parts(dl)
+        if type(getattr(owner, 'epoch', None)) is int
+    }
     counts = {}
     for path, owner in find_own_parts(dl):
-        first = _get_first_numbers(owner)
-        counts[path] = {name: (first.get(name), n) for name, n in _numbers(owner).items()}
-    return {'own': own, 'epochs': epochs_of(dl), 'counts': counts}
+        first, present = _read_numbers(owner)
+        counts[path] = {name: (first.get(name), n) for name, n in present.items()}
+    return {'own': own, 'epochs': epochs, 'counts': counts}
 
 
 def restore_state(
     dl: Any,
     state: Mapping[str, Any],  # return value of `capture_state` of a loader made alike
 ) -> list[str]:  # names of generators that this loader lacks
-    "Restore a loader's state, except counts that were changed neither there nor here."
-    set_epochs(dl, state['epochs'])
-    counts = state.get('counts', {})
-    for path, owner in find_own_parts(dl):
-        if path not in counts:
-            continue
-        first, present = _get_first_numbers(owner), _numbers(owner)
-        for name, (saved_first, value) in counts[path].items():
-            if value != saved_first or present.get(name) != first.get(name):
-                owner.__dict__[name] = value
-        for name in present.keys() - first.keys() - counts[path].keys():
-            del owner.__dict__[name]  # the first pass makes it
-    return restore_own(dl, state['own'])
+    """Restore a loader's state, except counts that were changed neither there nor here.
 
-
-def epochs_of(dl: Any) -> dict[str, int]:
-    """Return the attribute `epoch` of a loader, its samplers and its data set, by attribute path.
-
-    >>> from torch.utils.data import DataLoader
-    >>> class Shuffling(Sampler):
-    ...     epoch = 3
-    >>> epochs_of(DataLoader([1], sampler=Shuffling()))
-    {'sampler': 3}
-    """
-    parts = _find_parts(dl)
-    return {
-        path: owner.epoch for path, owner in parts if type(getattr(owner, 'epoch', None)) is int
-    }
-
-
-def set_epochs(
-    dl: Any,  # the loader
-    epochs: Mapping[str, int],  # return value of `epochs_of`
-) -> None:
-    "Set the epoch numbers, by `set_epoch` if the owner has that method."
+    An epoch number is set by `set_epoch` if its owner has that method."""
+    epochs, counts = state.get('epochs', {}), state.get('counts', {})
     for path, owner in _find_parts(dl):
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):
@@ -104,6 +78,16 @@ def set_epochs(
         else:
             with suppress(AttributeError):
                 owner.epoch = epoch  # a read-only property raises
+    for path, owner in find_own_parts(dl):
+        if path not in counts:
+            continue
+        first, present = _read_numbers(owner)
+        for name, (saved_first, value) in counts[path].items():
+            if value != saved_first or present.get(name) != first.get(name):
+                owner.__dict__[name] = value
+        for name in present.keys() - first.keys() - counts[path].keys():
+            del owner.__dict__[name]  # the first pass makes it
+    return restore_own(dl, state.get('own', {}))
 
 
 def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
@@ -132,18 +116,12 @@ def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
         found = inner
 
 
-def _numbers(owner: Any) -> dict[str, Any]:
-    "Return the attributes that are numbers; `epoch` is set by `set_epochs`."
-    return {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
-
-
-def _get_first_numbers(owner: Any) -> dict[str, Any]:
+def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    "Return the attributes that are numbers, as this process first saw them and as they are; `epoch` is no count."
+    present = {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
     key = id(owner)
     if key not in _first_numbers:
-        numbers = _numbers(owner)
-        try:
+        with suppress(TypeError):  # an object of a class with `__slots__`
             finalize(owner, _first_numbers.pop, key)  # a newer object may get the id
-        except TypeError:  # an object of a class with `__slots__`
-            return numbers
-        _first_numbers[key] = numbers
-    return _first_numbers[key]
+            _first_numbers[key] = present
+    return _first_numbers.get(key, present), present

@@ -33,12 +33,7 @@ from learnkit.core.random import (
 )
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, n_batches
-from learnkit.data.loader_state import (
-    capture_state,
-    find_own_parts,
-    restore_state,
-    set_epochs,
-)
+from learnkit.data.loader_state import capture_state, find_own_parts, restore_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
@@ -208,8 +203,9 @@ class LoaderPosition:
         if not dl.in_order and dl.num_workers:
             _warn_of_order()
             return
-        has_own_sampler = any(belongs_to_sampler(path) for path, _ in find_own_parts(_unshard(dl)))
-        if not has_own_sampler and not dl.persistent_workers:
+        parts = find_own_parts(_unshard(dl))
+        samplers = [type(part).__name__ for path, part in parts if belongs_to_sampler(path)]
+        if not samplers and not dl.persistent_workers:
             return
         current = capture_rng()
         with preserved_rng(), _preserved_own(dl):
@@ -221,12 +217,9 @@ class LoaderPosition:
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
         if not same_batches(drawn, drawn_again):
-            names = [
-                type(part).__name__ for path, part in find_own_parts(dl) if belongs_to_sampler(path)
-            ]
             warn_user(
-                f'The sampler of the training loader ({", ".join(dict.fromkeys(names))}) gives other indices when the '
-                'order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
+                f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
+                'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
                 'batches. Let it keep its counts as numbers, and its random generators, in attributes.'
             )
         elif dl.persistent_workers and fetching_is_random(_unshard(dl), drawn):
@@ -273,7 +266,10 @@ class LoaderPosition:
             if _has_index_lists(dl):
                 return self._resume_by_index(n, current)
             if 'loader' in self._now and not self._state_needs_replay():
-                return self._resume_from_state()
+                dl.load_state_dict(_unmark_arrays(self._now['loader']))
+                batches = iter(dl)
+                _restore_own_state(dl, self._now)
+                return batches
             return self._replay(n, current)
         finally:
             restore_rng(current)
@@ -357,12 +353,6 @@ class LoaderPosition:
             return False
         with _preserved_own(dl):
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
-
-    def _resume_from_state(self) -> Iterator[Any]:
-        self.dl.load_state_dict(_unmark_arrays(self._now['loader']))
-        batches = iter(self.dl)
-        _restore_own_state(self.dl, self._now)
-        return batches
 
 
 class Stream(Iterator[Any]):
@@ -505,7 +495,7 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         )
     with _preserved_own(dl):
         # the length of a loader may depend on the epoch
-        set_epochs(_unshard(dl), state['now'].get('epochs', {}))
+        restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved, now = state['loader'], describe_drawn(dl)
     saved_size = state.get('processes', 1)
     size = dl.cut.size if isinstance(dl, Shard) else 1
