@@ -39,6 +39,7 @@ from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
     fetching_is_random,
+    forget_workers,
     get_index_sampler,
     same_batches,
     start_lists,
@@ -125,7 +126,7 @@ class LoaderPosition:
         if self.start is not None:
             batches = self._resume_epoch()
         else:
-            self._workers_ran = workers_run(self.dl)
+            self._workers_ran = self.workers > 0 and workers_run(self.dl)
             self.start = _capture(self.dl, with_global=True)
             batches = iter(self.dl)
         draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
@@ -180,7 +181,7 @@ class LoaderPosition:
         """
         if self.start is None or not getattr(self.dl, 'in_order', True):
             return None
-        with preserved_rng(), _preserved_own(self.dl):
+        with _preserved(self.dl):
             if _has_index_lists(self.dl):
                 indices = next(islice(self._restart_index_lists(), i, None), None)
             elif _is_tensor_loader(self.dl) and i < len(self.dl):
@@ -208,7 +209,7 @@ class LoaderPosition:
         if not samplers and not dl.persistent_workers:
             return
         current = capture_rng()
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             try:
                 _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
                 drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
@@ -238,12 +239,12 @@ class LoaderPosition:
         _restore_own_state(dl, self._now)
         if not workers_ran or workers_run(dl):
             return
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             indices = list(islice(get_index_sampler(dl), 1)) if _has_index_lists(dl) else []
         if indices and fetching_is_random(_unshard(dl), indices):
             _warn_of_persistent_workers()
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             iter(dl)
 
     def _resume_epoch(self) -> Iterator[Any]:
@@ -253,8 +254,7 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
-        if getattr(dl, 'persistent_workers', False):
-            dl._iterator = None  # left by an interrupted pass of this process
+        forget_workers(dl)  # of an interrupted pass of this process
         try:
             if isinstance(dl, Iterator):
                 return _skip(dl, self.n_before + n)[0]
@@ -351,7 +351,7 @@ class LoaderPosition:
             or isinstance(dl.dataset, IterableDataset)
         ):
             return False
-        with _preserved_own(dl):
+        with _preserved(dl):
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
 
 
@@ -493,7 +493,7 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             'The checkpoint has no position in its data that this version understands.'
         )
-    with _preserved_own(dl):
+    with _preserved(dl):
         # the length of a loader may depend on the epoch
         restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved, now = state['loader'], describe_drawn(dl)
@@ -565,9 +565,10 @@ def _without_samplers(own: State) -> State:
 
 
 @contextmanager
-def _preserved_own(dl: Any) -> Iterator[None]:
+def _preserved(dl: Any) -> Iterator[None]:
+    "Restore a loader's state and the global generators at the end of the block."
     state = _capture(dl)
-    with dl.kept() if isinstance(dl, Shard) else nullcontext():
+    with preserved_rng(), dl.kept() if isinstance(dl, Shard) else nullcontext():
         try:
             yield
         finally:
