@@ -24,7 +24,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.budget import check_not_running

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from learnkit.core.learner_type import LoopLike
-from learnkit.data.checks import n_batches
+from learnkit.data.dataloaders import n_batches
 from learnkit.data.position import LoaderPosition, Stream
 from learnkit.data.prefetch import read_ahead
 
