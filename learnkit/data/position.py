@@ -7,14 +7,12 @@ is restored depends on the loader:
 - torch's DataLoader skips consumed samples by index. Samples are fetched again only if worker processes draw random
   numbers while fetching, so that the workers' generators reach their former states.
 - A loader with `state_dict` and `load_state_dict` resumes from its own state.
-- Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own start.
-
-With `n_iter`, a pass over a loader without a length lasts longer than an epoch (`Stream`). The position of a stream
-holds the generator states at the start of the pass."""
+- Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
+  start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
@@ -47,7 +45,7 @@ from learnkit.data.torch_loader import (
     workers_run,
 )
 
-__all__ = ['LoaderPosition', 'Stream', 'check_position', 'describe_drawn']
+__all__ = ['LoaderPosition', 'check_position', 'describe_drawn']
 
 State = dict[str, Any]
 _ARRAY = '__array__'  # key that marks a tensor made of a NumPy array
@@ -87,7 +85,8 @@ class LoaderPosition:
         self.start: State | None = None
         # states of the global generators just before the first batch, if they draw the order then
         self.first: State | None = None
-        self.workers = _n_workers(dl)
+        self.n_workers = getattr(dl, 'num_workers', 0) or 0
+        self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
         # of a resumed position: number of batches to skip, and the loader's own state after them
         self._n = 0
@@ -145,7 +144,7 @@ class LoaderPosition:
 
         Raises `CheckpointError` for a loader whose own state would not load safely."""
         now = _capture(self.dl)
-        if _n_workers(self.dl) and self.start is not None:
+        if self.n_workers and self.start is not None:
             now['own'] = _without_samplers(now['own'])
             now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
@@ -312,12 +311,11 @@ class LoaderPosition:
             return self.replay
         if not drawn:
             return not self._workers_ran
-        has_workers = self.workers or _n_workers(dl)
-        if not has_workers or not fetching_is_random(_unshard(dl), drawn):
+        if not (self.workers or self.n_workers) or not fetching_is_random(_unshard(dl), drawn):
             return False
-        if self.workers != _n_workers(dl):
+        if self.workers != self.n_workers:
             warn_user(
-                f'The checkpoint was taken with num_workers={self.workers}, now it is {_n_workers(dl)}. Samples are '
+                f'The checkpoint was taken with num_workers={self.workers}, now it is {self.n_workers}. Samples are '
                 'fetched with random numbers, which each worker draws for itself: they will differ from an '
                 'uninterrupted run.'
             )
@@ -355,57 +353,7 @@ class LoaderPosition:
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
 
 
-class Stream(Iterator[Any]):
-    """Iterate over a loader without a length across epochs: a pass lasts until the loader is exhausted.
-
-    An exhausted loader is iterated from its start again. The position counts all batches of the pass.
-
-    >>> stream = Stream([1, 2, 3])
-    >>> [next(stream) for _ in range(7)], stream.n
-    ([1, 2, 3, 1, 2, 3, 1], 1)
-    """
-
-    def __init__(
-        self,
-        dl: Any,  # the training loader
-        begin: Callable[[Any], Iterator[Any]] | None = None,  # f(LoaderPosition) begins a pass
-        position: LoaderPosition | None = None,  # position of a resumed pass
-        n: int = 0,  # batches drawn in the resumed pass
-    ):
-        self.dl = dl
-        self.begin = begin or LoaderPosition.begin
-        self.n = n
-        self.position = LoaderPosition(dl) if position is None else position
-        self._batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        batch = self._draw()
-        if batch is _END and self.n:
-            self._restart()
-            batch = self._draw()
-        if batch is _END:
-            self._restart()
-            raise StopIteration
-        self.n += 1
-        return batch
-
-    def _draw(self) -> Any:
-        if self._batches is None:
-            self._batches = self.begin(self.position)
-        return next(self._batches, _END)
-
-    def _restart(self) -> None:
-        self.position = LoaderPosition(self.dl)
-        self.n = 0
-        self._batches = None
-
-
 # Kinds of loaders
-
-
-def _n_workers(dl: Any) -> int:
-    n = getattr(dl, 'num_workers', 0)
-    return n if isinstance(n, int) else 0
 
 
 def _is_tensor_loader(dl: Any) -> bool:
