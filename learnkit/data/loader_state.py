@@ -45,20 +45,19 @@ def capture_state(dl: Any) -> State:
     {'n_passes': (None, 2)}
     """
     if type(dl) is TensorLoader:
-        # only one generator can draw its order: no search is needed
+        # it draws from one generator and has no other parts: no search is needed
         own = {} if dl.generator is None else {'generator': capture_generator(dl.generator)}
+        parts = [('', dl)]
     else:
-        own = capture_own(dl)
-    epochs = {
-        path: owner.epoch
-        for path, owner in _find_parts(dl)
-        if type(getattr(owner, 'epoch', None)) is int
-    }
-    counts = {}
-    for path, owner in find_own_parts(dl):
-        first, present = _read_numbers(owner)
-        counts[path] = {name: (first.get(name), n) for name, n in present.items()}
-    return {'own': own, 'epochs': epochs, 'counts': counts}
+        own, parts = capture_own(dl), list(_find_parts(dl))
+    state: State = {'own': own, 'epochs': {}, 'counts': {}}
+    for path, owner in parts:
+        if type(getattr(owner, 'epoch', None)) is int:
+            state['epochs'][path] = owner.epoch
+        if _is_own(owner):
+            first, present = _read_numbers(owner)
+            state['counts'][path] = {name: (first.get(name), n) for name, n in present.items()}
+    return state
 
 
 def restore_state(
@@ -92,11 +91,7 @@ def restore_state(
 
 def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
     "Return (attribute path, object) of the parts of a loader that were written by the user."
-    return [
-        (path, owner)
-        for path, owner in _find_parts(dl)
-        if type(owner).__module__.partition('.')[0] != 'torch' and hasattr(owner, '__dict__')
-    ]
+    return [(path, owner) for path, owner in _find_parts(dl) if _is_own(owner)]
 
 
 def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
@@ -114,6 +109,10 @@ def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
                     seen.add(id(value))
                     inner.append((f'{path}.{name}'.removeprefix('.'), value))
         found = inner
+
+
+def _is_own(owner: Any) -> bool:
+    return type(owner).__module__.partition('.')[0] != 'torch' and hasattr(owner, '__dict__')
 
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -257,19 +257,18 @@ class LoaderPosition:
         try:
             if isinstance(dl, Iterator):
                 return _skip(dl, self.n_before + n)[0]
+            if _has_index_lists(dl):
+                return self._resume_by_index(n, current)
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-                _restore_own_state(dl, self._now)
-                return batches
-            if _has_index_lists(dl):
-                return self._resume_by_index(n, current)
-            if 'loader' in self._now and not self._state_needs_replay():
+            elif 'loader' in self._now and not self._state_needs_replay():
                 dl.load_state_dict(_unmark_arrays(self._now['loader']))
                 batches = iter(dl)
-                _restore_own_state(dl, self._now)
-                return batches
-            return self._replay(n, current)
+            else:
+                return self._replay(n, current)
+            _restore_own_state(dl, self._now)
+            return batches
         finally:
             restore_rng(current)
 
