@@ -41,14 +41,18 @@ class TrainingPasses:
                 self.stream = Stream(dl)
             self.stream.device = device
             return self.stream
-        position = self.position
-        if position is None:
-            position = LoaderPosition(dl)
-        elif position.start is not None and not continued:
-            position = LoaderPosition(dl, n_before=position.n_before + self.n_drawn)
-        # otherwise a checkpoint left it there, between two epochs or within one
-        self.position = position
-        return read_ahead(dl, device, position.begin)
+        if self.position is None or not continued:
+            self.position = self._next_position(dl)
+        return read_ahead(dl, device, self.position.begin)
+
+    def _next_position(self, dl: Any) -> LoaderPosition:
+        "Return the position at which the next epoch begins."
+        last = self.position
+        if last is None:
+            return LoaderPosition(dl)
+        if last.start is None:
+            return last  # a checkpoint left it there, between two epochs
+        return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Let the next pass begin at a checkpoint's position."
@@ -81,14 +85,9 @@ class TrainingPasses:
             if stream is None or stream.dl is not train:
                 return LoaderPosition(train).state_dict(0)
             return stream.position.state_dict(stream.n)
-        last = self.position
-        if last is None:
-            return None if within_epoch else LoaderPosition(train).state_dict(0)
-        if within_epoch:
-            return last.state_dict(learn.iter + 1)
-        if last.start is None:
-            return last.state_dict(0)  # it stands between epochs already
-        return LoaderPosition(train, n_before=last.n_before + self.n_drawn).state_dict(0)
+        if not within_epoch:
+            return self._next_position(train).state_dict(0)
+        return None if self.position is None else self.position.state_dict(learn.iter + 1)
 
     def warn_of_lost_state(
         self,
