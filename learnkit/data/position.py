@@ -407,10 +407,7 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     dl = _unshard(dl)
     bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
     dataset = getattr(dl, '__dict__', {}).get('dataset')
-    if _is_tensor_loader(dl):
-        samples = dl.n
-    else:
-        samples = None if dataset is None else n_batches(dataset)
+    samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
     return {
         'type': type(dl).__name__,
         'batches': batches,
