@@ -107,16 +107,20 @@ class LoaderPosition:
         """
         check_position(dl, state)
         position = cls(dl, replay, state['n_before'])
-        position._n = state['n']
-        position._now = state['now']
-        if state['start'] is None:
-            position._restore_between_epochs(state['workers_run'])
-        else:
-            position.start = state['start']
-            position.first = state['first']
-            position.workers = state['workers']
-            position._workers_ran = state['workers_ran']
+        position.load_state_dict(state)
         return position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        "Take a saved state, which is not checked. A state between epochs is restored at once."
+        self._n = state['n']
+        self._now = state['now']
+        if state['start'] is None:
+            self._restore_between_epochs(state['workers_run'])
+        else:
+            self.start = state['start']
+            self.first = state['first']
+            self.workers = state['workers']
+            self._workers_ran = state['workers_ran']
 
     def begin(self) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.

@@ -1,4 +1,4 @@
-"""Rebuilding torch's DataLoader from its public attributes, and checks of its samplers, workers and epochs."""
+"""Rebuilding torch's DataLoader from its public attributes, and checks of its samplers and workers."""
 
 from __future__ import annotations
 
