@@ -231,6 +231,7 @@ def state_setter(o: Any) -> Callable[[], object] | None:
 def capture_generator(g: Any) -> tuple[str, Any]:
     "Return (kind, state) of a generator, as tensors and plain numbers."
     g = getattr(g, 'bit_generator', g)  # of NumPy's Generator
+    state: Any
     if isinstance(g, torch.Generator):
         state = g.get_state()
     elif isinstance(g, Random):

@@ -47,7 +47,7 @@ def capture_state(dl: Any) -> State:
     if type(dl) is TensorLoader:
         # it draws from one generator and has no other parts: no search is needed
         own = {} if dl.generator is None else {'generator': capture_generator(dl.generator)}
-        parts = [('', dl)]
+        parts: list[tuple[str, Any]] = [('', dl)]
     else:
         own, parts = capture_own(dl), list(_find_parts(dl))
     state: State = {'own': own, 'epochs': {}, 'counts': {}}
