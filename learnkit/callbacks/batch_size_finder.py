@@ -18,7 +18,7 @@ from learnkit.core.errors import BatchError, CancelFitException, FitError
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.numbers import check_count
-from learnkit.data.checks import n_batches
+from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
 from learnkit.engine.budget import check_not_running

@@ -10,7 +10,7 @@ from typing import Any
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 
 __all__ = ['LossGraph', 'MasterBar', 'ShowGraph', 'ShowGraphCallback']

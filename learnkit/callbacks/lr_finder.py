@@ -37,7 +37,7 @@ from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.numbers import check_count
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule

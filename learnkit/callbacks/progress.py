@@ -22,7 +22,7 @@ from learnkit.callbacks.live_plot import MasterBar
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
 from learnkit.core.interrupts import end_in_one_line
 from learnkit.core.time import format_seconds
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import place
 

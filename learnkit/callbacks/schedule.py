@@ -22,7 +22,7 @@ from learnkit.core.errors import FitError, ScheduleError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count, check_number, is_number
 from learnkit.core.validation import warn_user
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list

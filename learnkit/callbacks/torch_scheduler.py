@@ -13,7 +13,7 @@ from torch import Tensor
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
 from learnkit.core.validation import warn_user
-from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
 from learnkit.optim.hyperparams import OPTIONS, Hypers

@@ -16,8 +16,7 @@ from learnkit.core.errors import CancelTrainException, CancelValidException, Opt
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import is_number
 from learnkit.core.plain import as_plain
-from learnkit.data.checks import epoch_length
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import epoch_length, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
 

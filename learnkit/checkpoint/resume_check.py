@@ -24,8 +24,8 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators
-from learnkit.data.checks import epoch_length
-from learnkit.data.counts import capture_counts, restore_counts
+from learnkit.data.dataloaders import epoch_length
+from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
@@ -154,12 +154,12 @@ def check_resume(
 
 @contextmanager
 def _as_new_process(learn: LearnerLike) -> Iterator[None]:
-    "Restore a Learner, and what only a new process has again: counts of the loader, generators in callbacks' objects."
-    counts = capture_counts(learn.dls.train)
+    "Restore a Learner, and what only a new process has again: the loader's state, generators in callbacks' objects."
+    state = capture_state(learn.dls.train)
     with ExitStack() as stack:
-        stack.callback(restore_counts, learn.dls.train, counts)
-        for owner in (learn.dls.train, *learn.cbs):
-            stack.enter_context(preserved_generators(owner))
+        stack.callback(restore_state, learn.dls.train, state)
+        for cb in learn.cbs:
+            stack.enter_context(preserved_generators(cb))
         stack.enter_context(restored(learn))
         yield
 

@@ -10,14 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from random import Random
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    NoneType,
-)
+from random import Random, SystemRandom
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -32,8 +26,11 @@ __all__ = [
     'preserved_rng',
     'own_generators',
     'capture_own',
+    'capture_generator',
+    'restore_generator',
     'restore_own',
     'preserved_generators',
+    'state_setter',
 ]
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
@@ -52,7 +49,7 @@ def capture_rng(
     """
     state: RNGState = {'python': random.getstate(), 'torch': torch.get_rng_state()}
     if (np_random := sys.modules.get('numpy.random')) is not None:
-        state['numpy'] = _map_arrays(np_random.get_state(legacy=False), _to_tensor)
+        state['numpy'] = _to_tensors(np_random.get_state(legacy=False))
     if devices and torch.cuda.is_initialized():
         state['cuda'] = tuple(torch.cuda.get_rng_state_all())
     if devices and torch.backends.mps.is_available():
@@ -70,10 +67,7 @@ def restore_rng(
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:
-        import numpy as np
-
-        np.random.set_state(_map_arrays(state['numpy'], _to_array))
-
+        np.random.set_state(_to_arrays(state['numpy']))
     if 'cuda' in state:
         for i, device_state in enumerate(state['cuda'][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state.cpu(), i)
@@ -130,7 +124,7 @@ _LEAVES = frozenset(
         slice,
         torch.dtype,
         torch.device,
-        random.SystemRandom,
+        SystemRandom,
     }
 )
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
@@ -152,9 +146,7 @@ def own_generators(
     """
     found: dict[str, Any] = {}
     seen, objects = {id(dl)}, [('', dl)]
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if (np_random := sys.modules.get('numpy.random')) is not None:
-        kinds = (*kinds, np_random.Generator, np_random.RandomState)
+    kinds = _generator_types()
     for _ in range(_DEEPEST):
         inner: list[tuple[str, Any]] = []
         for path, owner in objects:
@@ -170,34 +162,6 @@ def own_generators(
             break
         objects = inner
     return found
-
-
-def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
-    "Return (kind, state) of each of a loader's own generators, as tensors and plain numbers."
-    return {name: (_kind(g), _get_state(g)) for name, g in own_generators(dl).items()}
-
-
-def restore_own(
-    dl: Any,
-    states: dict[str, tuple[str, Any]],  # return value of `capture_own` of a loader made alike
-) -> list[str]:  # names of generators that this loader lacks
-    "Restore a loader's own generators."
-    own = own_generators(dl)
-    known = [name for name, (kind, _) in states.items() if name in own and _kind(own[name]) == kind]
-    for name in known:
-        _set_state(own[name], states[name][1])
-    return [name for name in states if name not in known]
-
-
-@contextmanager
-def preserved_generators(dl: Any) -> Iterator[None]:
-    "Restore the generators of a loader, its samplers and its data set at the end of the block."
-    states = [(g, _get_state(g)) for g in own_generators(dl).values()]
-    try:
-        yield
-    finally:
-        for g, state in states:
-            _set_state(g, state)
 
 
 def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
@@ -223,62 +187,96 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
             yield f'{dot}{k}', value
 
 
-def _kind(g: Any) -> str:
-    cls = type(getattr(g, 'bit_generator', g))
-    return f'{cls.__module__.partition(".")[0]}.{cls.__name__}'
+def _generator_types() -> tuple[type, ...]:
+    "Return the classes of generators; numpy.random is not imported for them."
+    np_random = sys.modules.get('numpy.random')
+    if np_random is None:
+        return torch.Generator, Random
+    of_numpy = np_random.Generator, np_random.RandomState, np_random.BitGenerator
+    return torch.Generator, Random, *of_numpy
 
 
-def _get_state(g: Any) -> Any:
-    if isinstance(g, torch.Generator):
-        return g.get_state()
-    if isinstance(g, random.Random):
-        return g.getstate()
-    return _map_arrays(
-        g.bit_generator.state if hasattr(g, 'bit_generator') else g.get_state(legacy=False),
-        _to_tensor,
-    )
+def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
+    "Return (kind, state) of each of a loader's own generators, as tensors and plain numbers."
+    return {name: capture_generator(g) for name, g in own_generators(dl).items()}
 
 
-def _set_state(g: Any, state: Any) -> None:
-    if isinstance(g, torch.Generator):
-        g.set_state(state.cpu())
-    elif isinstance(g, random.Random):
-        g.setstate((state[0], tuple(state[1]), state[2]))
-    elif hasattr(g, 'bit_generator'):
-        g.bit_generator.state = _map_arrays(state, _to_array)
-    else:
-        g.set_state(_map_arrays(state, _to_array))
+def restore_own(
+    dl: Any,
+    states: dict[str, tuple[str, Any]],  # return value of `capture_own` of a loader made alike
+) -> list[str]:  # names of generators that this loader lacks
+    "Restore a loader's own generators."
+    own = own_generators(dl)
+    return [name for name, state in states.items() if not restore_generator(own.get(name), state)]
 
 
-def _map_arrays(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    "Apply `convert` to the leaves of NumPy's nested state."
-    return {
-        k: _map_arrays(v, convert) if isinstance(v, dict) else convert(v) for k, v in state.items()
-    }
-
-
-def _to_tensor(value: Any) -> Any:
-    "Copy an array to a tensor, and convert a NumPy scalar to a Python number."
-    if not hasattr(value, 'dtype'):
-        return value
-    return torch.from_numpy(value.copy()) if value.ndim else value.item()
-
-
-def _to_array(value: Any) -> Any:
-    "Convert a tensor to an array; return anything else unchanged."
-    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+@contextmanager
+def preserved_generators(dl: Any) -> Iterator[None]:
+    "Restore the generators of a loader, its samplers and its data set at the end of the block."
+    states = [(g, capture_generator(g)) for g in own_generators(dl).values()]
+    try:
+        yield
+    finally:
+        for g, state in states:
+            restore_generator(g, state)
 
 
 def state_setter(o: Any) -> Callable[[], object] | None:
     "Return a function that restores a random generator's current state, or None for other objects."
-    if isinstance(o, torch.Generator):
-        return partial(o.set_state, o.get_state())
-    if isinstance(o, Random):
-        return partial(o.setstate, o.getstate())
-    if not type(o).__module__.startswith('numpy.random'):
-        return None  # `np.random` would import numpy.random
-    if isinstance(o, np.random.RandomState):
-        return partial(o.set_state, o.get_state())
-    if isinstance(o, np.random.Generator):
-        return state_setter(o.bit_generator)
-    return partial(setattr, o, 'state', o.state) if isinstance(o, np.random.BitGenerator) else None
+    if isinstance(o, _generator_types()) and not isinstance(o, SystemRandom):
+        return partial(restore_generator, o, capture_generator(o))
+    return None
+
+
+def capture_generator(g: Any) -> tuple[str, Any]:
+    "Return (kind, state) of a generator, as tensors and plain numbers."
+    g = getattr(g, 'bit_generator', g)  # of NumPy's Generator
+    state: Any
+    if isinstance(g, torch.Generator):
+        state = g.get_state()
+    elif isinstance(g, Random):
+        state = g.getstate()
+    else:
+        state = _to_tensors(g.get_state(legacy=False) if hasattr(g, 'get_state') else g.state)
+    return _name_kind(g), state
+
+
+def restore_generator(
+    g: Any,
+    captured: tuple[str, Any],  # return value of `capture_generator`
+) -> bool:
+    "Restore a generator and return True, or return False for an object of another kind."
+    kind, state = captured
+    g = getattr(g, 'bit_generator', g)
+    if _name_kind(g) != kind:
+        return False
+    if isinstance(g, torch.Generator):
+        g.set_state(state.cpu())
+    elif isinstance(g, Random):
+        g.setstate((state[0], tuple(state[1]), state[2]))
+    elif hasattr(g, 'set_state'):
+        g.set_state(_to_arrays(state))
+    else:
+        g.state = _to_arrays(state)
+    return True
+
+
+def _name_kind(g: Any) -> str:
+    cls = type(g)
+    return f'{cls.__module__.partition(".")[0]}.{cls.__name__}'
+
+
+def _to_tensors(state: Any) -> Any:
+    "Copy NumPy's nested state, with tensors for arrays and Python numbers for NumPy scalars."
+    if isinstance(state, dict):
+        return {k: _to_tensors(v) for k, v in state.items()}
+    if not hasattr(state, 'dtype'):
+        return state
+    return torch.from_numpy(state.copy()) if state.ndim else state.item()
+
+
+def _to_arrays(state: Any) -> Any:
+    "Invert `_to_tensors`."
+    if isinstance(state, dict):
+        return {k: _to_arrays(v) for k, v in state.items()}
+    return state.cpu().numpy() if isinstance(state, Tensor) else state

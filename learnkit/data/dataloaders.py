@@ -19,16 +19,9 @@ from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
 from learnkit.core.numbers import check_count
-from learnkit.data.checks import (
-    check_dataset,
-    check_loader,
-    check_not_empty,
-    describe_loader,
-    n_batches,
-)
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.show import Shows, first_batch
-from learnkit.data.tensors import are_inputs_and_targets, as_rows, is_rows
+from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
 from learnkit.data.torch_loader import iterates_as_torch, torch_in_order, without_workers
 
 __all__ = [
@@ -41,6 +34,8 @@ __all__ = [
     'check_loaders',
     'decodes_batches',
     'n_batches',
+    'epoch_length',
+    'describe_loader',
     'in_order',
 ]
 
@@ -424,8 +419,19 @@ class TensorLoader:
         >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
         [[2, 3], [4]]
         """
-        pinned = self.tensors[0].device.type == 'cpu' and torch.cuda.is_initialized()
-        batches = self._index_batches(n, pinned) if self.shuffle else self._slice_batches(n, pinned)
+        tensors, device = self.tensors, self.tensors[0].device
+        pinned = device.type == 'cpu' and torch.cuda.is_initialized()
+        batches: Iterator[Any]
+        if self.shuffle:
+            order = self.draw_order().to(device, non_blocking=device.type == 'cuda')
+            take = select_pinned if pinned else torch.index_select
+            rows = self._split_rows(order, n)
+            batches = (tuple([take(t, 0, idx) for t in tensors]) for idx in rows)
+        else:
+            views = zip(*(self._split_rows(t, n) for t in tensors), strict=True)
+            # copies, so that a change of a batch in place leaves the data as they are
+            copy = Tensor.pin_memory if pinned else Tensor.clone
+            batches = (tuple([copy(t) for t in b]) for b in views)
         batches = islice(batches, max(0, len(self) - n))
         return batches if self.names is None else map(self._make_dict, batches)
 
@@ -438,19 +444,6 @@ class TensorLoader:
     def draw_indices(self, i: int) -> list[int]:
         "Return the sample indices of batch `i` of the next epoch, whose order is drawn by this call."
         return next(iter(self._split_rows(self.draw_order(), i))).tolist()
-
-    def _index_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        device = self.tensors[0].device
-        order = self.draw_order().to(device, non_blocking=device.type == 'cuda')
-        take = select_pinned if pinned else torch.index_select
-        batch_indices = self._split_rows(order, n)
-        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in batch_indices)
-
-    def _slice_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        batches = zip(*(self._split_rows(t, n) for t in self.tensors), strict=True)
-        # copies, so that a change of a batch in place leaves the data as they are
-        copy = Tensor.pin_memory if pinned else Tensor.clone
-        return (tuple([copy(t) for t in b]) for b in batches)
 
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield a view of the rows of each batch from batch `n` on."
@@ -472,6 +465,34 @@ def select_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
 
 
 # Functions for any loader
+
+
+def n_batches(dl: Any) -> int | None:
+    """Return the number of batches of a loader, or None if the loader has no length.
+
+    >>> n_batches([1, 2]), n_batches(iter([1, 2]))
+    (2, None)
+    """
+    if not hasattr(type(dl), '__len__'):
+        return None
+    try:
+        return len(dl)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
+    "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
+    n = n_batches(dl)
+    limit = getattr(dls, 'n_iter', None) if n is None and dl is dls.train else None
+    return (limit if n is None else n), limit
+
+
+def describe_loader(dl: Any) -> str:
+    "Return a string with a loader's type, length and batch size."
+    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
+    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')
 
 
 def in_order(dl: Any) -> Any:
@@ -520,18 +541,14 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 
 
 def check_loaders(dls: Any) -> None:
-    "Raise `EmptyLoaderError` if a training or validation loader is empty."
+    """Raise `EmptyLoaderError` if a training or validation loader is empty.
+
+    Raise `BatchError` for a validation loader whose first batch does not have the declared form."""
     for name, dl in [('train', dls.train), *evaluation_loaders(dls)]:
         check_not_empty(name, dl)
-    if isinstance(dls, DataLoaders):
-        check_forms(dls)
-
-
-def check_forms(dls: DataLoaders) -> None:
-    """Raise `BatchError` for a validation loader whose first batch does not have the declared form.
-
-    Without this check the error would come after an epoch of training.
-    """
+    if not isinstance(dls, DataLoaders):
+        return
+    # without this check the error would come after an epoch of training
     for name, dl in dls.evaluation:
         form = dls.batch_form(name)
         if form == BatchForm() or isinstance(dl, Iterator):
@@ -544,6 +561,53 @@ def check_forms(dls: DataLoaders) -> None:
 
 
 # Checks of arguments
+
+
+def check_loader(name: str, dl: Any) -> None:
+    "Raise `LoaderError` unless `dl` looks like an iterable of batches; `dl` is not iterated."
+    what = f'The loader {name!r} is a {type(dl).__name__}'
+    if is_rows(dl):
+        raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
+    if are_rows_apart(dl):
+        raise LoaderError(
+            f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or give '
+            'one batch as `[(x, y)]`.'
+        )
+    if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
+        raise LoaderError(
+            f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.'
+        )
+    if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (
+        hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
+    ):
+        raise LoaderError(
+            f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.'
+        )
+    check_not_empty(name, dl)
+
+
+def check_not_empty(name: str, dl: Any) -> None:
+    "Raise `EmptyLoaderError` for a loader of length 0."
+    if n_batches(dl) != 0:
+        return
+    why = ': are there samples in its data set?'
+    if getattr(dl, 'drop_last', False):
+        why = (
+            ': drop_last is on, and there are fewer samples than a batch has. Lower the batch size.'
+        )
+    raise EmptyLoaderError(f'The loader {name!r} ({type(dl).__name__}) has no batches{why}')
+
+
+def check_dataset(name: str, ds: Any) -> None:
+    "Raise `LoaderError` unless `ds` has samples by index and a length, and `EmptyLoaderError` for length 0."
+    if isinstance(ds, IterableDataset):
+        return
+    if isinstance(ds, DataLoader) or not (hasattr(ds, '__getitem__') and hasattr(ds, '__len__')):
+        raise LoaderError(
+            f'The data set {name!r} is a {type(ds).__name__}: it needs samples by index and a length.'
+        )
+    if len(ds) == 0:
+        raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -7,14 +7,12 @@ is restored depends on the loader:
 - torch's DataLoader skips consumed samples by index. Samples are fetched again only if worker processes draw random
   numbers while fetching, so that the workers' generators reach their former states.
 - A loader with `state_dict` and `load_state_dict` resumes from its own state.
-- Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own start.
-
-With `n_iter`, a pass over a loader without a length lasts longer than an epoch (`Stream`). The position of a stream
-holds the generator states at the start of the pass."""
+- Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
+  start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
@@ -26,31 +24,28 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.errors import CheckpointError
 from learnkit.core.random import (
-    capture_own,
     capture_rng,
     preserved_rng,
-    restore_own,
     restore_rng,
     same_states,
 )
 from learnkit.core.validation import warn_user
-from learnkit.data.counts import capture_counts, find_own_parts, restore_counts
 from learnkit.data.dataloaders import TensorLoader, n_batches
+from learnkit.data.loader_state import capture_state, find_own_parts, restore_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
-    epochs_of,
     fetching_is_random,
+    forget_workers,
     get_index_sampler,
     same_batches,
-    set_epochs,
     start_lists,
     with_sampler,
     workers_run,
 )
 
-__all__ = ['LoaderPosition', 'Stream', 'check_position', 'describe_drawn']
+__all__ = ['LoaderPosition', 'check_position', 'describe_drawn']
 
 State = dict[str, Any]
 _ARRAY = '__array__'  # key that marks a tensor made of a NumPy array
@@ -90,7 +85,8 @@ class LoaderPosition:
         self.start: State | None = None
         # states of the global generators just before the first batch, if they draw the order then
         self.first: State | None = None
-        self.workers = _n_workers(dl)
+        self.n_workers = getattr(dl, 'num_workers', 0) or 0
+        self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
         # of a resumed position: number of batches to skip, and the loader's own state after them
         self._n = 0
@@ -111,16 +107,20 @@ class LoaderPosition:
         """
         check_position(dl, state)
         position = cls(dl, replay, state['n_before'])
-        position._n = state['n']
-        position._now = state['now']
-        if state['start'] is None:
-            position._restore_between_epochs(state['workers_run'])
-        else:
-            position.start = state['start']
-            position.first = state['first']
-            position.workers = state['workers']
-            position._workers_ran = state['workers_ran']
+        position.load_state_dict(state)
         return position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        "Take a saved state, which is not checked. A state between epochs is restored at once."
+        self._n = state['n']
+        self._now = state['now']
+        if state['start'] is None:
+            self._restore_between_epochs(state['workers_run'])
+        else:
+            self.start = state['start']
+            self.first = state['first']
+            self.workers = state['workers']
+            self._workers_ran = state['workers_ran']
 
     def begin(self) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.
@@ -129,8 +129,8 @@ class LoaderPosition:
         if self.start is not None:
             batches = self._resume_epoch()
         else:
-            self._workers_ran = workers_run(self.dl)
-            self.start = _capture_generators(self.dl)
+            self._workers_ran = self.workers > 0 and workers_run(self.dl)
+            self.start = _capture(self.dl, with_global=True)
             batches = iter(self.dl)
         draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
         return chain(self._capture_first(), batches) if draws_late else batches
@@ -147,8 +147,8 @@ class LoaderPosition:
         """Return the position after `n_drawn` batches as tensors and plain values, without the global generators.
 
         Raises `CheckpointError` for a loader whose own state would not load safely."""
-        now = _capture_own_state(self.dl)
-        if _n_workers(self.dl) and self.start is not None:
+        now = _capture(self.dl)
+        if self.n_workers and self.start is not None:
             now['own'] = _without_samplers(now['own'])
             now['counts'] = _without_samplers(now['counts'])
         # between epochs, state_dict of torchdata's StatefulDataLoader would start an epoch
@@ -184,11 +184,11 @@ class LoaderPosition:
         """
         if self.start is None or not getattr(self.dl, 'in_order', True):
             return None
-        with preserved_rng(), _preserved_own(self.dl):
+        with _preserved(self.dl):
             if _has_index_lists(self.dl):
                 indices = next(islice(self._restart_index_lists(), i, None), None)
             elif _is_tensor_loader(self.dl) and i < len(self.dl):
-                _restore_generators(self.dl, self.start)
+                _restore(self.dl, self.start)
                 indices = self.dl.draw_indices(i)
             else:
                 return None
@@ -207,11 +207,12 @@ class LoaderPosition:
         if not dl.in_order and dl.num_workers:
             _warn_of_order()
             return
-        has_own_sampler = any(belongs_to_sampler(path) for path, _ in find_own_parts(_unshard(dl)))
-        if not has_own_sampler and not dl.persistent_workers:
+        parts = find_own_parts(_unshard(dl))
+        samplers = [type(part).__name__ for path, part in parts if belongs_to_sampler(path)]
+        if not samplers and not dl.persistent_workers:
             return
         current = capture_rng()
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             try:
                 _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
                 drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
@@ -220,12 +221,9 @@ class LoaderPosition:
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
         if not same_batches(drawn, drawn_again):
-            names = [
-                type(part).__name__ for path, part in find_own_parts(dl) if belongs_to_sampler(path)
-            ]
             warn_user(
-                f'The sampler of the training loader ({", ".join(dict.fromkeys(names))}) gives other indices when the '
-                'order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
+                f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
+                'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
                 'batches. Let it keep its counts as numbers, and its random generators, in attributes.'
             )
         elif dl.persistent_workers and fetching_is_random(_unshard(dl), drawn):
@@ -244,12 +242,12 @@ class LoaderPosition:
         _restore_own_state(dl, self._now)
         if not workers_ran or workers_run(dl):
             return
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             indices = list(islice(get_index_sampler(dl), 1)) if _has_index_lists(dl) else []
         if indices and fetching_is_random(_unshard(dl), indices):
             _warn_of_persistent_workers()
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
-        with preserved_rng(), _preserved_own(dl):
+        with _preserved(dl):
             iter(dl)
 
     def _resume_epoch(self) -> Iterator[Any]:
@@ -259,21 +257,22 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
-        if getattr(dl, 'persistent_workers', False):
-            dl._iterator = None  # left by an interrupted pass of this process
+        forget_workers(dl)  # of an interrupted pass of this process
         try:
             if isinstance(dl, Iterator):
                 return _skip(dl, self.n_before + n)[0]
-            if _is_tensor_loader(dl):
-                _restore_generators(dl, self.start)
-                batches = dl.from_batch(n)
-                _restore_own_state(dl, self._now)
-                return batches
             if _has_index_lists(dl):
                 return self._resume_by_index(n, current)
-            if 'loader' in self._now and not self._state_needs_replay():
-                return self._resume_from_state()
-            return self._replay(n, current)
+            if _is_tensor_loader(dl):
+                _restore(dl, self.start)
+                batches = dl.from_batch(n)
+            elif 'loader' in self._now and not self._state_needs_replay():
+                dl.load_state_dict(_unmark_arrays(self._now['loader']))
+                batches = iter(dl)
+            else:
+                return self._replay(n, current)
+            _restore_own_state(dl, self._now)
+            return batches
         finally:
             restore_rng(current)
 
@@ -300,7 +299,7 @@ class LoaderPosition:
         "Start the epoch's sampler as torch did, with every generator restored to the start of the epoch."
         dl = self.dl
         first = None if self.workers else self.first
-        _restore_generators(dl, self.start)
+        _restore(dl, self.start)
         if isinstance(dl, Shard):
             return self.dl.batch_lists(self.workers, self._workers_ran, first)
         lists = start_lists(dl, self.workers, self._workers_ran)
@@ -315,12 +314,11 @@ class LoaderPosition:
             return self.replay
         if not drawn:
             return not self._workers_ran
-        has_workers = self.workers or _n_workers(dl)
-        if not has_workers or not fetching_is_random(_unshard(dl), drawn):
+        if not (self.workers or self.n_workers) or not fetching_is_random(_unshard(dl), drawn):
             return False
-        if self.workers != _n_workers(dl):
+        if self.workers != self.n_workers:
             warn_user(
-                f'The checkpoint was taken with num_workers={self.workers}, now it is {_n_workers(dl)}. Samples are '
+                f'The checkpoint was taken with num_workers={self.workers}, now it is {self.n_workers}. Samples are '
                 'fetched with random numbers, which each worker draws for itself: they will differ from an '
                 'uninterrupted run.'
             )
@@ -333,7 +331,7 @@ class LoaderPosition:
     def _replay(self, n: int, current: State) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
         dl = self.dl
-        _restore_generators(dl, self.start)
+        _restore(dl, self.start)
         batches = iter(dl)
         if self.first is not None:
             restore_rng(self.first)
@@ -354,67 +352,11 @@ class LoaderPosition:
             or isinstance(dl.dataset, IterableDataset)
         ):
             return False
-        with _preserved_own(dl):
+        with _preserved(dl):
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
-
-    def _resume_from_state(self) -> Iterator[Any]:
-        self.dl.load_state_dict(_unmark_arrays(self._now['loader']))
-        batches = iter(self.dl)
-        _restore_own_state(self.dl, self._now)
-        return batches
-
-
-class Stream(Iterator[Any]):
-    """Iterate over a loader without a length across epochs: a pass lasts until the loader is exhausted.
-
-    An exhausted loader is iterated from its start again. The position counts all batches of the pass.
-
-    >>> stream = Stream([1, 2, 3])
-    >>> [next(stream) for _ in range(7)], stream.n
-    ([1, 2, 3, 1, 2, 3, 1], 1)
-    """
-
-    def __init__(
-        self,
-        dl: Any,  # the training loader
-        begin: Callable[[Any], Iterator[Any]] | None = None,  # f(LoaderPosition) begins a pass
-        position: LoaderPosition | None = None,  # position of a resumed pass
-        n: int = 0,  # batches drawn in the resumed pass
-    ):
-        self.dl = dl
-        self.begin = begin or LoaderPosition.begin
-        self.n = n
-        self.position = LoaderPosition(dl) if position is None else position
-        self._batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        batch = self._draw()
-        if batch is _END and self.n:
-            self._restart()
-            batch = self._draw()
-        if batch is _END:
-            self._restart()
-            raise StopIteration
-        self.n += 1
-        return batch
-
-    def _draw(self) -> Any:
-        if self._batches is None:
-            self._batches = self.begin(self.position)
-        return next(self._batches, _END)
-
-    def _restart(self) -> None:
-        self.position = LoaderPosition(self.dl)
-        self.n = 0
-        self._batches = None
 
 
 # Kinds of loaders
-
-
-def _n_workers(dl: Any) -> int:
-    n = getattr(dl, 'num_workers', 0)
-    return n if isinstance(n, int) else 0
 
 
 def _is_tensor_loader(dl: Any) -> bool:
@@ -462,13 +404,6 @@ def _unshard(dl: Any) -> Any:
     return dl.source if isinstance(dl, Shard) else dl
 
 
-@contextmanager
-def _unsharded(dl: Any) -> Iterator[Any]:
-    "Yield the loader that a shard is a part of, with the generators of its order; other loaders as they are."
-    with dl.order if isinstance(dl, Shard) else nullcontext():
-        yield _unshard(dl)
-
-
 def describe_drawn(dl: Any) -> dict[str, Any]:
     "Return the type and sizes that must match for a position to be restored; of a shard, the sizes over all ranks."
     batches = n_batches(dl)
@@ -476,10 +411,7 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     dl = _unshard(dl)
     bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
     dataset = getattr(dl, '__dict__', {}).get('dataset')
-    if _is_tensor_loader(dl):
-        samples = dl.n
-    else:
-        samples = None if dataset is None else n_batches(dataset)
+    samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
     return {
         'type': type(dl).__name__,
         'batches': batches,
@@ -509,9 +441,9 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             'The checkpoint has no position in its data that this version understands.'
         )
-    with _preserved_own(dl):
+    with _preserved(dl):
         # the length of a loader may depend on the epoch
-        set_epochs(_unshard(dl), state['now'].get('epochs', {}))
+        restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved, now = state['loader'], describe_drawn(dl)
     saved_size = state.get('processes', 1)
     size = dl.cut.size if isinstance(dl, Shard) else 1
@@ -543,36 +475,30 @@ def _format_size(name: str, value: Any, processes: int) -> str:
 # Generators
 
 
-def _capture_own_state(dl: Any) -> State:
-    "Return the loader's own generators, its epoch numbers and its other counts."
-    with _unsharded(dl) as whole:
-        return {
-            'own': capture_own(whole),
-            'epochs': epochs_of(whole),
-            'counts': capture_counts(whole),
-        }
+def _capture(dl: Any, with_global: bool = False) -> State:
+    "Return the state of a loader, of a shard the state of the whole loader, and of the global generators if asked."
+    if isinstance(dl, Shard):
+        with dl.order:
+            return _capture(dl.source, with_global)
+    state = {'rng': capture_rng()} if with_global else {}
+    return state | capture_state(dl)
 
 
-def _capture_generators(dl: Any) -> State:
-    with _unsharded(dl) as whole:
-        return {'rng': capture_rng(), **_capture_own_state(whole)}
-
-
-def _restore_generators(dl: Any, state: State | None) -> list[str]:
-    "Restore a state of `_capture_generators`; return the names of generators that the loader lacks."
+def _restore(dl: Any, state: State | None) -> list[str]:
+    "Restore a state of `_capture`; return the names of generators that the loader lacks."
     if state is None:
         return []
-    with _unsharded(dl) as whole:
-        if 'rng' in state:
-            restore_rng(state['rng'])
-        set_epochs(whole, state['epochs'])
-        restore_counts(whole, state.get('counts', {}))
-        return restore_own(whole, state['own'])
+    if isinstance(dl, Shard):
+        with dl.order:
+            return _restore(dl.source, state)
+    if 'rng' in state:
+        restore_rng(state['rng'])
+    return restore_state(dl, state)
 
 
 def _restore_own_state(dl: Any, state: State) -> None:
-    "Restore a loader's own generators, and warn of generators that the loader lacks."
-    missing = _restore_generators(dl, state)
+    "Restore a loader's state, and warn of generators that the loader lacks."
+    missing = _restore(dl, state)
     if missing:
         warn_user(
             f'The training loader had random generators when the checkpoint was taken that it lacks now: '
@@ -587,13 +513,14 @@ def _without_samplers(own: State) -> State:
 
 
 @contextmanager
-def _preserved_own(dl: Any) -> Iterator[None]:
-    state = _capture_own_state(dl)
-    with dl.kept() if isinstance(dl, Shard) else nullcontext():
+def _preserved(dl: Any) -> Iterator[None]:
+    "Restore a loader's state and the global generators at the end of the block."
+    state = _capture(dl)
+    with preserved_rng(), dl.kept() if isinstance(dl, Shard) else nullcontext():
         try:
             yield
         finally:
-            _restore_generators(dl, state)
+            _restore(dl, state)
 
 
 def _warn_of_shared_draws(

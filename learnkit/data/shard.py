@@ -12,14 +12,13 @@ import torch
 
 from learnkit.core.random import (
     RNGState,
-    capture_own,
     capture_rng,
     own_generators,
-    restore_own,
     restore_rng,
     same_states,
 )
-from learnkit.data.torch_loader import belongs_to_sampler, epochs_of, set_epochs
+from learnkit.data.loader_state import capture_state, restore_state
+from learnkit.data.torch_loader import belongs_to_sampler
 
 __all__ = ['Order', 'Shard']
 
@@ -94,9 +93,9 @@ class Shard:
 
     def order_state(self) -> dict[str, Any]:
         "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
-        names = self._order_generators()
-        own = {name: state for name, state in capture_own(self.source).items() if name in names}
-        return {'rng': capture_rng(devices=False), 'epochs': epochs_of(self.source), 'own': own}
+        names, state = self._order_generators(), capture_state(self.source)
+        own = {name: saved for name, saved in state['own'].items() if name in names}
+        return {'rng': capture_rng(devices=False), 'epochs': state['epochs'], 'own': own}
 
     def take_order(
         self,
@@ -104,8 +103,7 @@ class Shard:
     ) -> None:
         "Draw the following passes from another rank's generator states."
         self.order.state = dict(state['rng'])
-        restore_own(self.source, state['own'])
-        set_epochs(self.source, state['epochs'])
+        restore_state(self.source, state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -1,9 +1,8 @@
-"""Rebuilding torch's DataLoader from its public attributes, and checks of its samplers, workers and epochs."""
+"""Rebuilding torch's DataLoader from its public attributes, and checks of its samplers and workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from traceback import walk_tb
 from typing import Any
 
@@ -29,8 +28,6 @@ __all__ = [
     'same_batches',
     'end_workers',
     'forget_workers',
-    'epochs_of',
-    'set_epochs',
 ]
 
 
@@ -262,44 +259,3 @@ def same_batches(a: Any, b: Any) -> bool:
         return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
     # other objects are equal as far as is known
     return not isinstance(a, (int, float, str, bytes)) or a == b or a != a
-
-
-# Epoch numbers
-
-
-def epochs_of(dl: Any) -> dict[str, int]:
-    """Return the attribute `epoch` of a loader, its samplers and its data set, by attribute path.
-
-    >>> class Sampler(list):
-    ...     epoch = 3
-    >>> epochs_of(DataLoader([1], sampler=Sampler([0])))
-    {'sampler': 3, 'batch_sampler.sampler': 3}
-    """
-    return {path: owner.epoch for path, owner in _find_epoch_owners(dl)}
-
-
-def set_epochs(
-    dl: Any,  # the loader
-    epochs: Mapping[str, int],  # return value of `epochs_of`
-) -> None:
-    "Set the epoch numbers, by `set_epoch` if the owner has that method."
-    for path, owner in _find_epoch_owners(dl):
-        epoch = epochs.get(path, owner.epoch)
-        if epoch == owner.epoch:
-            continue
-        if hasattr(owner, 'set_epoch'):
-            owner.set_epoch(epoch)
-        else:
-            with suppress(AttributeError):
-                owner.epoch = epoch  # a read-only property raises
-
-
-def _find_epoch_owners(dl: Any) -> Iterator[tuple[str, Any]]:
-    "Yield (attribute path, object) of a loader and its parts with an integer attribute `epoch`."
-    has_state = hasattr(type(dl), 'load_state_dict')  # that state includes the loader's epoch
-    for path in ('', 'sampler', 'batch_sampler', 'batch_sampler.sampler', 'dataset'):
-        owner = dl if not path else getattr(dl, '__dict__', {}).get(path.partition('.')[0])
-        if '.' in path:
-            owner = getattr(owner, 'sampler', None)
-        if type(getattr(owner, 'epoch', None)) is int and (path or not has_state):
-            yield path, owner

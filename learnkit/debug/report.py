@@ -26,8 +26,7 @@ from learnkit.core.numbers import check_count
 from learnkit.core.plotting import color, encode_figure, new_axes, pyplot
 from learnkit.core.random import own_generators, preserved_rng
 from learnkit.core.version import VERSION
-from learnkit.data.checks import describe_loader, n_batches
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import describe_loader, evaluation_loaders, n_batches
 from learnkit.data.tables import Table
 from learnkit.debug.repr import learner_html
 from learnkit.inference.interpretation import ClassificationInterpretation, Interpretation

@@ -12,8 +12,7 @@ from learnkit.core.html import definitions, format_cell, safe_call
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.time import in_words
-from learnkit.data.checks import describe_loader
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import describe_loader, evaluation_loaders
 
 __all__ = ['learner_html', 'learner_text']
 

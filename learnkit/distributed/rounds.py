@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -32,31 +32,27 @@ class RoundsPosition(LoaderPosition):
 
     def begin(self) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
-        dl, inner, n = self.dl, self.inner, self._n
-        if self.start is not None:
-            self._resume_inner()
-        with dl.order:
-            batches = inner.begin()
-        self.start = inner.start
-        return dl.rounds(batches, n)
-
-    def _resume_inner(self) -> None:
-        "Set the position in the whole loader."
-        inner, dl = self.inner, self.dl
-        inner.start, inner.first, inner._now = self.start, self.first, self._now
-        inner.workers, inner._workers_ran = self.workers, self._workers_ran
-        n_drawn = self._n * dl.cut.per_round
-        n_whole = n_batches(dl.source)
-        if n_whole is not None:
-            n_drawn = min(n_drawn, n_whole)
-        inner._n = self._now.get('drawn', n_drawn)
+        dl = self.dl
         if 'order' in self._now:
             dl.order.state = self._now['order']
+        with dl.order:
+            batches = self.inner.begin()
+        self.start = self.inner.start
+        return dl.rounds(batches, self._n)
 
-    def _restore_between_epochs(self, ran: bool) -> None:
-        self.inner._now = self._now
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        "Take a saved state, and set the position in the whole loader."
+        self._n, self._now, self.start = state['n'], state['now'], state['start']
+        n_drawn = self._n * self.dl.cut.per_round
+        n_whole = n_batches(self.dl.source)
+        if n_whole is not None:
+            n_drawn = min(n_drawn, n_whole)
+        whole = {**state, 'n': self._now.get('drawn', n_drawn)}
+        if self.start is not None:
+            self.inner.load_state_dict(whole)
+            return
         with self.dl.order:
-            self.inner._restore_between_epochs(ran)
+            self.inner.load_state_dict(whole)
 
     def state_dict(
         self,

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
-from learnkit.core.random import RNGState, preserved_generators, preserved_rng, restore_rng
+from learnkit.core.random import RNGState, preserved_rng, restore_rng
 from learnkit.data.dataloaders import (
     DataLoaders,
     TensorLoader,
@@ -25,11 +25,10 @@ from learnkit.data.dataloaders import (
     in_order,
     n_batches,
 )
+from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
-    epochs_of,
     get_index_sampler,
-    set_epochs,
     start_lists,
     with_sampler,
     workers_run,
@@ -394,10 +393,10 @@ def _gives_index_lists(dl: Any) -> bool:
     sampler = get_index_sampler(dl)
     if isinstance(sampler, Iterator) or dl.batch_sampler is not None:
         return not isinstance(sampler, Iterator)
-    epochs = epochs_of(dl)
-    with preserved_rng(), preserved_generators(dl):
+    state = capture_state(dl)
+    with preserved_rng():
         first = next(iter(sampler), None)
-    set_epochs(dl, epochs)
+    restore_state(dl, state)
     return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
 
 

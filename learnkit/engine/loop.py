@@ -54,8 +54,7 @@ from learnkit.core.validation import (
     warn_of_order,
     warn_user,
 )
-from learnkit.data.checks import epoch_length
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import epoch_length, evaluation_loaders
 from learnkit.data.evaluator import as_every
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers

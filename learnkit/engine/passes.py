@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from learnkit.core.learner_type import LoopLike
-from learnkit.data.checks import n_batches
-from learnkit.data.position import LoaderPosition, Stream
+from learnkit.data.dataloaders import n_batches
+from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
 
-__all__ = ['TrainingPasses']
+__all__ = ['TrainingPasses', 'Stream']
+
+_END = object()  # marks the end of a loader, as the default of `next`
 
 
 class TrainingPasses:
@@ -31,16 +35,24 @@ class TrainingPasses:
 
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or the rest of a resumed one."
+        dl, device = learn.dl, learn.run.device
         if is_stream(learn.dls):
-            return self._open_stream(learn)
-        position = self.position
-        if position is None:
-            position = LoaderPosition(learn.dl)
-        elif position.start is not None and not continued:
-            position = LoaderPosition(learn.dl, n_before=position.n_before + self.n_drawn)
-        # otherwise a checkpoint left it there, between two epochs or within one
-        self.position = position
-        return read_ahead(learn.dl, learn.run.device, position.begin)
+            if self.stream is None or self.stream.dl is not dl:
+                self.stream = Stream(dl)
+            self.stream.device = device
+            return self.stream
+        if self.position is None or not continued:
+            self.position = self._next_position(dl)
+        return read_ahead(dl, device, self.position.begin)
+
+    def _next_position(self, dl: Any) -> LoaderPosition:
+        "Return the position at which the next epoch begins."
+        last = self.position
+        if last is None:
+            return LoaderPosition(dl)
+        if last.start is None:
+            return last  # a checkpoint left it there, between two epochs
+        return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Let the next pass begin at a checkpoint's position."
@@ -73,14 +85,9 @@ class TrainingPasses:
             if stream is None or stream.dl is not train:
                 return LoaderPosition(train).state_dict(0)
             return stream.position.state_dict(stream.n)
-        last = self.position
-        if last is None:
-            return None if within_epoch else LoaderPosition(train).state_dict(0)
-        if within_epoch:
-            return last.state_dict(learn.iter + 1)
-        if last.start is None:
-            return last.state_dict(0)  # it stands between epochs already
-        return LoaderPosition(train, n_before=last.n_before + self.n_drawn).state_dict(0)
+        if not within_epoch:
+            return self._next_position(train).state_dict(0)
+        return None if self.position is None else self.position.state_dict(learn.iter + 1)
 
     def warn_of_lost_state(
         self,
@@ -93,12 +100,49 @@ class TrainingPasses:
         elif self.position is not None:
             self.position.warn_of_lost_state(learn.iter + 1 if within_epoch else self.n_drawn)
 
-    def _open_stream(self, learn: LoopLike) -> Stream:
-        dl, device = learn.dl, learn.run.device
-        if self.stream is None or self.stream.dl is not dl:
-            self.stream = Stream(dl)
-        self.stream.begin = lambda position: read_ahead(dl, device, position.begin)
-        return self.stream
+
+class Stream(Iterator[Any]):
+    """Iterate over a loader without a length across epochs: a pass lasts until the loader is exhausted.
+
+    An exhausted loader is iterated from its start again. The position counts all batches of the pass.
+
+    >>> stream = Stream([1, 2, 3])
+    >>> [next(stream) for _ in range(7)], stream.n
+    ([1, 2, 3, 1, 2, 3, 1], 1)
+    """
+
+    def __init__(
+        self,
+        dl: Any,  # the training loader
+        position: LoaderPosition | None = None,  # position of a resumed pass
+        n: int = 0,  # batches drawn in the resumed pass
+    ) -> None:
+        self.dl = dl
+        self.position = LoaderPosition(dl) if position is None else position
+        self.n = n
+        self.device = torch.device('cpu')  # device that batches are prefetched to
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        batch = self._draw()
+        if batch is _END and self.n:
+            self._restart()
+            batch = self._draw()
+        if batch is _END:
+            self._restart()
+            raise StopIteration
+        self.n += 1
+        return batch
+
+    def _draw(self) -> Any:
+        if self._batches is None:
+            self._batches = read_ahead(self.dl, self.device, self.position.begin)
+        return next(self._batches, _END)
+
+    def _restart(self) -> None:
+        self.position = LoaderPosition(self.dl)
+        self.n = 0
+        self._batches = None
 
 
 def is_stream(dls: Any) -> bool:

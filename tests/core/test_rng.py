@@ -18,6 +18,7 @@ from learnkit.core.random import (
     restore_own,
     restore_rng,
     same_states,
+    state_setter,
 )
 from tests.helpers.fresh import output_of
 
@@ -249,6 +250,16 @@ def test_every_bit_generator_of_numpy(bits: str) -> None:
     file.seek(0)
     assert restore_own(owner, torch.load(file, weights_only=True)) == []
     assert owner.rng.random(3).tolist() == expected
+
+
+def test_a_bit_generator_is_found_and_the_systems_generator_is_not() -> None:
+    owner = Augment()
+    owner.bits, owner.system = np.random.PCG64(3), random.SystemRandom()
+    states = capture_own(owner)
+    expected = owner.bits.random_raw()
+    assert set(states) == {'rng', 'bits'}
+    assert restore_own(owner, states) == [] and owner.bits.random_raw() == expected
+    assert state_setter(owner.system) is None
 
 
 def test_own_generators_that_are_not_there_or_of_another_kind_are_named() -> None:

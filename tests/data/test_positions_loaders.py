@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from learnkit import TensorLoader
 from learnkit.core.errors import CheckpointError
@@ -394,6 +394,19 @@ class Shrinking(Generating):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.tensor([i]) for i in range(Shrinking.sizes.pop(0)))
+
+
+def test_the_epoch_number_of_a_data_set_within_a_subset() -> None:
+    class Growing(Items):
+        epoch: int | None = None
+
+    def make() -> Any:
+        return DataLoader(Subset(Growing(), range(N)), BS)
+
+    dl, other = make(), make()
+    dl.dataset.dataset.epoch = 2
+    LoaderPosition.resume(other, LoaderPosition(dl).state_dict(0))
+    assert other.dataset.dataset.epoch == 2
 
 
 def test_an_epoch_that_ends_before_the_batch() -> None:
