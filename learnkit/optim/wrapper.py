@@ -138,9 +138,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self.frozen_idx = 0  # number of frozen groups
         # whether norms and biases are exempt from weight decay by default
         self.spares_norms = False
-        self.seen: set[nn.Parameter] | None = None  # trainable parameters; None: a ready optimizer
-        self.had: set[nn.Parameter] = set()  # parameters in the groups at the last comparison
-        self.left_out: set[nn.Parameter] = set()  # trainable parameters that were never in a group
+        # the model's parameters at the last comparison; None: a ready optimizer
+        self.seen: set[nn.Parameter] | None = None
+        self.waiting: set[nn.Parameter] = set()  # they join once they require gradients
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
@@ -220,10 +220,10 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Replace parameters that are keys of `new` in the wrapper's own sets; the optimizers hold the new ones already."
-        for name in ('exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
-            setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
-        if self.seen is not None:
-            self.seen = {new.get(p, p) for p in self.seen}
+        for name in ('exempt', 'always_trained', 'frozen', 'seen', 'waiting', 'warned'):
+            params = getattr(self, name)
+            if params is not None:
+                setattr(self, name, {new.get(p, p) for p in params})
         self.splits = [
             (o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits
         ]
