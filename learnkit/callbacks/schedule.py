@@ -152,7 +152,7 @@ class ParamScheduler(Callback):
             bound = UPPER_BOUNDS.get(name, math.inf)
             if min(values) >= least and sum(values) < math.inf and max(values) < bound:
                 return values
-        return self.learn.opt._check_values(
+        return self.learn.opt.list_values(
             name, value.tolist() if hasattr(value, 'tolist') else value
         )
 

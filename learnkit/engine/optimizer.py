@@ -24,12 +24,10 @@ from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
     as_groups,
-    check_hyper,
     check_maker,
-    is_many,
+    list_values,
     members,
     norm_bias_params,
-    spread,
 )
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -98,19 +96,16 @@ def call_opt_func(learn: LearnerLike) -> Any:
             f'{suggest_optimizer(opt_func) or "give a torch.optim class or a function"}.'
         )
     groups = split_params(learn)
-    n = max(1, sum(isinstance(g, dict) for g in groups))
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # `make_optimizer` sets the rate of each optimizer
-    if isinstance(lr, slice):
-        rates = spread(lr, n)
-    else:
-        rates = list(lr) if is_many(lr) else [lr]
-    for rate in rates:
-        check_hyper('lr', rate)
-    last_rate = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]
+    rate = list_values('lr', lr, len(groups))[-1]
+    if isinstance(rate, torch.Tensor):
+        rate = rate.clone()
+    has_only_params = len(groups) == 1 and len(groups[0]) == 1
+    params = groups[0]['params'] if has_only_params else groups
     options = {'model': learn.model} if takes_model(opt_func) else {}
     try:
-        return opt_func(groups, lr=last_rate, **options)
+        return opt_func(params, lr=rate, **options)
     except Exception:
         check_opt_func(opt_func, groups, options)
         raise
@@ -129,7 +124,7 @@ def takes_model(opt_func: Callable[..., Any]) -> bool:
 
 def check_opt_func(
     opt_func: Callable[..., Any],  # function whose call has failed
-    groups: list[Any],
+    groups: list[dict[str, Any]],
     options: dict[str, Any],
 ) -> None:
     "Raise `OptimizerError` if an optimizer function does not fit the arguments of a call."
@@ -182,7 +177,7 @@ def suggest_optimizer(name: Any) -> str:
     return f'write `torch.optim.{cls}`' if cls else ''
 
 
-def split_params(learn: LearnerLike) -> list[Any]:
+def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
     """Return the splitter's groups.
 
     Raises `OptimizerError` for a splitter that cannot be called, or that returns a parameter twice.
@@ -372,8 +367,7 @@ def split_all_params(learn: LearnerLike) -> list[list[Any]]:
     """
     with requiring_grad(learn.opt.parameters()):
         groups = split_params(learn)
-    are_groups = isinstance(groups[0], dict)
-    lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
+    lists = [list(members([group])) for group in groups]
     known = {p for params in lists for p in params}
     lists[-1] += [p for p in list_loss_params(learn) if p not in known]
     return lists

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,14 +23,12 @@ __all__ = [
     'Hypers',
     'place_of',
     'torch_names',
+    'list_values',
     'spread',
-    'is_many',
-    'check_hyper',
     'as_groups',
     'check_maker',
     'members',
     'can_fuse',
-    'fused_of',
     'FusedGuard',
     'trainable_params',
     'params',
@@ -57,22 +56,6 @@ def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | Non
         if key in group:
             return place
     return None
-
-
-def check_hyper(name: str, value: Any) -> None:
-    """Raise `OptimizerError` for a value that no optimizer can use.
-
-    >>> check_hyper('lr', -0.1)
-    Traceback (most recent call last):
-    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
-    """
-    if not isinstance(value, (Real, torch.Tensor)):
-        raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
-    is_known = name in HYPERS or name in OPTIONS
-    if is_known and not 0 <= float(value) < UPPER_BOUNDS.get(name, math.inf):
-        raise OptimizerError(
-            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
-        )
 
 
 class Hypers(MutableMapping[str, Any]):
@@ -128,9 +111,6 @@ class Hypers(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def __contains__(self, name: object) -> bool:
-        return any(place_of(str(name), g) is not None for g in self._groups)
-
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     """Translate fastai's names of hyperparameters to the parameter names of `opt`.
@@ -146,13 +126,11 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        places = map(_as_pair, HYPERS.get(name, ()))
-        key, index = next((place for place in places if place[0] in takes), (name, None))
-        if name in takes:
-            res[name] = value
-        elif index is None:
-            res[key] = value
+        place = name if name in takes else place_of(name, takes) or name
+        if isinstance(place, str):
+            res[place] = value
         else:
+            key, index = place
             values = res.get(key, takes[key].default)
             res[key] = tuple(value if i == index else v for i, v in enumerate(values))
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
@@ -167,8 +145,35 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     return res
 
 
-def _as_pair(place: str | tuple[str, int]) -> tuple[str, int | None]:
-    return (place, None) if isinstance(place, str) else place
+def list_values(name: str, value: Any, n: int) -> list[Any]:
+    """Return the values of a hyperparameter: one value is repeated `n` times, a slice is spread (see `spread`).
+
+    Raises `OptimizerError` for a value that no optimizer can use.
+
+    >>> list_values('wd', 0.1, 2), list_values('lr', [0.1, 0.2], 2)
+    ([0.1, 0.1], [0.1, 0.2])
+    >>> list_values('lr', -0.1, 2)
+    Traceback (most recent call last):
+    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    """
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if isinstance(value, slice):
+        values = spread(value, n)
+    elif is_sequence or getattr(value, 'shape', ()):
+        values = list(value)
+    else:
+        values = [value] * n
+    # checkpoints hold Python numbers only
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    is_known = name in HYPERS or name in OPTIONS
+    for v in values:
+        if not isinstance(v, (Real, torch.Tensor)):
+            raise OptimizerError(f'{name}={v!r}: give a number, or one for each param group.')
+        if is_known and not 0 <= float(v) < UPPER_BOUNDS.get(name, math.inf):
+            raise OptimizerError(
+                f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
+            )
+    return values
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -185,13 +190,6 @@ def spread(values: slice, n: int) -> list[float]:
     if not lo:
         return [hi / 10] * (n - 1) + [hi]
     return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
-
-
-def is_many(value: Any) -> bool:
-    "Return True for a sequence, array or tensor of values, False for one value."
-    if isinstance(value, str):
-        return False
-    return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -236,8 +234,8 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     return list(found.values())
 
 
-def as_groups(params: Any) -> list[Any]:
-    "Convert parameters, lists of parameters, or torch's dicts to the form that torch's optimizers take."
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    "Convert parameters, lists of parameters, or torch's dicts to torch's param groups."
     if not isinstance(params, Iterable):
         raise OptimizerError(f'{params!r} is no list of parameters or groups.{SPLIT}')
     groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -245,10 +243,10 @@ def as_groups(params: Any) -> list[Any]:
         raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
     first = groups[0]
     is_named = isinstance(first, tuple) and bool(first) and isinstance(first[0], str)
-    if not isinstance(first, (dict, torch.Tensor)) and not is_named:
+    if is_named or isinstance(first, torch.Tensor):
+        groups = [groups]
+    if not isinstance(first, dict):
         groups = [{'params': g} for g in groups]
-    if not isinstance(groups[0], dict):
-        return groups
     return [{**g, 'params': _list_params(g['params'])} for g in groups]
 
 
@@ -276,18 +274,14 @@ def check_maker(opt: Any) -> None:
         )
 
 
-def members(groups: list[Any]) -> Iterator[torch.Tensor]:
+def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
     "Yield the parameters in the groups that `as_groups` returns."
-    for o in (o for g in groups for o in (g['params'] if isinstance(g, dict) else [g])):
-        yield o[1] if isinstance(o, tuple) else o
+    for group in groups:
+        for p in group['params']:
+            yield p[1] if isinstance(p, tuple) else p
 
 
 # --------------------------------------------------------------------------------- fused optimizers
-
-
-def fused_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    "Return the optimizers that update all parameters of a group in one kernel."
-    return [o for o in optimizers if any(g.get('fused') for g in o.param_groups)]
 
 
 class CheckedGroup(NamedTuple):
