@@ -573,8 +573,8 @@ class Learner(Loop):
 
     def has_foreign_opt(self) -> bool:
         "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
-        param_ids = {id(p) for p in self.model.parameters()}
-        return not any(id(p) in param_ids for g in self.opt.param_groups for p in g['params'])
+        optimized = {p for group in self.opt.param_groups for p in group['params']}
+        return optimized.isdisjoint(self.model.parameters())
 
     def create_opt(self) -> None:
         """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.

@@ -9,6 +9,7 @@ momenta and averages of frozen parameters.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +64,9 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
         opt = opt_func if is_ready else call_opt_func(learn)
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
-    loss_params = list_loss_params(learn)
-    if loss_params and not is_ready:
-        add_loss_params(learn, opt, loss_params)
+    modules = list_modules(learn)
+    if len(modules) > 1 and not is_ready:
+        add_loss_params(learn, opt)
     if isinstance(learn.lr, Mapping):
         opt.set_hyper('lr', learn.lr)
     name = getattr(unwrap_partial(opt_func), '__name__', '')
@@ -76,13 +77,14 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     if learn.wd_bn_bias is not None:
         opt.spares_norms = not learn.wd_bn_bias
     if opt.spares_norms:
-        opt.spare_from_decay(list_norms_and_biases(learn))
+        opt.spare_from_decay(p for m in modules for p in norm_bias_params(m))
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if learn.train_bn else set()
     own = set(opt.parameters())
     if last is not opt and frozen & own:
         opt.frozen, opt.frozen_idx = frozen & own, last.frozen_idx
-    opt.seen = None if is_ready else list_params(learn)
-    opt.waiting = {p for p in opt.seen or () if p not in own and not p.requires_grad}
+    params = {p for m in modules for p in m.parameters()}
+    opt.seen = None if is_ready else params
+    opt.waiting = {p for p in params - own if not p.requires_grad}
     opt.warned = set()
     return opt
 
@@ -187,51 +189,52 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
             f'splitter={learn.splitter!r} cannot be called: give a function.{SPLIT}'
         )
     groups = as_groups(learn.splitter(learn.model))
-    seen: set[int] = set()
-    for p in members(groups):
-        if id(p) in seen:  # torch would raise without the name, or step twice
-            names = [name for name, q in learn.model.named_parameters() if q is p]
-            name = names[0] if names else f'of shape {tuple(p.shape)}'
-            raise OptimizerError(
-                f'The splitter gave parameter {name} twice. Weights that layers share are one '
-                'parameter: list it in one group only.'
-            )
-        seen.add(id(p))
+    counts = Counter(p for group in groups for p in group['params'])
+    if len(counts) < counts.total():  # torch would raise without the name, or step twice
+        [(p, _)] = counts.most_common(1)
+        names = {q: name for name, q in learn.model.named_parameters()}
+        name = names.get(p) or f'of shape {tuple(p.shape)}'
+        raise OptimizerError(
+            f'The splitter gave parameter {name} twice. Weights that layers share are one '
+            'parameter: list it in one group only.'
+        )
     return groups
 
 
-def add_loss_params(learn: LearnerLike, opt: OptimWrapper, params: list[nn.Parameter]) -> None:
-    "Add the parameters of a loss function to the last group of a new optimizer."
-    own = set(opt.parameters())
-    new = [p for p in params if p not in own and p.requires_grad]
-    if new and len(opt.optimizers) == 1:
-        opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
-        opt.begin_states(new)
-        update_names(learn, opt)
-
-
-def list_loss_params(learn: LearnerLike) -> list[nn.Parameter]:
-    "Return the parameters of a loss function that are not parameters of the model."
-    if not isinstance(learn.loss_func, nn.Module):
-        return []
-    params = list(learn.loss_func.parameters())
-    own = set(learn.model.parameters()) if params else ()
-    return [p for p in params if p not in own]
+def list_modules(learn: LearnerLike) -> list[nn.Module]:
+    "Return the modules that are trained: the model, and a loss function that has parameters."
+    loss_func = learn.loss_func
+    if isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None:
+        return [learn.model, loss_func]
+    return [learn.model]
 
 
 def list_params(learn: LearnerLike) -> set[nn.Parameter]:
     "Return the parameters of the model, and of a loss function that is a module."
-    params = set(learn.model.parameters())
-    if isinstance(learn.loss_func, nn.Module):
-        params.update(learn.loss_func.parameters())
-    return params
+    return {p for m in list_modules(learn) for p in m.parameters()}
+
+
+def list_loss_params(learn: LearnerLike) -> list[nn.Parameter]:
+    "Return the parameters of a loss function that are not parameters of the model."
+    own = set(learn.model.parameters())
+    return [p for m in list_modules(learn)[1:] for p in m.parameters() if p not in own]
+
+
+def add_loss_params(learn: LearnerLike, opt: OptimWrapper) -> None:
+    "Add the parameters of a loss function to the last group of a new optimizer."
+    own = set(opt.parameters())
+    new = [p for p in list_loss_params(learn) if p not in own and p.requires_grad]
+    if new and len(opt.optimizers) == 1:
+        opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
+        opt.begin_states()
+        update_names(learn, opt)
 
 
 def name_params(learn: LearnerLike) -> dict[nn.Parameter, str]:
     "Return the names of the parameters of the model, and of a loss function that is a module."
     names = {p: name for name, p in bare_model(learn.model).named_parameters()}
-    if isinstance(learn.loss_func, nn.Module):
-        for name, p in learn.loss_func.named_parameters():
+    for loss_func in list_modules(learn)[1:]:
+        for name, p in loss_func.named_parameters():
             names.setdefault(p, f'loss_func.{name}')
     return names
 
@@ -242,14 +245,6 @@ def update_names(learn: LearnerLike, opt: OptimWrapper) -> None:
     names = name_params(learn) if groups else {}
     for group in groups:
         group['param_names'] = [names.get(p, '') for p in group['params']]
-
-
-def list_norms_and_biases(learn: LearnerLike) -> list[nn.Parameter]:
-    "Return the parameters of norm layers and the biases, also of a loss function that is a module."
-    found = norm_bias_params(learn.model)
-    if isinstance(learn.loss_func, nn.Module):
-        found += norm_bias_params(learn.loss_func)
-    return found
 
 
 def no_params_error(model: nn.Module) -> ModelError:
@@ -338,14 +333,14 @@ def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
             return  # `opt_func` made other groups
 
     if opt.spares_norms:
-        opt.spare_from_decay(list_norms_and_biases(learn))
+        opt.spare_from_decay(p for m in list_modules(learn) for p in norm_bias_params(m))
     if learn.train_bn:
         opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
     wanted = new.union(opt.parameters())
     groups = [[p for p in params if p in wanted] for params in groups]
     if not opt.set_params(groups):
         return
-    opt.begin_states(new)
+    opt.begin_states()
     update_names(learn, opt)
     in_frozen_groups = {p for params in groups[: opt.frozen_idx] for p in params}
     frozen = in_frozen_groups & new - opt.seen - opt.always_trained

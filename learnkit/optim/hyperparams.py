@@ -245,22 +245,18 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     is_named = isinstance(first, tuple) and bool(first) and isinstance(first[0], str)
     if is_named or isinstance(first, torch.Tensor):
         groups = [groups]
-    if not isinstance(first, dict):
-        groups = [{'params': g} for g in groups]
-    return [{**g, 'params': _list_params(g['params'])} for g in groups]
-
-
-def _list_params(params: Any) -> list[Any]:
-    "Return the parameters of a group as a list; raise `OptimizerError` for other objects, such as a module."
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        params = [params]
-    res = list(params)
-    for p in res:
-        if isinstance(p, (torch.Tensor, tuple)):
-            continue
-        raise OptimizerError(
-            f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
-        )
+    res = []
+    for group in groups:
+        options = group if isinstance(group, dict) else {'params': group}
+        members = options['params']
+        if isinstance(members, torch.Tensor) or not isinstance(members, Iterable):
+            members = [members]
+        res.append({**options, 'params': list(members)})
+        for p in res[-1]['params']:
+            if not isinstance(p, (torch.Tensor, tuple)):
+                raise OptimizerError(
+                    f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
+                )
     return res
 
 

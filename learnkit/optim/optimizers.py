@@ -135,45 +135,39 @@ def RAdam(
     return _wrap(opt)
 
 
-# torch's wrappers of `step` would run the step hooks a second time
-_sgd_step = inspect.unwrap(torch.optim.SGD.step)
-_rmsprop_step = inspect.unwrap(torch.optim.RMSprop.step)
+@torch.no_grad()
+def decay_and_step(
+    self: DecoupledSGD | DecoupledRMSprop, closure: Callable[[], Any] | None = None
+) -> Any:
+    "Decay the weights that have a gradient, then step without weight decay."
+    decays = [g['weight_decay'] for g in self.param_groups]
+    if not any(decays):
+        return self.plain_step(closure)
+    try:
+        for g in self.param_groups:
+            for p in g['params']:
+                if p.grad is not None:
+                    p.mul_(1 - g['lr'] * g['weight_decay'])
+            g['weight_decay'] = 0.0
+        return self.plain_step(closure)
+    finally:
+        for g, wd in zip(self.param_groups, decays, strict=True):
+            g['weight_decay'] = wd
 
 
 class DecoupledSGD(torch.optim.SGD):
     "SGD with decoupled weight decay (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Decay the weights that have a gradient, then step without weight decay."
-        return _decay_and_step(self, _sgd_step, closure)
+    # torch's wrappers of `step` would run the step hooks a second time
+    plain_step = inspect.unwrap(torch.optim.SGD.step)
+    step = decay_and_step
 
 
 class DecoupledRMSprop(torch.optim.RMSprop):
     "RMSprop with decoupled weight decay."
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Decay the weights that have a gradient, then step without weight decay."
-        return _decay_and_step(self, _rmsprop_step, closure)
-
-
-def _decay_and_step(
-    opt: torch.optim.Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
-) -> Any:
-    decays = [g['weight_decay'] for g in opt.param_groups]
-    if not any(decays):
-        return step(opt, closure)
-    try:
-        for g in opt.param_groups:
-            for p in g['params']:
-                if p.grad is not None:
-                    p.mul_(1 - g['lr'] * g['weight_decay'])
-            g['weight_decay'] = 0.0
-        return step(opt, closure)
-    finally:
-        for g, wd in zip(opt.param_groups, decays, strict=True):
-            g['weight_decay'] = wd
+    plain_step = inspect.unwrap(torch.optim.RMSprop.step)
+    step = decay_and_step
 
 
 # ---------------------------------------------------------------------------------------- Lookahead

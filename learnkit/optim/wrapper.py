@@ -99,7 +99,8 @@ class OptimWrapper(torch.optim.Optimizer):
         if makes_one or params is not None or hypers:
             opt = self._make(params, opt, hypers)
         self.opt = opt
-        self.optimizers = name_optimizers(opt)
+        is_single = isinstance(opt, torch.optim.Optimizer)
+        self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
@@ -395,10 +396,10 @@ class OptimWrapper(torch.optim.Optimizer):
             for owner, hypers in zip(owners, self.hypers, strict=True)
         ]
 
-    def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
+    def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
         "Exempt parameters from weight decay, the current one and later settings."
         self.exempt.update(params)
-        if any(g.get('weight_decay') for g in self.param_groups):
+        if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
     def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -455,20 +456,17 @@ class OptimWrapper(torch.optim.Optimizer):
             for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
                 opt.param_groups[i]['params'] = list(params)
             self._drop_orphan_states()
-        if any(g.get('weight_decay') for g in self.param_groups):
-            self.split_groups()
+        self.spare_from_decay()
         return is_whole
 
-    def begin_states(self, params: Iterable[nn.Parameter]) -> None:
+    def begin_states(self) -> None:
         "Create the states of new parameters for Adagrad, which creates states only in its constructor."
-        new = set(params)
         for o in self.optimizers.values():
-            if not isinstance(o, torch.optim.Adagrad):
-                continue
-            for group in o.param_groups:
-                options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
-                for p in (p for p in group['params'] if p in new and p not in o.state):
-                    o.state[p] = torch.optim.Adagrad([p], **options).state[p]
+            for group in o.param_groups if isinstance(o, torch.optim.Adagrad) else ():
+                new = [p for p in group['params'] if p not in o.state]
+                if new:
+                    options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
+                    o.state.update(torch.optim.Adagrad(new, **options).state)
 
     def drop_params(self, dropped: set[nn.Parameter]) -> None:
         "Drop parameters and their states from every group of every optimizer."
@@ -608,8 +606,7 @@ class OptimWrapper(torch.optim.Optimizer):
         try:
             load_state(self, state_dict)
         finally:
-            if any(g.get('weight_decay') for g in self.param_groups):
-                self.split_groups()
+            self.spare_from_decay()
         if self.is_training:
             self.train()
         else:
@@ -668,10 +665,11 @@ class Evaluation:
         self.opt = opt
         self.closure = closure
         self.evaluating = evaluating
+        self._params = [p for g in opt.param_groups for p in g['params']]
         self._start_versions = self._read_versions()
         # an assignment to `p.data` does not change the version
         compares_values = opt in evaluating and type(opt).step is not torch.optim.LBFGS.step
-        self._values = [p.detach().clone() for p in self._params()] if compares_values else []
+        self._values = [p.detach().clone() for p in self._params] if compares_values else []
 
     def __call__(self) -> Any:
         if self._is_unchanged():
@@ -680,12 +678,9 @@ class Evaluation:
         self.evaluating.add(self.opt)
         return self.closure()
 
-    def _params(self) -> list[nn.Parameter]:
-        return [p for g in self.opt.param_groups for p in g['params']]
-
     def _read_versions(self) -> list[Any]:
         "Return version counters and ids that change if a parameter or gradient is written to or replaced."
-        grads = [(p._version, p.grad) for p in self._params()]
+        grads = [(p._version, p.grad) for p in self._params]
         return [(n, id(grad), getattr(grad, '_version', None)) for n, grad in grads]
 
     def _is_unchanged(self) -> bool:
@@ -693,7 +688,7 @@ class Evaluation:
             return False  # another optimizer has evaluated at other parameters
         if not self._start_versions or self._read_versions() != self._start_versions:
             return False
-        return not self._values or all(map(torch.equal, self._params(), self._values))
+        return not self._values or all(map(torch.equal, self._params, self._values))
 
 
 def detect_closure(opt: torch.optim.Optimizer) -> bool | None:
@@ -716,8 +711,6 @@ def detect_closure(opt: torch.optim.Optimizer) -> bool | None:
 
 def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     "Return the optimizers by name; raise `OptimizerError` for any other object."
-    if isinstance(opt, torch.optim.Optimizer):
-        return {'': opt}
     if isinstance(opt, Mapping):
         named = dict(opt)
     elif isinstance(opt, (list, tuple)):
