@@ -209,11 +209,6 @@ def list_modules(learn: LearnerLike) -> list[nn.Module]:
     return [learn.model]
 
 
-def list_params(learn: LearnerLike) -> set[nn.Parameter]:
-    "Return the parameters of the model, and of a loss function that is a module."
-    return {p for m in list_modules(learn) for p in m.parameters()}
-
-
 def list_loss_params(learn: LearnerLike) -> list[nn.Parameter]:
     "Return the parameters of a loss function that are not parameters of the model."
     own = set(learn.model.parameters())
@@ -283,7 +278,7 @@ def cover_params(learn: LearnerLike) -> None:
     opt = learn.opt
     if not isinstance(opt, OptimWrapper):
         return  # assigned by hand during a fit
-    current = list_params(learn)
+    current = {p for m in list_modules(learn) for p in m.parameters()}
     if opt.seen is not None and (opt.waiting or opt.seen != current):
         update_groups(learn, current)
         opt = learn.opt
@@ -373,7 +368,8 @@ def warn_of_late_params(learn: LearnerLike) -> None:
     opt = learn.opt
     if not isinstance(opt, OptimWrapper) or opt.seen is None:
         return
-    late = {p for p in find_candidates(opt, list_params(learn)) if p.requires_grad}
+    current = {p for m in list_modules(learn) for p in m.parameters()}
+    late = {p for p in find_candidates(opt, current) if p.requires_grad}
     if late:
         warn_user(
             'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '

@@ -25,6 +25,7 @@ from learnkit.optim.hyperparams import (
     check_maker,
     list_values,
     norm_bias_params,
+    place_of,
     torch_names,
     trainable_params,
 )
@@ -364,21 +365,22 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def list_values(self, name: str, value: Any) -> list[Any]:
         "Return one value per group (see `set_hyper`). Raises `OptimizerError` for invalid values."
-        hypers = self.hypers
+        groups = self._find_groups()
         if isinstance(value, Mapping):
             value = self._assign_by_optimizer(name, value)
-        n = len(hypers)
+        n = len(groups)
         values = list_values(name, value, n)
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(
                 f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
             )
-        for h in hypers:
-            if name not in h:
+        for own_groups in groups:
+            if all(place_of(name, group) is None for group in own_groups):
+                known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
-                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(h)}.'
-                    f'{did_you_mean(name, h)}'
+                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(known)}.'
+                    f'{did_you_mean(name, known)}'
                 )
         return values
 
