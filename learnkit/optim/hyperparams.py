@@ -22,6 +22,7 @@ __all__ = [
     'UPPER_BOUNDS',
     'Hypers',
     'place_of',
+    'set_value',
     'torch_names',
     'list_values',
     'spread',
@@ -35,27 +36,38 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# fastai's name of a hyperparameter -> torch's keys in a param group, the first existing key counts; a pair is a key
-# and an index into a tuple
-HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
-    'lr': ('lr',),
-    'mom': ('momentum', ('betas', 0)),
-    'sqr_mom': ('alpha', ('betas', 1)),
-    'wd': ('weight_decay',),
-    'eps': ('eps',),
+# where a hyperparameter is: a key of torch's param group, and an index if the key holds a tuple
+Place = tuple[str, int | None]
+# fastai's name of a hyperparameter -> its places, the first existing key counts
+HYPERS: dict[str, tuple[Place, ...]] = {
+    'lr': (('lr', None),),
+    'mom': (('momentum', None), ('betas', 0)),
+    'sqr_mom': (('alpha', None), ('betas', 1)),
+    'wd': (('weight_decay', None),),
+    'eps': (('eps', None),),
 }
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
 # exclusive upper bounds of hyperparameters that are decays of averages
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
-def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
-    "Return the key, or (key, index), of a hyperparameter in a param group, or None if absent."
-    for place in HYPERS.get(name, (name,)):
-        key = place if isinstance(place, str) else place[0]
+def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
+    "Return the key and index of a hyperparameter in a param group, or None if absent."
+    for key, index in HYPERS.get(name, ((name, None),)):
         if key in group:
-            return place
+            return key, index
     return None
+
+
+def set_value(group: dict[str, Any], key: str, index: int | None, value: Any) -> None:
+    "Set the hyperparameter at a place in a param group."
+    old = group.get(key)
+    if index is not None:
+        group[key] = (*old[:index], value, *old[index + 1 :])
+    elif isinstance(old, torch.Tensor):
+        old.fill_(value)  # compiled steps hold the tensor
+    else:
+        group[key] = value
 
 
 class Hypers(MutableMapping[str, Any]):
@@ -66,38 +78,39 @@ class Hypers(MutableMapping[str, Any]):
     """
 
     def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
-        self._groups = groups
+        self.groups = groups
         self._exempt = exempt
 
-    def _find(self, name: str) -> list[tuple[dict[str, Any], str | tuple[str, int]]]:
-        "Return (param group, place) of a hyperparameter; for weight decay without exempt groups if possible."
-        found = [(g, place) for g in self._groups if (place := place_of(name, g)) is not None]
-        if not found:
-            raise KeyError(name)
-        effective = [
-            (g, place) for g, place in found if place != 'weight_decay' or not self.is_exempt(g)
+    def find(
+        self,
+        name: str,
+        with_exempt: bool = False,  # also the weight decay of exempt parameters, which is not set
+    ) -> list[tuple[dict[str, Any], str, int | None]]:
+        "Return the param groups that have a hyperparameter, each with the key and index in it."
+        return [
+            (group, *place)
+            for group in self.groups
+            if (place := place_of(name, group))
+            and (with_exempt or place[0] != 'weight_decay' or not self._is_exempt(group))
         ]
-        return effective or found[:1]
+
+    def _is_exempt(self, group: dict[str, Any]) -> bool:
+        return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
     def __getitem__(self, name: str) -> Any:
-        group, place = self._find(name)[0]
-        return group[place] if isinstance(place, str) else group[place[0]][place[1]]
+        found = self.find(name) or self.find(name, with_exempt=True)
+        if not found:
+            raise KeyError(name)
+        group, key, index = found[0]
+        return group[key] if index is None else group[key][index]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        for group, place in self._find(name):
-            if place == 'weight_decay' and self.is_exempt(group):
-                continue
-            if not isinstance(place, str):
-                key, index = place
-                group[key] = tuple(value if i == index else v for i, v in enumerate(group[key]))
-            elif isinstance(group[place], torch.Tensor):
-                group[place].fill_(value)  # compiled steps hold the tensor
-            else:
-                # a clone, because the caller may change the tensor
-                group[place] = value.clone() if isinstance(value, torch.Tensor) else value
-
-    def is_exempt(self, group: dict[str, Any]) -> bool:
-        return bool(group['params']) and all(p in self._exempt for p in group['params'])
+        if not self.find(name, with_exempt=True):
+            raise KeyError(name)
+        for group, key, index in self.find(name):
+            # a clone, because the caller may change the tensor
+            own = value.clone() if isinstance(value, torch.Tensor) else value
+            set_value(group, key, index, own)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')
@@ -126,13 +139,11 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        place = name if name in takes else place_of(name, takes) or name
-        if isinstance(place, str):
-            res[place] = value
-        else:
-            key, index = place
-            values = res.get(key, takes[key].default)
-            res[key] = tuple(value if i == index else v for i, v in enumerate(values))
+        place = None if name in takes else place_of(name, takes)
+        key, index = place or (name, None)
+        if index is not None:
+            res.setdefault(key, takes[key].default)
+        set_value(res, key, index, value)
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return res
     for name in res:
