@@ -116,7 +116,7 @@ def call_opt_func(learn: LearnerLike) -> Any:
 def takes_model(opt_func: Callable[..., Any]) -> bool:
     "Return True if a function that makes an optimizer has a parameter `model`."
     maker = unwrap_partial(opt_func)
-    if getattr(maker, '__module__', '').startswith(('torch.optim.', 'learnkit.optim.')):
+    if str(getattr(maker, '__module__', '')).startswith(('torch.optim.', 'learnkit.optim.')):
         return 'model' in maker.__annotations__  # reading a signature takes longer than the call
     try:
         return 'model' in inspect.signature(opt_func).parameters
@@ -189,7 +189,7 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
             f'splitter={learn.splitter!r} cannot be called: give a function.{SPLIT}'
         )
     groups = as_groups(learn.splitter(learn.model))
-    counts = Counter(p for group in groups for p in group['params'])
+    counts = Counter(members(groups))
     if len(counts) < counts.total():  # torch would raise without the name, or step twice
         [(p, _)] = counts.most_common(1)
         names = {q: name for name, q in learn.model.named_parameters()}

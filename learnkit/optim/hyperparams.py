@@ -18,6 +18,7 @@ from learnkit.core.model import unwrap_partial
 
 __all__ = [
     'HYPERS',
+    'Place',
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
@@ -259,10 +260,10 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     res = []
     for group in groups:
         options = group if isinstance(group, dict) else {'params': group}
-        members = options['params']
-        if isinstance(members, torch.Tensor) or not isinstance(members, Iterable):
-            members = [members]
-        res.append({**options, 'params': list(members)})
+        own = options['params']
+        if isinstance(own, torch.Tensor) or not isinstance(own, Iterable):
+            own = [own]
+        res.append({**options, 'params': list(own)})
         for p in res[-1]['params']:
             if not isinstance(p, (torch.Tensor, tuple)):
                 raise OptimizerError(

@@ -392,10 +392,9 @@ class OptimWrapper(torch.optim.Optimizer):
                 hint = did_you_mean(str(only), self.optimizers)
                 raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
         names = {o: key for key, o in self.optimizers.items()}
-        owners = [names[places[0][0]] for places in self._places]
         return [
-            values.get(owner, hypers.get(name))
-            for owner, hypers in zip(owners, self.hypers, strict=True)
+            values.get(names[places[0][0]], hypers.get(name))
+            for places, hypers in zip(self._places, self.hypers, strict=True)
         ]
 
     def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
