@@ -192,7 +192,7 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
     counts = Counter(members(groups))
     if len(counts) < counts.total():  # torch would raise without the name, or step twice
         [(p, _)] = counts.most_common(1)
-        names = {q: name for name, q in learn.model.named_parameters()}
+        names: dict[Any, str] = {q: name for name, q in learn.model.named_parameters()}
         name = names.get(p) or f'of shape {tuple(p.shape)}'
         raise OptimizerError(
             f'The splitter gave parameter {name} twice. Weights that layers share are one '
@@ -313,8 +313,9 @@ def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Par
 
     Parameters that required gradients before and are in no group were left out on purpose.
     """
+    seen = opt.seen or set()
     others = current.difference(opt.parameters())
-    return {p for p in others if p not in opt.seen or p in opt.waiting}
+    return {p for p in others if p not in seen or p in opt.waiting}
 
 
 def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:

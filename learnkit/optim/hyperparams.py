@@ -62,7 +62,7 @@ def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
 
 def set_value(group: dict[str, Any], key: str, index: int | None, value: Any) -> None:
     "Set the hyperparameter at a place in a param group."
-    old = group.get(key)
+    old: Any = group.get(key)
     if index is not None:
         group[key] = (*old[:index], value, *old[index + 1 :])
     elif isinstance(old, torch.Tensor):
@@ -168,10 +168,11 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
     Traceback (most recent call last):
     learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
     """
+    shape: Any = getattr(value, 'shape', ())
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if isinstance(value, slice):
         values = spread(value, n)
-    elif is_sequence or getattr(value, 'shape', ()):
+    elif is_sequence or shape:
         values = list(value)
     else:
         values = [value] * n

@@ -124,7 +124,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
-        self._switching = [
+        self._switching: list[Any] = [
             o
             for o in self.optimizers.values()
             if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
@@ -496,13 +496,13 @@ class OptimWrapper(torch.optim.Optimizer):
         "Call `train` of optimizers that have this method: parameters get their training values."
         self.is_training = True
         for o in self._switching:
-            o.train()  # type: ignore[attr-defined]  # it has both methods
+            o.train()
 
     def eval(self) -> None:
         "Call `eval` of optimizers that have this method: parameters get their evaluation values."
         self.is_training = False
         for o in self._switching:
-            o.eval()  # type: ignore[attr-defined]
+            o.eval()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters have their evaluation values.
