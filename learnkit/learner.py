@@ -62,7 +62,6 @@ from learnkit.engine.optimizer import (
     cover_params,
     make_optimizer,
     no_params_error,
-    note_params,
 )
 from learnkit.engine.own_loop import EventCheck, find_loop_overrides
 from learnkit.engine.run import ContextStack, call_each, raise_first
@@ -524,14 +523,15 @@ class Learner(Loop):
         "Make or update the optimizer for a fit, and set its rates and weight decay."
         if reset_opt or self.opt is None or self.has_foreign_opt():
             self.create_opt()
-        elif not isinstance(self.opt, OptimWrapper):
-            self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-        if self.has_foreign_opt():
-            raise OptimizerError(
-                f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
-                'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
-            )
-        cover_params(self)
+            if self.has_foreign_opt():
+                raise OptimizerError(
+                    f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
+                    'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
+                )
+        else:
+            if not isinstance(self.opt, OptimWrapper):
+                self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
+            cover_params(self)
         if not any(p.requires_grad for p in self.opt.parameters()):
             raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
@@ -576,8 +576,8 @@ class Learner(Loop):
 
     def has_foreign_opt(self) -> bool:
         "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
-        param_ids = {id(p) for p in self.model.parameters()}
-        return not any(id(p) in param_ids for g in self.opt.param_groups for p in g['params'])
+        optimized = {p for group in self.opt.param_groups for p in group['params']}
+        return optimized.isdisjoint(self.model.parameters())
 
     def create_opt(self) -> None:
         """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
@@ -590,24 +590,14 @@ class Learner(Loop):
         """
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords:
             self.lr = self.opt_func.keywords['lr']
-        opt = make_optimizer(
-            self.opt_func,
-            self.model,
-            self.lr,
-            self.splitter,
-            self.wd_bn_bias,
-            self.train_bn,
-            last=self.opt,
-            loss_func=self.loss_func,
-        )
+        opt = make_optimizer(self)
+        is_instance = not callable(self.opt_func)
         if self.opt is not None:
             if opt is not self.opt:
                 self.counters.steps += getattr(self.opt, 'n_steps', 0)
-            if not callable(self.opt_func):
+            if is_instance:
                 opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
         self.opt = opt
-        is_instance = not callable(self.opt_func)
-        note_params(self, is_ready=is_instance)
         lrs = self._last_lrs = opt.lrs
         ignores_lr = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
         if ignores_lr and is_instance:

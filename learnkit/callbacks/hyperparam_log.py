@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.optim.hyperparams import HYPERS, OPTIONS, place_of
+from learnkit.optim.hyperparams import HYPERS, OPTIONS, Place, place_of
 
 __all__ = ['HyperparamLog']
 
 BLOCK = 4096  # number of steps that are packed together
 
-Location = str | tuple[str, int]  # key of an option, or key and index (`betas`)
 Packed = Tensor | list[Any]  # a value that is not a number stays as it is (Adafactor's `eps`)
 
 
@@ -80,7 +79,7 @@ class HyperparamLog:
             return []
         return [torch.full((self._n_packed,), torch.nan, dtype=torch.float64)]
 
-    def _locations(self) -> dict[str, Location]:
+    def _locations(self) -> dict[str, Place]:
         "Return where the current options hold each hyper-parameter."
         found = {name: place_of(name, dict.fromkeys(self._options)) for name in HYPERS}
         return {name: location for name, location in found.items() if location is not None}
@@ -89,8 +88,7 @@ class HyperparamLog:
         rows, self._rows = self._rows, []
         if not rows:
             return
-        for name, location in self._locations().items():
-            option, index = (location, None) if isinstance(location, str) else location
+        for name, (option, index) in self._locations().items():
             i = self._options.index(option)
             values = [row[i] for row in rows]
             # a constant is converted once and repeated

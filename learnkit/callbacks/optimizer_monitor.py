@@ -78,13 +78,11 @@ def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
-    location = place_of(hyper, group)
-    if location is None:
+    place = place_of(hyper, group)
+    if place is None:
         return None
-    if isinstance(location, str):
-        return group[location]
-    key, index = location
-    return group[key][index]
+    key, index = place
+    return group[key] if index is None else group[key][index]
 
 
 class OptimizerMonitor(Monitor):

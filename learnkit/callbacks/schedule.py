@@ -8,12 +8,11 @@ has no state: a resumed fit continues it exactly, and it stretches over the leng
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
@@ -38,7 +37,7 @@ from learnkit.optim.annealing import (
     combine_scheds,
     combined_cos,
 )
-from learnkit.optim.hyperparams import HYPERS, OPTIONS, UPPER_BOUNDS, place_of
+from learnkit.optim.hyperparams import HYPERS, OPTIONS, UPPER_BOUNDS, set_value
 
 __all__ = [
     'annealer',
@@ -52,6 +51,10 @@ __all__ = [
     'ParamScheduler',
     'LRScheduler',
 ]
+
+
+# param group of torch, key, index in a pair (`betas`), index of the group in `opt.hypers`
+Location = tuple[dict[str, Any], str, int | None, int]
 
 
 class ParamScheduler(Callback):
@@ -88,7 +91,7 @@ class ParamScheduler(Callback):
         # torch optimizers of `_opt`, with their param groups at that time
         self._known: list[tuple[Any, list[dict[str, Any]]]] = []
         # name, schedule, least value and locations of each hyper-parameter
-        self._plan: list[tuple[str, Schedule, float, list[_Location]]] = []
+        self._plan: list[tuple[str, Schedule, float, list[Location]]] = []
         self._n_groups = 0
 
     def __repr__(self) -> str:
@@ -117,11 +120,11 @@ class ParamScheduler(Callback):
             value = f(pct)
             if value.__class__ is float and least <= value < UPPER_BOUNDS.get(name, math.inf):
                 for group, key, index, _ in locations:
-                    _set_value(group, key, index, value)
+                    set_value(group, key, index, value)
             else:
                 values = self._values(name, value, least)
                 for group, key, index, i in locations:
-                    _set_value(group, key, index, values[i])
+                    set_value(group, key, index, values[i])
 
     def _is_outdated(self) -> bool:
         "Return True if the optimizer or a param group was replaced, as by loading a state."
@@ -138,11 +141,15 @@ class ParamScheduler(Callback):
         opt = self.learn.opt
         if not {'wd', 'weight_decay'}.isdisjoint(self.scheds):
             opt.split_groups()
-        locations = {name: list(_find_locations(opt, name)) for name in self.scheds}
+        hypers = opt.hypers
+        locations = {
+            name: [(*place, i) for i, h in enumerate(hypers) for place in h.find(name)]
+            for name in self.scheds
+        }
         least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
         self._plan = [(name, f, least[name], locations[name]) for name, f in self.scheds.items()]
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
-        self._n_groups, self._opt = len(opt.hypers), opt
+        self._n_groups, self._opt = len(hypers), opt
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return a schedule's value as one Python number per group, without NumPy types."
@@ -152,36 +159,12 @@ class ParamScheduler(Callback):
             bound = UPPER_BOUNDS.get(name, math.inf)
             if min(values) >= least and sum(values) < math.inf and max(values) < bound:
                 return values
-        return self.learn.opt._check_values(
+        return self.learn.opt.list_values(
             name, value.tolist() if hasattr(value, 'tolist') else value
         )
 
     def cleanup(self) -> None:
         self._opt, self._known, self._plan = None, [], []  # they hold parameters
-
-
-# param group of torch, key, index in a pair (`betas`), index of the group in `opt.hypers`
-_Location = tuple[dict[str, Any], str, int | None, int]
-
-
-def _find_locations(opt: Any, name: str) -> Iterator[_Location]:
-    "Yield the locations of a hyper-parameter, except parameters without weight decay."
-    for i, hypers in enumerate(opt.hypers):
-        for group in hypers._groups:
-            found = place_of(name, group)
-            if found is None or (found == 'weight_decay' and hypers.is_exempt(group)):
-                continue
-            yield (group, found, None, i) if isinstance(found, str) else (group, *found, i)
-
-
-def _set_value(group: dict[str, Any], key: str, index: int | None, value: float) -> None:
-    old = group[key]
-    if index is not None:
-        group[key] = (*old[:index], value, *old[index + 1 :])
-    elif isinstance(old, Tensor):
-        old.fill_(value)  # compiled steps read this tensor
-    else:
-        group[key] = value
 
 
 def fit_one_cycle(

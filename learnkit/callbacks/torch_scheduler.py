@@ -265,7 +265,7 @@ class _GroupView(torch.optim.Optimizer):
                 f'LRScheduler: the scheduler is made for {n} param groups, `learn.opt` has {len(found)}. '
                 'Make it after the last group was added, or give a factory.'
             )
-        self.param_groups = [self._join_groups(h._groups) for h in found]
+        self.param_groups = [self._join_groups(h.groups) for h in found]
         self.read()
 
     # torch's version would copy its own attributes only

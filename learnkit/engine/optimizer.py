@@ -9,6 +9,7 @@ momenta and averages of frozen parameters.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,13 +25,10 @@ from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
     as_groups,
-    check_hyper,
     check_maker,
-    is_many,
+    list_values,
     members,
     norm_bias_params,
-    spread,
-    trainable_params,
 )
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -41,187 +39,125 @@ __all__ = [
     'freeze_to',
     'make_optimizer',
     'no_params_error',
-    'note_params',
     'unfreeze',
 ]
 
 MAX_NAMES = 5  # in a warning
 
 
-def make_optimizer(
-    opt_func: Any,  # f(params, lr), an optimizer, or a list or dict of optimizers
-    model: nn.Module,  # model to train
-    lr: Any,  # rate, list by group, slice over the groups, or dict by optimizer
-    splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
-    wd_bn_bias: bool | None = None,  # decay norm layers and biases; None: the optimizer's default
-    train_bn: bool = True,  # whether norm layers of frozen groups are trained
-    last: Any = None,  # previous optimizer; its frozen parameters remain frozen
-    loss_func: Any = None,  # loss function; its parameters are trained with the last group
-) -> OptimWrapper:
-    """Create the optimizer of a model. If `opt_func` has a parameter `model`, the model is passed to it.
+def make_optimizer(learn: LearnerLike) -> OptimWrapper:
+    """Create the optimizer of a Learner. If `opt_func` has a parameter `model`, the model is passed to it.
 
     Optimizer instances and torch's classes keep their weight decay. Optimizers with fastai's names exclude norm layers
-    and biases from weight decay, as do all with `wd_bn_bias=False`.
+    and biases from weight decay, as do all with `wd_bn_bias=False`. Parameters that are frozen in the previous
+    optimizer remain frozen. Parameters of the loss function are trained with the last group.
 
     Raises `ModelError` if no parameter of the model requires a gradient, and `OptimizerError` if `opt_func` does not
     return an optimizer.
     """
+    model, opt_func, last = learn.model, learn.opt_func, learn.opt
+    is_ready = isinstance(opt_func, (torch.optim.Optimizer, list, dict))
     frozen: set[nn.Parameter] = last.frozen if isinstance(last, OptimWrapper) else set()
     with requiring_grad(frozen):
         if not any(p.requires_grad for p in model.parameters()):
             raise no_params_error(model)
-        if isinstance(opt_func, (torch.optim.Optimizer, list, dict)):
-            opt = opt_func
-        elif callable(opt_func):
-            opt = _call_opt_func(opt_func, model, lr, splitter)
-        else:
-            raise OptimizerError(
-                f'opt_func={short_repr(opt_func)} cannot be called: '
-                f'{_suggest_optimizer(opt_func) or "give a torch.optim class or a function"}.'
-            )
+        opt = opt_func if is_ready else call_opt_func(learn)
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
-    if callable(opt_func):
-        add_loss(opt, model, loss_func)
-    if isinstance(lr, Mapping):
-        opt.set_hyper('lr', lr)
+    modules = list_modules(learn)
+    if len(modules) > 1 and not is_ready:
+        add_loss_params(learn, opt)
+    if isinstance(learn.lr, Mapping):
+        opt.set_hyper('lr', learn.lr)
     name = getattr(unwrap_partial(opt_func), '__name__', '')
-    if name.isidentifier() and opt is not opt_func:
+    if name.isidentifier():
         opt.called = name
-    excludes_norms = opt.spares_norms and callable(opt_func)
-    if wd_bn_bias is not None:
-        excludes_norms = not wd_bn_bias
-    if excludes_norms:
-        opt.spare_from_decay(list_norms_and_biases(model, loss_func))
-    opt.spares_norms = excludes_norms
-    opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
-    still_frozen = frozen & set(opt.parameters())
-    if last is not opt and still_frozen:
-        opt.frozen, opt.frozen_idx = still_frozen, last.frozen_idx
+
+    opt.spares_norms = opt.spares_norms and not is_ready
+    if learn.wd_bn_bias is not None:
+        opt.spares_norms = not learn.wd_bn_bias
+    if opt.spares_norms:
+        opt.spare_from_decay(p for m in modules for p in norm_bias_params(m))
+    opt.always_trained = set(norm_bias_params(model, with_bias=False)) if learn.train_bn else set()
+    own = set(opt.parameters())
+    if last is not opt and frozen & own:
+        opt.frozen, opt.frozen_idx = frozen & own, last.frozen_idx
+    params = {p for m in modules for p in m.parameters()}
+    opt.seen = None if is_ready else params
+    opt.waiting = {p for p in params - own if not p.requires_grad}
+    opt.warned = set()
     return opt
 
 
-def _suggest_optimizer(name: Any) -> str:
-    "Return how to write the torch optimizer of a name, as a part of a message, or an empty string."
-    found = {cls.lower(): cls for cls in dir(torch.optim) if cls[0].isupper()}
-    cls = found.get(name.lower()) if isinstance(name, str) else None
-    return f'write `torch.optim.{cls}`' if cls else ''
-
-
-def _call_opt_func(
-    opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any]
-) -> Any:
+def call_opt_func(learn: LearnerLike) -> Any:
     "Call `opt_func` with the splitter's groups."
-    check_maker(opt_func)
-    groups = split_params(model, splitter)
-    n = max(1, sum(isinstance(g, dict) for g in groups))
+    opt_func, lr = learn.opt_func, learn.lr
+    if not callable(opt_func):
+        raise OptimizerError(
+            f'opt_func={short_repr(opt_func)} cannot be called: '
+            f'{suggest_optimizer(opt_func) or "give a torch.optim class or a function"}.'
+        )
+    groups = split_params(learn)
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # `make_optimizer` sets the rate of each optimizer
-    if isinstance(lr, slice):
-        rates = spread(lr, n)
-    else:
-        rates = list(lr) if is_many(lr) else [lr]
-    for rate in rates:
-        check_hyper('lr', rate)
-    last_rate = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]
-    options = {'model': model} if _wants_model(opt_func, groups) else {}
-    return opt_func(groups, lr=last_rate, **options)
+    rate = list_values('lr', lr, len(groups))[-1]
+    if isinstance(rate, torch.Tensor):
+        rate = rate.clone()
+    has_only_params = len(groups) == 1 and len(groups[0]) == 1
+    params = groups[0]['params'] if has_only_params else groups
+    options = {'model': learn.model} if takes_model(opt_func) else {}
+    try:
+        return opt_func(params, lr=rate, **options)
+    except Exception:
+        check_opt_func(opt_func, groups, options)
+        raise
 
 
-def split_params(model: nn.Module, splitter: Callable[[nn.Module], Any]) -> list[Any]:
-    """Return the splitter's groups.
-
-    Raises `OptimizerError` for a splitter that cannot be called, or that returns a parameter twice.
-    """
-    if not callable(splitter):
-        raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
-    groups = as_groups(splitter(model))
-    seen: set[int] = set()
-    for p in members(groups):
-        if id(p) in seen:  # torch would raise without the name, or step twice
-            names = [name for name, q in model.named_parameters() if q is p]
-            name = names[0] if names else f'of shape {tuple(p.shape)}'
-            raise OptimizerError(
-                f'The splitter gave parameter {name} twice. Weights that layers share are one '
-                'parameter: list it in one group only.'
-            )
-        seen.add(id(p))
-    return groups
-
-
-def name_all_params(model: nn.Module, loss_func: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model, and of a loss function that is a module, by name.
-
-    >>> sorted(name_all_params(nn.Linear(2, 1), nn.PReLU()))
-    ['bias', 'loss_func.weight', 'weight']
-    """
-    return dict(bare_model(model).named_parameters()) | name_loss_params(model, loss_func)
-
-
-def name_loss_params(model: nn.Module, loss_func: Any) -> dict[str, nn.Parameter]:
-    "Return the parameters of a loss function that are not parameters of the model, by name."
-    if not isinstance(loss_func, nn.Module):
-        return {}
-    known = set(model.parameters())
-    named = loss_func.named_parameters()
-    return {f'loss_func.{name}': p for name, p in named if p not in known}
-
-
-def add_loss(opt: OptimWrapper, model: nn.Module, loss_func: Any) -> None:
-    "Add the parameters of a loss function to the last group of a new optimizer."
-    known = set(opt.parameters())
-    loss_params = name_loss_params(model, loss_func).values()
-    new = [p for p in loss_params if p not in known and p.requires_grad]
-    if new and len(opt.optimizers) == 1:
-        opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
-        opt.begin_states(new)
-        name_params(opt, name_all_params(model, loss_func))
-
-
-def name_params(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> None:
-    "Update the names in the parameter groups that keep names."
-    names = {p: name for name, p in named.items()}
-    for group in opt.param_groups:
-        if 'param_names' in group:
-            group['param_names'] = [names.get(p, '') for p in group['params']]
-
-
-def list_norms_and_biases(model: nn.Module, loss_func: Any) -> list[nn.Parameter]:
-    "Return the parameters of norm layers and the biases, also of a loss function that is a module."
-    modules = [m for m in (model, loss_func) if isinstance(m, nn.Module)]
-    return [p for m in modules for p in norm_bias_params(m)]
-
-
-def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
-    "Return True if the function has a parameter `model`; raise `OptimizerError` if its signature does not fit."
+def takes_model(opt_func: Callable[..., Any]) -> bool:
+    "Return True if a function that makes an optimizer has a parameter `model`."
     maker = unwrap_partial(opt_func)
-    if maker is getattr(torch.optim, 'Muon', None) and not all(
-        p.ndim == 2 for p in members(groups)
-    ):
+    if str(getattr(maker, '__module__', '')).startswith(('torch.optim.', 'learnkit.optim.')):
+        return 'model' in maker.__annotations__  # reading a signature takes longer than the call
+    try:
+        return 'model' in inspect.signature(opt_func).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def check_opt_func(
+    opt_func: Callable[..., Any],  # function whose call has failed
+    groups: list[dict[str, Any]],
+    options: dict[str, Any],
+) -> None:
+    "Raise `OptimizerError` if an optimizer function does not fit the arguments of a call."
+    check_maker(opt_func)
+    maker = unwrap_partial(opt_func)
+    name = getattr(maker, '__name__', repr(maker))
+    if maker is getattr(torch.optim, 'Muon', None) and any(p.ndim != 2 for p in members(groups)):
         raise OptimizerError(
             'Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
             'these with AdamW.'
         )
     try:
-        signature = inspect.signature(opt_func)
-    except (TypeError, ValueError):
-        # it has no signature, or a partial has an option that the function does not take
-        _check_options(opt_func, maker)
-        return False
-    wants_model = 'model' in signature.parameters
-    try:
-        signature.bind(groups, lr=0.0, **({'model': None} if wants_model else {}))
+        inspect.signature(opt_func).bind(groups, lr=0.0, **options)
+    except ValueError:
+        check_options(opt_func)  # a partial has an option that the function does not take
     except TypeError as e:
-        name = getattr(maker, '__name__', repr(maker))
+        fix = (
+            f'Metrics are given by name, `metrics={name}`; a function of your own is '
+            '`lambda params, lr: ...`.'
+        )
+        if isinstance(maker, type) and issubclass(maker, OptimWrapper):
+            fix = f'{name} goes around a ready one: `opt_func=lambda p, lr: {name}(Adam(p, lr))`.'
         raise OptimizerError(
             f'opt_func={name} cannot be called with the parameters and `lr=` ({e}), so it makes no '
-            f'optimizer. {_suggest_opt_func(maker, name)}'
+            f'optimizer. {fix}'
         ) from None
-    return wants_model
 
 
-def _check_options(opt_func: Any, maker: Any) -> None:
+def check_options(opt_func: Any) -> None:
     "Raise `OptimizerError` for an option of a partial that its function does not take."
+    maker = unwrap_partial(opt_func)
     try:
         parameters = inspect.signature(maker).parameters
     except (TypeError, ValueError):
@@ -236,10 +172,74 @@ def _check_options(opt_func: Any, maker: Any) -> None:
             )
 
 
-def _suggest_opt_func(maker: Any, name: str) -> str:
-    if isinstance(maker, type) and issubclass(maker, OptimWrapper):
-        return f'{name} goes around a ready one: `opt_func=lambda p, lr: {name}(Adam(p, lr))`.'
-    return f'Metrics are given by name, `metrics={name}`; a function of your own is `lambda params, lr: ...`.'
+def suggest_optimizer(name: Any) -> str:
+    "Return how to write the torch optimizer of a name, as a part of a message, or an empty string."
+    found = {cls.lower(): cls for cls in dir(torch.optim) if cls[0].isupper()}
+    cls = found.get(name.lower()) if isinstance(name, str) else None
+    return f'write `torch.optim.{cls}`' if cls else ''
+
+
+def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
+    """Return the splitter's groups.
+
+    Raises `OptimizerError` for a splitter that cannot be called, or that returns a parameter twice.
+    """
+    if not callable(learn.splitter):
+        raise OptimizerError(
+            f'splitter={learn.splitter!r} cannot be called: give a function.{SPLIT}'
+        )
+    groups = as_groups(learn.splitter(learn.model))
+    counts = Counter(members(groups))
+    if len(counts) < counts.total():  # torch would raise without the name, or step twice
+        [(p, _)] = counts.most_common(1)
+        names: dict[Any, str] = {q: name for name, q in learn.model.named_parameters()}
+        name = names.get(p) or f'of shape {tuple(p.shape)}'
+        raise OptimizerError(
+            f'The splitter gave parameter {name} twice. Weights that layers share are one '
+            'parameter: list it in one group only.'
+        )
+    return groups
+
+
+def list_modules(learn: LearnerLike) -> list[nn.Module]:
+    "Return the modules that are trained: the model, and a loss function that has parameters."
+    loss_func = learn.loss_func
+    if isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None:
+        return [learn.model, loss_func]
+    return [learn.model]
+
+
+def list_loss_params(learn: LearnerLike) -> list[nn.Parameter]:
+    "Return the parameters of a loss function that are not parameters of the model."
+    own = set(learn.model.parameters())
+    return [p for m in list_modules(learn)[1:] for p in m.parameters() if p not in own]
+
+
+def add_loss_params(learn: LearnerLike, opt: OptimWrapper) -> None:
+    "Add the parameters of a loss function to the last group of a new optimizer."
+    own = set(opt.parameters())
+    new = [p for p in list_loss_params(learn) if p not in own and p.requires_grad]
+    if new and len(opt.optimizers) == 1:
+        opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
+        opt.begin_states()
+        update_names(learn, opt)
+
+
+def name_params(learn: LearnerLike) -> dict[nn.Parameter, str]:
+    "Return the names of the parameters of the model, and of a loss function that is a module."
+    names = {p: name for name, p in bare_model(learn.model).named_parameters()}
+    for loss_func in list_modules(learn)[1:]:
+        for name, p in loss_func.named_parameters():
+            names.setdefault(p, f'loss_func.{name}')
+    return names
+
+
+def update_names(learn: LearnerLike, opt: OptimWrapper) -> None:
+    "Update the names in the parameter groups that keep names."
+    groups = [group for group in opt.param_groups if 'param_names' in group]
+    names = name_params(learn) if groups else {}
+    for group in groups:
+        group['param_names'] = [names.get(p, '') for p in group['params']]
 
 
 def no_params_error(model: nn.Module) -> ModelError:
@@ -267,19 +267,6 @@ def requiring_grad(params: Iterable[nn.Parameter]) -> Iterator[None]:
 # -- parameters that are added, removed or left out ------------------------------------------------
 
 
-def note_params(learn: LearnerLike, is_ready: bool) -> None:
-    """Store which parameters exist when an optimizer is created, and which of them it does not have.
-
-    With `is_ready` (an optimizer that the user made), parameters that are new later are not added.
-    """
-    opt = learn.opt
-    named = name_all_params(learn.model, learn.loss_func)
-    opt.seen = None if is_ready else set(named.values())
-    opt.had = set(opt.parameters())
-    opt.left_out = {p for p in named.values() if p.requires_grad and p not in opt.had}
-    opt.warned = set()
-
-
 def cover_params(learn: LearnerLike) -> None:
     """Update the optimizer to the parameters that the model and the loss function have now.
 
@@ -291,52 +278,77 @@ def cover_params(learn: LearnerLike) -> None:
     opt = learn.opt
     if not isinstance(opt, OptimWrapper):
         return  # assigned by hand during a fit
-    named = name_all_params(learn.model, learn.loss_func)
-    if opt.seen is not None:
-        own = set(opt.parameters())
-        current = set(named.values())
-        removed = (own & opt.seen) - current
-        opt.left_out |= (opt.had - own) & current  # the user removed them from the optimizer
-        new = {p for p in current - own - opt.left_out if p.requires_grad}
-        if (removed or new) and opt.needs_closure:
-            # the state may hold all parameters as one vector, as LBFGS's does
-            return learn.create_opt()
-        if removed:
-            opt.drop_params(removed)
-        if new:
-            add_params(learn, new, named)
-        opt.seen, opt.had = current, set(opt.parameters())
-    own = set(opt.parameters())
-    left_out = {p for p in named.values() if p.requires_grad and p not in own}
+    current = {p for m in list_modules(learn) for p in m.parameters()}
+    if opt.seen is not None and (opt.waiting or opt.seen != current):
+        update_groups(learn, current)
+        opt = learn.opt
+    left_out = {p for p in current.difference(opt.parameters()) if p.requires_grad}
     if left_out - opt.warned:
-        warn_of_left_out(opt, named, left_out)
+        warn_user(
+            'These parameters require gradients and are in no optimizer, so nothing trains them: '
+            f'{join_names(learn, left_out - opt.warned)}. Let the `splitter`, or whoever made the '
+            'optimizer, include them, or call `requires_grad_(False)` on them.'
+        )
+        opt.warned |= left_out
 
 
-def add_params(
-    learn: LearnerLike,
-    new: set[nn.Parameter],
-    named: Mapping[str, nn.Parameter],
-) -> None:
+def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
+    "Drop parameters that are not in `current` any more from the optimizer, and add new ones."
+    opt = learn.opt
+    removed = opt.seen.intersection(opt.parameters()) - current
+    candidates = find_candidates(opt, current)
+    new = {p for p in candidates if p.requires_grad}
+    if (removed or new) and opt.needs_closure:
+        # the state may hold all parameters as one vector, as LBFGS's does
+        return learn.create_opt()
+    if removed:
+        opt.drop_params(removed)
+    if new:
+        add_params(learn, new)
+    opt.seen, opt.waiting = current, candidates - new
+
+
+def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the parameters that join the optimizer, or will once they require gradients.
+
+    Parameters that required gradients before and are in no group were left out on purpose.
+    """
+    seen = opt.seen or set()
+    others = current.difference(opt.parameters())
+    return {p for p in others if p not in seen or p in opt.waiting}
+
+
+def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
     "Add new parameters to the splitter's groups, if the optimizer has the same groups."
     opt = learn.opt
     groups = split_all_params(learn)
-    group_of = {p: i for i, params in enumerate(groups) for p in params}
-    own = {p: i for i, params in enumerate(opt.param_lists) for p in params}
-    if len(groups) != len(opt.param_lists) or any(group_of.get(p) != i for p, i in own.items()):
-        return  # `opt_func` made other groups
+    if len(groups) != len(opt.param_lists):
+        return
+    for own, params in zip(opt.param_lists, groups, strict=True):
+        if not set(own) <= set(params):
+            return  # `opt_func` made other groups
 
     if opt.spares_norms:
-        opt.spare_from_decay(list_norms_and_biases(learn.model, learn.loss_func))
+        opt.spare_from_decay(p for m in list_modules(learn) for p in norm_bias_params(m))
     if learn.train_bn:
         opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
-    wanted = [[p for p in params if p in own or p in new] for params in groups]
-    if not opt.set_params(wanted):
+    wanted = new.union(opt.parameters())
+    groups = [[p for p in params if p in wanted] for params in groups]
+    if not opt.set_params(groups):
         return
-    opt.begin_states(new)
-    name_params(opt, named)
-    candidates = new - opt.seen - opt.always_trained
-    frozen = {p for p in candidates if p in group_of and group_of[p] < opt.frozen_idx}
-    freeze_new(opt, frozen, named)
+    opt.begin_states()
+    update_names(learn, opt)
+    in_frozen_groups = {p for params in groups[: opt.frozen_idx] for p in params}
+    frozen = in_frozen_groups & new - opt.seen - opt.always_trained
+    if not frozen:
+        return
+    for p in frozen:
+        p.requires_grad_(False)
+    opt.frozen |= frozen
+    warn_user(
+        f'New parameters are in a frozen group, and are frozen too: {join_names(learn, frozen)}. '
+        '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
+    )
 
 
 def split_all_params(learn: LearnerLike) -> list[list[Any]]:
@@ -345,46 +357,11 @@ def split_all_params(learn: LearnerLike) -> list[list[Any]]:
     The last group also has the parameters of the loss function.
     """
     with requiring_grad(learn.opt.parameters()):
-        groups = split_params(learn.model, learn.splitter)
-    are_groups = isinstance(groups[0], dict)
-    lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
+        groups = split_params(learn)
+    lists = [list(members([group])) for group in groups]
     known = {p for params in lists for p in params}
-    loss_params = name_loss_params(learn.model, learn.loss_func).values()
-    lists[-1] += [p for p in loss_params if p not in known]
+    lists[-1] += [p for p in list_loss_params(learn) if p not in known]
     return lists
-
-
-def freeze_new(
-    opt: OptimWrapper,
-    params: set[nn.Parameter],
-    named: Mapping[str, nn.Parameter],
-) -> None:
-    "Freeze new parameters of frozen groups, and warn with their names."
-    if not params:
-        return
-    for p in params:
-        p.requires_grad_(False)
-    opt.frozen |= params
-    warn_user(
-        f'New parameters are in a frozen group, and are frozen too: {join_names(named, params)}. '
-        '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
-    )
-
-
-def warn_of_left_out(
-    opt: OptimWrapper,
-    named: Mapping[str, nn.Parameter],
-    left_out: set[nn.Parameter],  # parameters that require gradients and are in no optimizer
-) -> None:
-    "Warn of parameters that nothing trains, once for each parameter."
-    names = join_names(named, left_out - opt.warned)
-    opt.left_out |= left_out
-    opt.warned |= left_out
-    warn_user(
-        'These parameters require gradients and are in no optimizer, so nothing trains them: '
-        f'{names}. Let the `splitter`, or whoever made the optimizer, include them, or call '
-        '`requires_grad_(False)` on them.'
-    )
 
 
 def warn_of_late_params(learn: LearnerLike) -> None:
@@ -392,19 +369,18 @@ def warn_of_late_params(learn: LearnerLike) -> None:
     opt = learn.opt
     if not isinstance(opt, OptimWrapper) or opt.seen is None:
         return
-    named, own = name_all_params(learn.model, learn.loss_func), set(opt.parameters())
-    late = {p for p in named.values() if p.requires_grad and p not in own}
-    late -= opt.left_out | opt.warned
+    current = {p for m in list_modules(learn) for p in m.parameters()}
+    late = {p for p in find_candidates(opt, current) if p.requires_grad}
     if late:
         warn_user(
             'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
-            f'{join_names(named, late)}. To train them at once, change them in `before_epoch` or `before_train`.'
+            f'{join_names(learn, late)}. To train them at once, change them in `before_epoch` or `before_train`.'
         )
 
 
-def join_names(named: Mapping[str, nn.Parameter], params: set[nn.Parameter]) -> str:
+def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:
     "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
-    names = [name for name, p in named.items() if p in params]
+    names = [name for p, name in name_params(learn).items() if p in params]
     rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
     return ', '.join(names[:MAX_NAMES]) + rest
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,62 +18,57 @@ from learnkit.core.model import unwrap_partial
 
 __all__ = [
     'HYPERS',
+    'Place',
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
     'place_of',
+    'set_value',
     'torch_names',
+    'list_values',
     'spread',
-    'is_many',
-    'check_hyper',
     'as_groups',
     'check_maker',
     'members',
     'can_fuse',
-    'fused_of',
     'FusedGuard',
     'trainable_params',
     'params',
     'norm_bias_params',
 ]
 
-# fastai's name of a hyperparameter -> torch's keys in a param group, the first existing key counts; a pair is a key
-# and an index into a tuple
-HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
-    'lr': ('lr',),
-    'mom': ('momentum', ('betas', 0)),
-    'sqr_mom': ('alpha', ('betas', 1)),
-    'wd': ('weight_decay',),
-    'eps': ('eps',),
+# where a hyperparameter is: a key of torch's param group, and an index if the key holds a tuple
+Place = tuple[str, int | None]
+# fastai's name of a hyperparameter -> its places, the first existing key counts
+HYPERS: dict[str, tuple[Place, ...]] = {
+    'lr': (('lr', None),),
+    'mom': (('momentum', None), ('betas', 0)),
+    'sqr_mom': (('alpha', None), ('betas', 1)),
+    'wd': (('weight_decay', None),),
+    'eps': (('eps', None),),
 }
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
 # exclusive upper bounds of hyperparameters that are decays of averages
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
-def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
-    "Return the key, or (key, index), of a hyperparameter in a param group, or None if absent."
-    for place in HYPERS.get(name, (name,)):
-        key = place if isinstance(place, str) else place[0]
+def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
+    "Return the key and index of a hyperparameter in a param group, or None if absent."
+    for key, index in HYPERS.get(name, ((name, None),)):
         if key in group:
-            return place
+            return key, index
     return None
 
 
-def check_hyper(name: str, value: Any) -> None:
-    """Raise `OptimizerError` for a value that no optimizer can use.
-
-    >>> check_hyper('lr', -0.1)
-    Traceback (most recent call last):
-    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
-    """
-    if not isinstance(value, (Real, torch.Tensor)):
-        raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
-    is_known = name in HYPERS or name in OPTIONS
-    if is_known and not 0 <= float(value) < UPPER_BOUNDS.get(name, math.inf):
-        raise OptimizerError(
-            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
-        )
+def set_value(group: dict[str, Any], key: str, index: int | None, value: Any) -> None:
+    "Set the hyperparameter at a place in a param group."
+    old: Any = group.get(key)
+    if index is not None:
+        group[key] = (*old[:index], value, *old[index + 1 :])
+    elif isinstance(old, torch.Tensor):
+        old.fill_(value)  # compiled steps hold the tensor
+    else:
+        group[key] = value
 
 
 class Hypers(MutableMapping[str, Any]):
@@ -83,38 +79,39 @@ class Hypers(MutableMapping[str, Any]):
     """
 
     def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
-        self._groups = groups
+        self.groups = groups
         self._exempt = exempt
 
-    def _find(self, name: str) -> list[tuple[dict[str, Any], str | tuple[str, int]]]:
-        "Return (param group, place) of a hyperparameter; for weight decay without exempt groups if possible."
-        found = [(g, place) for g in self._groups if (place := place_of(name, g)) is not None]
-        if not found:
-            raise KeyError(name)
-        effective = [
-            (g, place) for g, place in found if place != 'weight_decay' or not self.is_exempt(g)
+    def find(
+        self,
+        name: str,
+        with_exempt: bool = False,  # also the weight decay of exempt parameters, which is not set
+    ) -> list[tuple[dict[str, Any], str, int | None]]:
+        "Return the param groups that have a hyperparameter, each with the key and index in it."
+        return [
+            (group, *place)
+            for group in self.groups
+            if (place := place_of(name, group))
+            and (with_exempt or place[0] != 'weight_decay' or not self._is_exempt(group))
         ]
-        return effective or found[:1]
+
+    def _is_exempt(self, group: dict[str, Any]) -> bool:
+        return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
     def __getitem__(self, name: str) -> Any:
-        group, place = self._find(name)[0]
-        return group[place] if isinstance(place, str) else group[place[0]][place[1]]
+        found = self.find(name) or self.find(name, with_exempt=True)
+        if not found:
+            raise KeyError(name)
+        group, key, index = found[0]
+        return group[key] if index is None else group[key][index]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        for group, place in self._find(name):
-            if place == 'weight_decay' and self.is_exempt(group):
-                continue
-            if not isinstance(place, str):
-                key, index = place
-                group[key] = tuple(value if i == index else v for i, v in enumerate(group[key]))
-            elif isinstance(group[place], torch.Tensor):
-                group[place].fill_(value)  # compiled steps hold the tensor
-            else:
-                # a clone, because the caller may change the tensor
-                group[place] = value.clone() if isinstance(value, torch.Tensor) else value
-
-    def is_exempt(self, group: dict[str, Any]) -> bool:
-        return bool(group['params']) and all(p in self._exempt for p in group['params'])
+        if not self.find(name, with_exempt=True):
+            raise KeyError(name)
+        for group, key, index in self.find(name):
+            # a clone, because the caller may change the tensor
+            own = value.clone() if isinstance(value, torch.Tensor) else value
+            set_value(group, key, index, own)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')
@@ -127,9 +124,6 @@ class Hypers(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-    def __contains__(self, name: object) -> bool:
-        return any(place_of(str(name), g) is not None for g in self._groups)
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,15 +140,11 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        places = map(_as_pair, HYPERS.get(name, ()))
-        key, index = next((place for place in places if place[0] in takes), (name, None))
-        if name in takes:
-            res[name] = value
-        elif index is None:
-            res[key] = value
-        else:
-            values = res.get(key, takes[key].default)
-            res[key] = tuple(value if i == index else v for i, v in enumerate(values))
+        place = None if name in takes else place_of(name, takes)
+        key, index = place or (name, None)
+        if index is not None:
+            res.setdefault(key, takes[key].default)
+        set_value(res, key, index, value)
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return res
     for name in res:
@@ -167,8 +157,36 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     return res
 
 
-def _as_pair(place: str | tuple[str, int]) -> tuple[str, int | None]:
-    return (place, None) if isinstance(place, str) else place
+def list_values(name: str, value: Any, n: int) -> list[Any]:
+    """Return the values of a hyperparameter: one value is repeated `n` times, a slice is spread (see `spread`).
+
+    Raises `OptimizerError` for a value that no optimizer can use.
+
+    >>> list_values('wd', 0.1, 2), list_values('lr', [0.1, 0.2], 2)
+    ([0.1, 0.1], [0.1, 0.2])
+    >>> list_values('lr', -0.1, 2)
+    Traceback (most recent call last):
+    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    """
+    shape: Any = getattr(value, 'shape', ())
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if isinstance(value, slice):
+        values = spread(value, n)
+    elif is_sequence or shape:
+        values = list(value)
+    else:
+        values = [value] * n
+    # checkpoints hold Python numbers only
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    is_known = name in HYPERS or name in OPTIONS
+    for v in values:
+        if not isinstance(v, (Real, torch.Tensor)):
+            raise OptimizerError(f'{name}={v!r}: give a number, or one for each param group.')
+        if is_known and not 0 <= float(v) < UPPER_BOUNDS.get(name, math.inf):
+            raise OptimizerError(
+                f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
+            )
+    return values
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -185,13 +203,6 @@ def spread(values: slice, n: int) -> list[float]:
     if not lo:
         return [hi / 10] * (n - 1) + [hi]
     return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
-
-
-def is_many(value: Any) -> bool:
-    "Return True for a sequence, array or tensor of values, False for one value."
-    if isinstance(value, str):
-        return False
-    return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -236,8 +247,8 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     return list(found.values())
 
 
-def as_groups(params: Any) -> list[Any]:
-    "Convert parameters, lists of parameters, or torch's dicts to the form that torch's optimizers take."
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    "Convert parameters, lists of parameters, or torch's dicts to torch's param groups."
     if not isinstance(params, Iterable):
         raise OptimizerError(f'{params!r} is no list of parameters or groups.{SPLIT}')
     groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -245,24 +256,20 @@ def as_groups(params: Any) -> list[Any]:
         raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
     first = groups[0]
     is_named = isinstance(first, tuple) and bool(first) and isinstance(first[0], str)
-    if not isinstance(first, (dict, torch.Tensor)) and not is_named:
-        groups = [{'params': g} for g in groups]
-    if not isinstance(groups[0], dict):
-        return groups
-    return [{**g, 'params': _list_params(g['params'])} for g in groups]
-
-
-def _list_params(params: Any) -> list[Any]:
-    "Return the parameters of a group as a list; raise `OptimizerError` for other objects, such as a module."
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        params = [params]
-    res = list(params)
-    for p in res:
-        if isinstance(p, (torch.Tensor, tuple)):
-            continue
-        raise OptimizerError(
-            f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
-        )
+    if is_named or isinstance(first, torch.Tensor):
+        groups = [groups]
+    res = []
+    for group in groups:
+        options = group if isinstance(group, dict) else {'params': group}
+        own = options['params']
+        if isinstance(own, torch.Tensor) or not isinstance(own, Iterable):
+            own = [own]
+        res.append({**options, 'params': list(own)})
+        for p in res[-1]['params']:
+            if not isinstance(p, (torch.Tensor, tuple)):
+                raise OptimizerError(
+                    f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
+                )
     return res
 
 
@@ -276,18 +283,14 @@ def check_maker(opt: Any) -> None:
         )
 
 
-def members(groups: list[Any]) -> Iterator[torch.Tensor]:
+def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
     "Yield the parameters in the groups that `as_groups` returns."
-    for o in (o for g in groups for o in (g['params'] if isinstance(g, dict) else [g])):
-        yield o[1] if isinstance(o, tuple) else o
+    for group in groups:
+        for p in group['params']:
+            yield p[1] if isinstance(p, tuple) else p
 
 
 # --------------------------------------------------------------------------------- fused optimizers
-
-
-def fused_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    "Return the optimizers that update all parameters of a group in one kernel."
-    return [o for o in optimizers if any(g.get('fused') for g in o.param_groups)]
 
 
 class CheckedGroup(NamedTuple):

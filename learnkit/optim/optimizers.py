@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 
-def _wrap(params: Any, opt: Any) -> OptimWrapper:
+def _wrap(opt: torch.optim.Optimizer) -> OptimWrapper:
     "Make an OptimWrapper whose norms and biases a Learner exempts from weight decay."
-    res = OptimWrapper(params, opt=opt)
+    res = OptimWrapper(opt=opt)
     res.spares_norms = True
     return res
 
@@ -54,7 +54,7 @@ def SGD(
     {'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     cls = DecoupledSGD if decouple_wd else torch.optim.SGD
-    return _wrap(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
+    return _wrap(cls(as_groups(params), lr=lr, momentum=mom, weight_decay=wd))
 
 
 def RMSProp(
@@ -75,9 +75,8 @@ def RMSProp(
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.0, 'eps': 1e-08}
     """
     cls = DecoupledRMSprop if decouple_wd else torch.optim.RMSprop
-    return _wrap(
-        params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd)
-    )
+    groups = as_groups(params)
+    return _wrap(cls(groups, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd))
 
 
 def Adam(
@@ -101,9 +100,7 @@ def Adam(
     if fused is None:
         fused = all(map(can_fuse, members(groups)))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
-    return _wrap(
-        groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused)
-    )
+    return _wrap(cls(groups, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
 
 
 def RAdam(
@@ -127,49 +124,50 @@ def RAdam(
         raise OptimizerError(
             f'beta={beta!r}: torch has no SAdam. Leave `beta` at 0, which is RAdam.'
         )
-    cls = partial(torch.optim.RAdam, decoupled_weight_decay=decouple_wd)
-    return _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    opt = torch.optim.RAdam(
+        as_groups(params),
+        lr=lr,
+        betas=(mom, sqr_mom),
+        eps=eps,
+        weight_decay=wd,
+        decoupled_weight_decay=decouple_wd,
+    )
+    return _wrap(opt)
 
 
-# torch's wrappers of `step` would run the step hooks a second time
-_sgd_step = inspect.unwrap(torch.optim.SGD.step)
-_rmsprop_step = inspect.unwrap(torch.optim.RMSprop.step)
+@torch.no_grad()
+def decay_and_step(
+    self: DecoupledSGD | DecoupledRMSprop, closure: Callable[[], Any] | None = None
+) -> Any:
+    "Decay the weights that have a gradient, then step without weight decay."
+    decays = [g['weight_decay'] for g in self.param_groups]
+    if not any(decays):
+        return self.plain_step(closure)
+    try:
+        for g in self.param_groups:
+            for p in g['params']:
+                if p.grad is not None:
+                    p.mul_(1 - g['lr'] * g['weight_decay'])
+            g['weight_decay'] = 0.0
+        return self.plain_step(closure)
+    finally:
+        for g, wd in zip(self.param_groups, decays, strict=True):
+            g['weight_decay'] = wd
 
 
 class DecoupledSGD(torch.optim.SGD):
     "SGD with decoupled weight decay (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Decay the weights that have a gradient, then step without weight decay."
-        return _decay_and_step(self, _sgd_step, closure)
+    # torch's wrappers of `step` would run the step hooks a second time
+    plain_step = inspect.unwrap(torch.optim.SGD.step)
+    step = decay_and_step
 
 
 class DecoupledRMSprop(torch.optim.RMSprop):
     "RMSprop with decoupled weight decay."
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Decay the weights that have a gradient, then step without weight decay."
-        return _decay_and_step(self, _rmsprop_step, closure)
-
-
-def _decay_and_step(
-    opt: torch.optim.Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
-) -> Any:
-    decays = [g['weight_decay'] for g in opt.param_groups]
-    if not any(decays):
-        return step(opt, closure)
-    try:
-        for g in opt.param_groups:
-            for p in g['params']:
-                if p.grad is not None:
-                    p.mul_(1 - g['lr'] * g['weight_decay'])
-            g['weight_decay'] = 0.0
-        return step(opt, closure)
-    finally:
-        for g, wd in zip(opt.param_groups, decays, strict=True):
-            g['weight_decay'] = wd
+    plain_step = inspect.unwrap(torch.optim.RMSprop.step)
+    step = decay_and_step
 
 
 # ---------------------------------------------------------------------------------------- Lookahead
@@ -184,6 +182,7 @@ LAYOUT = (
     'frozen_idx',
     'called',
     'spares_norms',
+    'takes_closure',
     '_closures',
     '_evaluating',
 )
@@ -292,7 +291,7 @@ def QHAdam(
     Raises `MissingExtraError` without pytorch_optimizer.
     """
     cls = partial(_from_library('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
-    return _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    return _wrap(cls(as_groups(params), lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
 def Lamb(
@@ -312,9 +311,9 @@ def Lamb(
     Raises `MissingExtraError` without pytorch_optimizer.
     """
     cls = partial(_from_library('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
-    res = _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
-    res.opt.clamp = float('inf')  # the default limits the norm of a layer to 10
-    return res
+    opt = cls(as_groups(params), lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd)
+    opt.clamp = float('inf')  # the default limits the norm of a layer to 10
+    return _wrap(opt)
 
 
 def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
@@ -370,7 +369,7 @@ def MuonAdamW(
     groups = as_groups(params)
     parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
     places: list[list[tuple[str, int]]] = []
-    for group in groups if isinstance(groups[0], dict) else [{'params': groups}]:
+    for group in groups:
         by_name = {
             'adamw': [p for p in group['params'] if id(p) not in hidden],
             'muon': [p for p in group['params'] if id(p) in hidden],

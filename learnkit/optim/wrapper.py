@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import nn
@@ -23,12 +22,10 @@ from learnkit.optim.hyperparams import (
     FusedGuard,
     Hypers,
     as_groups,
-    check_hyper,
     check_maker,
-    fused_of,
-    is_many,
+    list_values,
     norm_bias_params,
-    spread,
+    place_of,
     torch_names,
     trainable_params,
 )
@@ -99,38 +96,21 @@ class OptimWrapper(torch.optim.Optimizer):
         needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: detect
         **hypers: Any,  # options of the optimizer by torch's or fastai's names
     ) -> None:
-        if opt is None and params is not None:
-            raise OptimizerError(
-                'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
-            )
-        if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
-            check_maker(opt)
-            if params is None:
-                wrapper = type(self).__name__
-                name = getattr(unwrap_partial(opt), '__name__', repr(opt))
-                if wrapper == 'OptimWrapper':
-                    fix = f'partial({wrapper}, opt={name})'
-                else:
-                    fix = f'lambda p, lr: {wrapper}({name}(p, lr=lr))'
-                raise OptimizerError(
-                    f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
-                )
-            options = torch_names(opt, hypers) if hypers else {}
-            opt = opt(as_groups(params), **options)
-        elif params is not None or hypers:
-            raise OptimizerError(
-                'A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.'
-            )
+        makes_one = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
+        if makes_one or params is not None or hypers:
+            opt = self._make(params, opt, hypers)
         self.opt = opt
-        self.optimizers = _named_optimizers(opt)
+        is_single = isinstance(opt, torch.optim.Optimizer)
+        self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
-        _unshare_rates(self.optimizers.values())
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # for each group of the splitter: (optimizer, index of the param group), several if split
         self._places = [
             [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
         ]
+        if len(self._places) > 1:
+            unshare_options(self.optimizers.values())
         # groups split by `split_groups`: optimizer, index, index of the exempt part, all parameters
         self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
@@ -138,31 +118,63 @@ class OptimWrapper(torch.optim.Optimizer):
         self.frozen_idx = 0  # number of frozen groups
         # whether norms and biases are exempt from weight decay by default
         self.spares_norms = False
-        self.seen: set[nn.Parameter] | None = None  # trainable parameters; None: a ready optimizer
-        self.had: set[nn.Parameter] = set()  # parameters in the groups at the last comparison
-        self.left_out: set[nn.Parameter] = set()  # trainable parameters that were never in a group
+        # the model's parameters at the last comparison; None: a ready optimizer
+        self.seen: set[nn.Parameter] | None = None
+        self.waiting: set[nn.Parameter] = set()  # they join once they require gradients
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
-        self._switching = [
+        self._switching: list[Any] = [
             o
             for o in self.optimizers.values()
             if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
         ]
-        closure_needs = dict.fromkeys(self.optimizers.values(), needs_closure)
-        if needs_closure is None:
-            closure_needs = {o: closure_of(o) for o in closure_needs}
         # optimizers that get a closure, and optimizers that evaluate the loss again
-        self._closures = {o for o, needed in closure_needs.items() if needed is not False}
-        self._evaluating = {o for o, needed in closure_needs.items() if needed}
-        ids: set[int] = set()
-        for p in self.parameters():
-            if id(p) in ids:
-                raise OptimizerError(
-                    'Two optimizers or groups share a parameter: give each its own.'
-                )
-            ids.add(id(p))
-        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
+        self._closures: set[torch.optim.Optimizer] = set()
+        self._evaluating: set[torch.optim.Optimizer] = set()
+        for o in self.optimizers.values():
+            needed = detect_closure(o) if needs_closure is None else needs_closure
+            if needed is not False:
+                self._closures.add(o)
+            if needed:
+                self._evaluating.add(o)
+        self.takes_closure = bool(self._closures)  # whether a step may evaluate the loss again
+        params = list(self.parameters())
+        if len(set(params)) < len(params):
+            raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
+        self._fused = [
+            FusedGuard(o)
+            for o in self.optimizers.values()
+            if any(g.get('fused') for g in o.param_groups)
+        ]
+
+    def _make(
+        self,
+        params: Any,
+        opt: Any,  # class or factory
+        hypers: dict[str, Any],
+    ) -> Any:
+        "Make the wrapped optimizer; raise `OptimizerError` for arguments that do not go together."
+        if opt is None and params is not None:
+            raise OptimizerError(
+                'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
+            )
+        if not callable(opt) or isinstance(opt, torch.optim.Optimizer):
+            raise OptimizerError(
+                'A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.'
+            )
+        check_maker(opt)
+        if params is None:
+            wrapper = type(self).__name__
+            name = getattr(unwrap_partial(opt), '__name__', repr(opt))
+            fix = f'lambda p, lr: {wrapper}({name}(p, lr=lr))'
+            if wrapper == 'OptimWrapper':
+                fix = f'partial({wrapper}, opt={name})'
+            raise OptimizerError(
+                f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
+            )
+        options = torch_names(opt, hypers) if hypers else {}
+        return opt(as_groups(params), **options)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # torch's method leaves out most attributes
@@ -186,19 +198,16 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(self.optimizers) > 1:
             raise OptimizerError('There are several optimizers: add it to one, `opt[name]`.')
         self[0].add_param_group(param_group)
-        self._find_new_groups()
+        self._find_groups()
 
-    def _find_new_groups(self) -> None:
-        "Add param groups that were added to an optimizer to the groups of the wrapper."
-        known = {(id(o), i) for places in self._places for o, i in places}
+    def _find_groups(self) -> list[list[dict[str, Any]]]:
+        """Return torch's param groups of each group. A param group that was added is a group.
+
+        The param groups are looked up at each call because loading a state replaces them.
+        """
+        known = {place for places in self._places for place in places}
         every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        if len(known) < len(every):
-            self._places += [[(o, i)] for o, i in every if (id(o), i) not in known]
-
-    @property
-    def _groups(self) -> list[list[dict[str, Any]]]:
-        "torch's param groups of each group, looked up at each access because loading a state replaces them."
-        self._find_new_groups()
+        self._places += [[place] for place in every if place not in known]
         return [[o.param_groups[i] for o, i in places] for places in self._places]
 
     @property
@@ -210,7 +219,7 @@ class OptimWrapper(torch.optim.Optimizer):
     # torch sets it as an attribute
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [g for groups in self._groups for g in groups]
+        return [g for groups in self._find_groups() for g in groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # torch sets it as an attribute
@@ -220,14 +229,14 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Replace parameters that are keys of `new` in the wrapper's own sets; the optimizers hold the new ones already."
-        for name in ('exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
-            setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
-        if self.seen is not None:
-            self.seen = {new.get(p, p) for p in self.seen}
+        for name in ('exempt', 'always_trained', 'frozen', 'seen', 'waiting', 'warned'):
+            params = getattr(self, name)
+            if params is not None:
+                setattr(self, name, {new.get(p, p) for p in params})
         self.splits = [
             (o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits
         ]
-        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
+        self._fused = [FusedGuard(guard.opt) for guard in self._fused]
 
     def __getattr__(self, name: str) -> Any:
         opt = self.__dict__.get('opt')
@@ -267,11 +276,6 @@ class OptimWrapper(torch.optim.Optimizer):
     def needs_closure(self) -> bool:
         "Return True if a step is known to evaluate the loss again."
         return bool(self._evaluating)
-
-    @property
-    def takes_closure(self) -> bool:
-        "Return True if a step may evaluate the loss again."
-        return bool(self._closures)
 
     def step(
         self,
@@ -331,17 +335,17 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def lrs(self) -> list[float]:
         "The learning rate of each group that has one, as a plain number."
-        firsts = [next((g for g in groups if 'lr' in g), None) for groups in self._groups]
+        firsts = [next((g for g in groups if 'lr' in g), None) for groups in self._find_groups()]
         return [float(group['lr']) for group in firsts if group is not None]
 
     @property
     def hypers(self) -> L:
         "The hyperparameters of each group by fastai's names, as writable mappings."
-        return L(Hypers(groups, self.exempt) for groups in self._groups)
+        return L(Hypers(groups, self.exempt) for groups in self._find_groups())
 
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyperparameters: `set_hypers(lr=0.1, wd=0.01)`."
-        values_by_name = {name: self._check_values(name, value) for name, value in hypers.items()}
+        values_by_name = {name: self.list_values(name, value) for name, value in hypers.items()}
         for name, values in values_by_name.items():
             if name in ('wd', 'weight_decay') and self.exempt and any(values):
                 self.split_groups()
@@ -359,31 +363,24 @@ class OptimWrapper(torch.optim.Optimizer):
         """
         self.set_hypers(**{name: value})
 
-    def _check_values(self, name: str, value: Any) -> list[Any]:
-        "Return one value per group; raise `OptimizerError` for invalid values."
-        n = len(self._groups)
+    def list_values(self, name: str, value: Any) -> list[Any]:
+        "Return one value per group (see `set_hyper`). Raises `OptimizerError` for invalid values."
+        groups = self._find_groups()
         if isinstance(value, Mapping):
             value = self._assign_by_optimizer(name, value)
-        if isinstance(value, slice):
-            values = spread(value, n)
-        elif is_many(value):
-            values = list(value)
-        else:
-            values = [value] * n
+        n = len(groups)
+        values = list_values(name, value, n)
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(
                 f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
             )
-        # checkpoints hold Python numbers only
-        values = [v.item() if isinstance(v, np.generic) else v for v in values]
-        for v in values:
-            check_hyper(name, v)
-        for h in self.hypers:
-            if name not in h:
+        for own_groups in groups:
+            if all(place_of(name, group) is None for group in own_groups):
+                known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
-                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(h)}.'
-                    f'{did_you_mean(name, h)}'
+                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(known)}.'
+                    f'{did_you_mean(name, known)}'
                 )
         return values
 
@@ -394,17 +391,16 @@ class OptimWrapper(torch.optim.Optimizer):
                 known = ', '.join(map(repr, self.optimizers))
                 hint = did_you_mean(str(only), self.optimizers)
                 raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
-        names = {id(o): key for key, o in self.optimizers.items()}
-        owners = [names[id(places[0][0])] for places in self._places]
+        names = {o: key for key, o in self.optimizers.items()}
         return [
-            values[owner] if owner in values else hypers.get(name)
-            for owner, hypers in zip(owners, self.hypers, strict=True)
+            values.get(names[places[0][0]], hypers.get(name))
+            for places, hypers in zip(self._places, self.hypers, strict=True)
         ]
 
-    def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
+    def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
         "Exempt parameters from weight decay, the current one and later settings."
         self.exempt.update(params)
-        if any(g.get('weight_decay') for g in self.param_groups):
+        if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
     def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -452,7 +448,7 @@ class OptimWrapper(torch.optim.Optimizer):
         Returns False, with nothing changed, with several optimizers, and if groups were added after `split_groups`:
         torch's param groups cannot be derived from `groups` then.
         """
-        if len(self.optimizers) > 1 or len(groups) != len(self._groups):
+        if len(self.optimizers) > 1 or len(groups) != len(self._find_groups()):
             return False
         opt = self[0]
         self.join_groups(opt)
@@ -461,20 +457,17 @@ class OptimWrapper(torch.optim.Optimizer):
             for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
                 opt.param_groups[i]['params'] = list(params)
             self._drop_orphan_states()
-        if any(g.get('weight_decay') for g in self.param_groups):
-            self.split_groups()
+        self.spare_from_decay()
         return is_whole
 
-    def begin_states(self, params: Iterable[nn.Parameter]) -> None:
+    def begin_states(self) -> None:
         "Create the states of new parameters for Adagrad, which creates states only in its constructor."
-        new = set(params)
         for o in self.optimizers.values():
-            if not isinstance(o, torch.optim.Adagrad):
-                continue
-            for group in o.param_groups:
-                options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
-                for p in (p for p in group['params'] if p in new and p not in o.state):
-                    o.state[p] = torch.optim.Adagrad([p], **options).state[p]
+            for group in o.param_groups if isinstance(o, torch.optim.Adagrad) else ():
+                new = [p for p in group['params'] if p not in o.state]
+                if new:
+                    options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
+                    o.state.update(torch.optim.Adagrad(new, **options).state)
 
     def drop_params(self, dropped: set[nn.Parameter]) -> None:
         "Drop parameters and their states from every group of every optimizer."
@@ -496,7 +489,6 @@ class OptimWrapper(torch.optim.Optimizer):
                 del o.state[p]
         for name in ('exempt', 'always_trained', 'frozen'):
             setattr(self, name, getattr(self, name) & own)
-        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     # -- modes -------------------------------------------------------------------------------------
 
@@ -504,13 +496,13 @@ class OptimWrapper(torch.optim.Optimizer):
         "Call `train` of optimizers that have this method: parameters get their training values."
         self.is_training = True
         for o in self._switching:
-            o.train()  # type: ignore[attr-defined]  # it has both methods
+            o.train()
 
     def eval(self) -> None:
         "Call `eval` of optimizers that have this method: parameters get their evaluation values."
         self.is_training = False
         for o in self._switching:
-            o.eval()  # type: ignore[attr-defined]
+            o.eval()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters have their evaluation values.
@@ -541,7 +533,7 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def param_lists(self) -> list[list[nn.Parameter]]:
         "The parameters of each group."
-        return [[p for g in groups for p in g['params']] for groups in self._groups]
+        return [[p for g in groups for p in g['params']] for groups in self._find_groups()]
 
     def freeze_to(
         self,
@@ -569,7 +561,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def freeze(self) -> None:
         "Freeze all groups but the last."
-        if len(self._groups) == 1:
+        if len(self._find_groups()) == 1:
             raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
         self.freeze_to(-1)
 
@@ -615,25 +607,23 @@ class OptimWrapper(torch.optim.Optimizer):
         try:
             load_state(self, state_dict)
         finally:
-            if any(g.get('weight_decay') for g in self.param_groups):
-                self.split_groups()
+            self.spare_from_decay()
         if self.is_training:
             self.train()
         else:
             self.eval()
-        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def class_names(self) -> str:
         return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
 
     def __repr__(self) -> str:
-        rates = list(dict.fromkeys(f'{float(h["lr"]):.3g}' for h in self.hypers if 'lr' in h))
+        rates = list(dict.fromkeys(f'{lr:.3g}' for lr in self.lrs))
         lr = rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
-        n = len(self._groups)
+        n = len(self._find_groups())
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
 
 
-def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     "Clone option tensors (such as `lr`) that several param groups share."
     ids: set[int] = set()
     for g in (g for o in optimizers for g in o.param_groups):
@@ -676,10 +666,11 @@ class Evaluation:
         self.opt = opt
         self.closure = closure
         self.evaluating = evaluating
+        self._params = [p for g in opt.param_groups for p in g['params']]
         self._start_versions = self._read_versions()
         # an assignment to `p.data` does not change the version
-        compares_values = opt in evaluating and not is_from_torch(opt)
-        self._values = [p.detach().clone() for p in self._params()] if compares_values else []
+        compares_values = opt in evaluating and type(opt).step is not torch.optim.LBFGS.step
+        self._values = [p.detach().clone() for p in self._params] if compares_values else []
 
     def __call__(self) -> Any:
         if self._is_unchanged():
@@ -688,12 +679,9 @@ class Evaluation:
         self.evaluating.add(self.opt)
         return self.closure()
 
-    def _params(self) -> list[nn.Parameter]:
-        return [p for g in self.opt.param_groups for p in g['params']]
-
     def _read_versions(self) -> list[Any]:
         "Return version counters and ids that change if a parameter or gradient is written to or replaced."
-        grads = [(p._version, p.grad) for p in self._params()]
+        grads = [(p._version, p.grad) for p in self._params]
         return [(n, id(grad), getattr(grad, '_version', None)) for n, grad in grads]
 
     def _is_unchanged(self) -> bool:
@@ -701,30 +689,28 @@ class Evaluation:
             return False  # another optimizer has evaluated at other parameters
         if not self._start_versions or self._read_versions() != self._start_versions:
             return False
-        return not self._values or all(map(torch.equal, self._params(), self._values))
+        return not self._values or all(map(torch.equal, self._params, self._values))
 
 
-def closure_of(opt: torch.optim.Optimizer) -> bool | None:
+def detect_closure(opt: torch.optim.Optimizer) -> bool | None:
     "Return True if `step` needs a closure, False if not, None if it may evaluate an optional one."
-    closure = inspect.signature(opt.step).parameters.get('closure')
-    if closure is None:
-        return False
-    if closure.default is inspect.Parameter.empty:
-        return True
+    step = type(opt).step
+    is_known = step.__module__.startswith(('torch.optim.', 'learnkit.'))
+    if not is_known:
+        closure = inspect.signature(opt.step).parameters.get('closure')
+        if closure is None:
+            return False
+        if closure.default is inspect.Parameter.empty:
+            return True
     needs_closure = getattr(opt, 'needs_closure', None)
     if isinstance(opt, OptimWrapper):
         return needs_closure or (None if opt.takes_closure else False)
     if needs_closure is not None:
         return bool(needs_closure)
-    return False if is_from_torch(opt) else None
+    return step is torch.optim.LBFGS.step if is_known else None
 
 
-def is_from_torch(opt: torch.optim.Optimizer) -> bool:
-    "Return True if `step` is defined by torch or learnkit, where only LBFGS evaluates the loss."
-    return type(opt).step.__module__.startswith(('torch.optim.', 'learnkit.'))
-
-
-def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
+def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     "Return the optimizers by name; raise `OptimizerError` for any other object."
     if isinstance(opt, Mapping):
         named = dict(opt)
@@ -733,18 +719,19 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     else:
         named = {'': opt}
     for name, o in named.items():
-        if not isinstance(o, torch.optim.Optimizer):
-            if name and callable(o):
-                raise OptimizerError(
-                    f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, no ready optimizer. '
-                    'A list holds ready optimizers, each for its own parameters, for example '
-                    '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
-                    'optimizer goes without a list, and metrics go as `metrics=`.'
-                )
+        if isinstance(o, torch.optim.Optimizer):
+            continue
+        if name and callable(o):
             raise OptimizerError(
-                f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
-                'It is called with the parameters and `lr=`, and returns an optimizer or several.'
+                f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, no ready optimizer. '
+                'A list holds ready optimizers, each for its own parameters, for example '
+                '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
+                'optimizer goes without a list, and metrics go as `metrics=`.'
             )
+        raise OptimizerError(
+            f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
+            'It is called with the parameters and `lr=`, and returns an optimizer or several.'
+        )
     if not named:
         raise OptimizerError(
             f'opt_func gave {opt!r}, which has no optimizer: return one, or several by name.'

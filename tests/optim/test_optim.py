@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec, module_from_spec
@@ -57,6 +58,18 @@ def same(a: list[Tensor], b: list[Tensor], tol: float = 0.0) -> bool:
 
 
 # Against torch and closed forms
+
+
+@pytest.mark.parametrize('opt_func', [torch.optim.SGD, SGD, partial(Adam, wd=0.1)])
+def test_a_known_optimizer_is_made_without_reading_signatures(
+    opt_func: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner(net(), opt_func=opt_func).create_opt()  # torch reads signatures at its first use
+    learn = learner(net(), opt_func=opt_func)
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, 'signature', None)
+        learn.create_opt()
+    assert len(learn.opt.param_lists) == 1
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,18 @@ def test_what_is_left_out_is_named_once(row: Row, how: str) -> None:
     assert bool((model[1].weight == 1).all())
 
 
+def test_what_is_left_out_stays_out_when_it_is_frozen_for_a_while() -> None:
+    model = net()
+    learn = learner(model, opt_func=drop_norm, lr=LR)
+    with pytest.warns(UserWarning, match=r'1\.weight, 1\.bias'):
+        learn.fit(1)
+    for trains in (False, True):
+        model[1].requires_grad_(trains)
+        learn.fit(1)  # a warning would be an error
+    assert len(learn.opt.param_groups[0]['params']) == 4
+    assert bool((model[1].weight == 1).all())
+
+
 def test_of_several_optimizers_a_new_layer_is_named() -> None:
     def pair(p: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
         return {
