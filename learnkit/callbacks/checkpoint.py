@@ -36,8 +36,7 @@ from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, writ
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
-from learnkit.core.files import check_writable, sweep
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock, check_writable, sweep
 from learnkit.core.model import name_of
 from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time

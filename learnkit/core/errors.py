@@ -429,7 +429,7 @@ class FolderInUseError(CheckpointError):
     The lock is released when its process ends, for any reason. A remaining file `.lock` has no effect.
 
     >>> import tempfile
-    >>> from learnkit.core.locks import FolderLock
+    >>> from learnkit.core.files import FolderLock
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
     ...     try: FolderLock(folder).acquire()  # as a second `Checkpoint` would
     ...     except FolderInUseError as e: print(str(e).replace(folder, 'checkpoints'))
