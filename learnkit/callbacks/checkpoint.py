@@ -18,22 +18,25 @@ from torch import Tensor
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
-from learnkit.checkpoint.dcp import (
-    Writers,
-    find_parts_folder,
-    remove_parts,
-    take_parts,
-)
+from learnkit.checkpoint.dcp import Writers, find_parts_folder, take_parts
 from learnkit.checkpoint.file import write_state
-from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
-from learnkit.checkpoint.frozen import (
+from learnkit.checkpoint.folder import (
+    Entry,
+    entries,
+    find_superfluous,
+    next_path,
+    parse_number,
+    remove_checkpoint,
+    sweep_folders,
+    write_own_files,
+)
+from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.checkpoint.weights import (
     Digests,
     find_changed,
     find_trainable,
     leave_out_frozen_weights,
 )
-from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
-from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, check_writable, sweep
@@ -420,9 +423,7 @@ class Checkpoint(Callback):
         write_state(path, state, info)
         self._run_entries.append(Entry(path, parse_number(path), info))
         for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
-            old.unlink(missing_ok=True)
-            remove_parts(old)
-            remove_own_files(old)
+            remove_checkpoint(old)
             self._run_entries = [e for e in self._run_entries if e.path != old]
 
     def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:

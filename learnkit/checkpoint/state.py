@@ -14,11 +14,10 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.frozen import add_frozen_weights
+from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
-from learnkit.checkpoint.side_files import read_own_files
 from learnkit.checkpoint.weights import (
+    add_frozen_weights,
     check_weights,
     collect_module_state,
     compare_weights,
