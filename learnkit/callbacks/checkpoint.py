@@ -47,7 +47,7 @@ from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import Every, check_countable
+from learnkit.engine.counters import Every, check_countable
 from learnkit.engine.resume import LOOP_PLACES
 from learnkit.metrics.direction import MetricProperties
 
