@@ -26,9 +26,9 @@ from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators
 from learnkit.data.checks import epoch_length
 from learnkit.data.counts import capture_counts, restore_counts
-from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import has_own_state, lost_attributes
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 

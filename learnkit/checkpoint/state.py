@@ -32,7 +32,7 @@ from learnkit.core.dtensor import (
     on_host,
     whole_state,
 )
-from learnkit.core.errors import CheckpointError
+from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device, move_to_device
 from learnkit.core.plain import as_plain, plain
@@ -42,7 +42,6 @@ from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
-from learnkit.engine.run import add_note
 
 __all__ = [
     'begin_resume',

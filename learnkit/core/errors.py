@@ -197,6 +197,14 @@ def did_you_mean(
     return f' Did you mean `{close[0]}`?' if close else ''
 
 
+def add_note(e: BaseException, note: str) -> None:
+    "Add a note to an exception, unless the exception refuses it."
+    try:
+        e.add_note(note)
+    except Exception:
+        pass
+
+
 class LearnkitError(Exception):
     """Base of every error that learnkit raises itself.
 
