@@ -15,8 +15,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.callbacks.monitored import as_number, epoch_row, find_column
-from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.recorder import as_number, epoch_row, find_column, recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
 from learnkit.checkpoint.dcp import Writers, find_parts_folder, take_parts
 from learnkit.checkpoint.file import write_state

@@ -7,11 +7,12 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['as_atom', 'as_plain', 'plain']
+__all__ = ['ATOMS', 'as_atom', 'as_plain', 'clone_view', 'plain', 'storable']
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
@@ -22,6 +23,7 @@ ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     bytes: bytes.__bytes__,
 }
+ATOMS = (NoneType, *ATOM_CONVERTERS)
 
 
 def as_atom(value: Any) -> Any:
@@ -53,7 +55,7 @@ def plain(
         value = value.item()
     if isinstance(value, Tensor):
         return as_plain(value)
-    if isinstance(value, (NoneType, *ATOM_CONVERTERS)):
+    if isinstance(value, ATOMS):
         return as_atom(value)
     if isinstance(value, Mapping):
         return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
@@ -72,3 +74,36 @@ def as_plain(t: Tensor) -> Tensor:
     if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
         return t
     return t.as_subclass(Tensor)
+
+
+def storable(value: Any) -> Any:
+    """Convert a metric's value to plain data: arrays to tensors, and unsupported objects to None.
+
+    >>> storable({'per class': np.array([0.5, 1.]), 'figure': object()})
+    {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        return clone_view(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
+        return torch.tensor(value)
+    if isinstance(value, Mapping):
+        return {k: storable(v) for k, v in value.items() if type(k) in ATOMS}
+    if isinstance(value, (list, tuple)):
+        entries = map(storable, value)
+        return list(entries) if isinstance(value, list) else tuple(entries)
+    return None
+
+
+def clone_view(t: Tensor) -> Tensor:
+    "Clone a view of a larger storage, because torch saves the whole storage of a tensor."
+    t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
+    if (
+        t.layout is not torch.strided
+        or t.untyped_storage().nbytes() <= t.numel() * t.element_size()
+    ):
+        return t
+    return t.clone()
