@@ -148,7 +148,7 @@ class Checkpoint(Callback):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: Digests = {}  # of the frozen weights, by name
         self._has_warned = False  # whether this fit was searched for what no checkpoint holds
-        self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
+        self._buffers: dict[Any, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # of the shards, on all ranks

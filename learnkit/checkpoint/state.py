@@ -462,43 +462,40 @@ def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
     )
 
 
-def copy_to_host(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
+def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
     """Return a nested state with its tensors copied to host memory; tensors that share memory are copied once.
 
-    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused if their shape fits.
+    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused for the same tensors.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    copies: dict[Any, Tensor] = {}
+    copies: dict[Any, tuple[Tensor, Tensor]] = {}  # copy and original, by memory
     buffers = {} if buffers is None else buffers
 
-    def copy(value: Any, where: str) -> Any:
+    def copy(value: Any) -> Any:
         if type(value) is int:  # the state of Python's random generator has 625
             return value
         if is_dtensor(value):
-            return on_host(value, copy(local(value), where))
+            return on_host(value, copy(local(value)))
         if isinstance(value, Tensor):
-            value = value.detach()
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-            if value.numel() and key in copies:
-                return copies[key]
-            new = buffers.get(where)
-            if new is None or new.shape != value.shape or new.dtype != value.dtype:
-                new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-            buffers[where] = copies[key] = new
-            pairs.append((new, value))
-            return new
+            if key not in copies:
+                new = buffers.get(key)
+                if new is None:
+                    new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
+                copies[key] = new, value.detach()
+            return copies[key][0]
         if isinstance(value, Mapping):
-            return {k: copy(v, f'{where}.{k}') for k, v in value.items()}
+            return {k: copy(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(copy(v, f'{where}.{i}') for i, v in enumerate(value))
+            return type(value)(map(copy, value))
         return value
 
-    copied = copy(state, '')
-    if pairs:
+    copied = copy(state)
+    buffers.clear()
+    buffers.update((key, new) for key, (new, _) in copies.items())
+    if copies:
+        news, originals = map(list, zip(*copies.values(), strict=True))
         with torch.no_grad():
-            torch._foreach_copy_(
-                [new for new, _ in pairs], [t for _, t in pairs], non_blocking=True
-            )
-        if any(t.is_cuda for _, t in pairs):
+            torch._foreach_copy_(news, originals, non_blocking=True)
+        if any(t.is_cuda for t in originals):
             torch.cuda.synchronize()  # once for all tensors
     return copied
