@@ -17,11 +17,12 @@ from torch.nn.parameter import is_lazy
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.weights import (
+    Stored,
     add_frozen_weights,
     check_weights,
     collect_module_state,
-    compare_weights,
-    load_weights,
+    compare_stored,
+    load_stored,
 )
 from learnkit.core.dtensor import (
     distribute_like,
@@ -34,7 +35,7 @@ from learnkit.core.dtensor import (
 )
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, model_device, move_to_device
+from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import as_plain, plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
@@ -101,6 +102,7 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
+    within_epoch = LOOP_PLACES.get(place) == 'batch'
     state = {
         **_collect_trained(learn),
         'buffers': _collect_loose_buffers(learn.model),
@@ -113,7 +115,7 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         },
         'loop': _collect_loop_state(learn, place),
         'rng': capture_rng(),
-        'position': _collect_position(learn, place),
+        'position': learn.passes.state_dict(learn, within_epoch) if place else None,
         'callbacks': learn.callback_states(),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
@@ -150,13 +152,6 @@ def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'fitting_size': learn.auto_microbatch,
         'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
     }
-
-
-def _collect_position(learn: LearnerLike, place: str) -> dict[str, Any] | None:
-    "Return the position in the training data; None outside of a fit."
-    if not place:
-        return None
-    return learn.passes.state_dict(learn, within_epoch=LOOP_PLACES[place] == 'batch')
 
 
 def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
@@ -267,14 +262,8 @@ def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
 
 def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
-    state = r.state
-    _add_unfrozen_params(learn, state)
-    differences = compare_weights(learn.model, state['model'])
-    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
-        loss_differences = compare_weights(learn.loss_func, state['loss_func'])
-        differences += [f'loss_func: {d}' for d in loss_differences]
-    if state['optimizer'] is not None:
-        differences += learn.opt.differences(state['optimizer'], bare_model(learn.model))
+    _add_unfrozen_params(learn, r.state)
+    differences = compare_stored(learn, _find_trained(r.state))
     source = r.path or 'The checkpoint'
     check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
 
@@ -305,27 +294,19 @@ def _load_weights(learn: LearnerLike, r: ResumeState) -> None:
     is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
     r.before = None if is_lazy_model else copy_to_host(_collect_trained(learn))
     learn('before_load')
-    _restore_weights(learn, r.state)
+    load_stored(learn, _find_trained(r.state))
     learn('after_load')
 
 
-def _restore_weights(learn: LearnerLike, state: Mapping[str, Any]) -> None:
-    "Load the states of the model, the loss function and the optimizer."
-    load_weights(learn.model, state['model'])
-    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
-        load_weights(learn.loss_func, state['loss_func'])
-    if state['optimizer'] is None:
-        return
-    # the optimizer's state is loaded to the device of the parameters, so move them first
-    move_to_device(learn)
-    learn.opt.load_state_dict(state['optimizer'])
+def _find_trained(state: Mapping[str, Any]) -> Stored:
+    return Stored(state['model'], state['optimizer'], state['loss_func'])
 
 
 def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
     "Restore all state, random generators last."
     learn.end_resume()
     state = resume.state
-    _restore_weights(learn, state)
+    load_stored(learn, _find_trained(state))
     _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
     with _roll_back_on_error(learn, resume):
@@ -373,7 +354,7 @@ def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
         if r.path is not None:
             add_note(e, f'while {r.path} was put in place')
         if r.before is not None:
-            _restore_weights(learn, r.before)
+            load_stored(learn, _find_trained(r.before))
         learn.counters.load_units(done)
         if learn.opt is not None:
             learn.opt.n_steps = n_steps
@@ -436,13 +417,14 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
-        if path not in modules or name not in modules[path]._buffers:
+        own = modules[path]._buffers if path in modules else {}
+        if name not in own:
             continue
-        buffer = modules[path]._buffers[name]
+        buffer = own[name]
         if buffer is None:
-            modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
-        elif buffer.shape != value.shape or buffer.dtype != value.dtype:
-            modules[path]._buffers[name] = value.to(buffer.device, copy=True)
+            own[name] = value.to(model_device(modules[path], None), copy=True)
+        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            own[name] = value.to(buffer.device, copy=True)
         elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
             buffer.copy_(value)
 

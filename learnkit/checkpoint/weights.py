@@ -20,7 +20,8 @@ from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.dtensor import distribute_like, full_tensor, local, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
-from learnkit.core.model import bare_model
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model, move_to_device
 from learnkit.core.plain import plain
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
     'write_safetensors',
     'check_weights',
     'load_weights',
+    'compare_stored',
     'compare_weights',
+    'load_stored',
     'model_state',
     'collect_module_state',
     'add_frozen_weights',
@@ -47,7 +50,7 @@ Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by na
 
 @dataclass
 class Stored:
-    "Content of a weights file."
+    "Content of a weights file, or what a checkpoint holds of the same."
 
     model: Mapping[str, Any]  # state dict of the model
     opt: Any = None  # state of the optimizer
@@ -329,6 +332,27 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
             name: distribute_like(value, current.get(name)) for name, value in weights.items()
         }
     model.load_state_dict(weights, strict=strict)
+
+
+def compare_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> list[str]:
+    "Return a line for each difference of a Learner's model, loss function and optimizers from stored ones."
+    lines = compare_weights(learn.model, stored.model, strict)
+    if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
+        lines += [f'loss_func: {d}' for d in compare_weights(learn.loss_func, stored.loss_func)]
+    if stored.opt is not None:
+        lines += learn.opt.differences(stored.opt, bare_model(learn.model))
+    return lines
+
+
+def load_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> None:
+    "Load a Learner's model, loss function and optimizers, after `compare_stored`."
+    load_weights(learn.model, stored.model, strict)
+    if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
+        load_weights(learn.loss_func, stored.loss_func)
+    if stored.opt is not None:
+        # the state is loaded to the device of the parameters, so move them first
+        move_to_device(learn)
+        learn.opt.load_state_dict(stored.opt)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
