@@ -152,7 +152,6 @@ class Checkpoint(Callback):
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # of the shards, on all ranks
-        self._is_writer = False  # whether this process writes the checkpoint's file: rank 0
         self._run_id = ''
         self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
         self._run_entries: list[Entry] = []  # checkpoints of this run
@@ -253,7 +252,6 @@ class Checkpoint(Callback):
     def _create_and_lock(self) -> None:
         folder = self.checkpoint_folder().absolute()
         lock = FolderLock(folder)
-        self._is_writer = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_writable(folder / 'checkpoint')
@@ -281,34 +279,27 @@ class Checkpoint(Callback):
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
-        if self._eval_snapshot is not None:
-            self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
+        self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(place)
         post = self.learn.world.post
         if post('leave', self._stop_request.received):
             return self._save_and_leave(place)
-        if post('failed', self._has_failed()):
+        writing = self._writing
+        has_ended = writing is not None and writing.done()
+        if post('failed', has_ended and writing.exception() is not None):
             self._wait_on_all_ranks()
         if is_due:
             self.save()
 
-    def _has_failed(self) -> bool:
-        return (
-            self._writing is not None
-            and self._writing.done()
-            and self._writing.exception() is not None
-        )
-
     def _is_due(self, place: str) -> bool:
-        if place == 'epoch' and self._is_last():
+        learn = self.learn
+        is_last = learn.run.stopping or learn.epoch + 1 == learn.n_epoch
+        if place == 'epoch' and is_last:
             return True
         interval = self._interval
         if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, place) != place:
             return False
-        return interval.is_due(self.learn)
-
-    def _is_last(self) -> bool:
-        return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
+        return interval.is_due(learn)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -417,7 +408,7 @@ class Checkpoint(Callback):
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
             state = self._write_parts(state, path)
-        if not self._is_writer:
+        if self._lock is None:  # only rank 0 has the lock, and writes the file
             return
         write_state(path, state, info)
         self._run_entries.append(Entry(path, parse_number(path), info))
@@ -471,7 +462,7 @@ class Checkpoint(Callback):
         self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def after_epoch(self) -> None:
-        if self._run_id and recorder_of(self.learn) is not None:
+        if recorder_of(self.learn) is not None:
             self._note_measured(epoch_row(self))
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
@@ -563,7 +554,6 @@ class Checkpoint(Callback):
         if self._writers is not None:
             self._writers.close()
         self._writers = None
-        self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, the monitored value, and the names of trained parameters."
