@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import atomic_write
+from learnkit.core.plain import is_dense
 
 __all__ = [
     'FORMAT',
@@ -165,12 +166,7 @@ class _Packer:
 
     def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
         "Return the name of a stored tensor, and store it if it is new."
-        if (
-            type(t) not in (Tensor, nn.Parameter)
-            or t.layout is not torch.strided
-            or t.is_quantized
-            or t.is_meta
-        ):
+        if type(t) not in (Tensor, nn.Parameter) or not is_dense(t):
             raise ValueError(
                 f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
                 f'{_describe_place(where)}. Keep plain, dense tensors in states'

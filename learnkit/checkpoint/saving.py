@@ -85,10 +85,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
-    if learn.world.is_first:
-        with atomic_write(path) as tmp:
-            torch.save(state, tmp)
-    return path
+    return _write(learn, path, partial(torch.save, state))
 
 
 def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
@@ -98,10 +95,14 @@ def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> 
             f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
             'leave out `with_opt`.'
         )
-    state = model_state(learn.model)
+    return _write(learn, path, partial(write_safetensors, model_state(learn.model)))
+
+
+def _write(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
+    "Write a file atomically in rank 0, and return its path."
     if learn.world.is_first:
         with atomic_write(path) as tmp:
-            write_safetensors(state, tmp)
+            write(tmp)
     return path
 
 
@@ -177,10 +178,7 @@ def save_learner(
     config = {**collect_config(learn), 'model_config': plain(model_config, 'model_config')}
     with learn.evaluated_weights():
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
-        if learn.world.is_first:
-            with atomic_write(path) as tmp:
-                torch.save(state, tmp)
-    return path
+        return _write(learn, path, partial(torch.save, state))
 
 
 def export(

@@ -1,4 +1,13 @@
-"""Collect the complete training state of a Learner, and restore it, so that training resumes exactly."""
+"""Collect the complete training state of a Learner, and restore it, so that training resumes exactly.
+
+`fit(resume=...)` goes through these steps:
+
+1. `find_checkpoint` finds a checkpoint (`checkpoint/folder.py`), and reads and verifies it (`checkpoint/file.py`).
+2. `begin_resume` compares weights and optimizers with the Learner's, and loads them (`checkpoint/weights.py`).
+3. The fit begins, and the loop goes to the epoch and the batch of the checkpoint (`engine/resume.py`).
+4. `restore_state` restores everything there: weights once more, counters, callbacks (`engine/callback_state.py`),
+   the files of callbacks, and random generators last.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +45,7 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, plain
+from learnkit.core.plain import as_plain, is_dense, plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -407,9 +416,7 @@ def _collect_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
         f'{path}.{name}'.removeprefix('.'): b
         for path, module in bare_model(model).named_modules()
         for name in module._non_persistent_buffers_set
-        if type(b := module._buffers.get(name)) is Tensor
-        and b.layout is torch.strided
-        and not b.is_meta
+        if type(b := module._buffers.get(name)) is Tensor and is_dense(b)
     }
 
 

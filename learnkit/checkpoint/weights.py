@@ -22,7 +22,7 @@ from learnkit.core.dtensor import distribute_like, full_tensor, local, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device
-from learnkit.core.plain import plain
+from learnkit.core.plain import is_dense, plain
 
 __all__ = [
     'Stored',
@@ -167,13 +167,7 @@ def write_safetensors(
     metadata = {'format': 'pt'}
     storages = set()
     for name, t in sorted(state.items()):
-        if (
-            not isinstance(t, Tensor)
-            or is_lazy(t)
-            or t.is_meta
-            or t.layout is not torch.strided
-            or t.is_quantized
-        ):
+        if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
                 f'{name}, a {_describe_kind(t)}, has no place in a file {SAFETENSORS}: use one with '
                 '`.pth`.'
@@ -208,7 +202,7 @@ def _describe_kind(value: Any) -> str:
 
 def _identify_memory(t: Any) -> Any:
     "Return address and layout of a tensor, which are equal for tied tensors; None if it has no memory."
-    if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided:
+    if not isinstance(t, Tensor) or not is_dense(t):
         return None
     t = local(t)
     return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else None

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['ATOMS', 'as_atom', 'as_plain', 'clone_view', 'plain', 'storable']
+__all__ = ['ATOMS', 'as_atom', 'as_plain', 'clone_view', 'is_dense', 'plain', 'storable']
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
@@ -66,6 +67,15 @@ def plain(
         f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
         'strings, and lists, tuples or dicts of them.'
     )
+
+
+def is_dense(t: Tensor) -> bool:
+    """Return True for a tensor whose values can be read and written as one block of memory.
+
+    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2, device='meta')), is_dense(torch.eye(2).to_sparse())
+    (True, False, False)
+    """
+    return not (is_lazy(t) or t.is_meta or t.is_quantized) and t.layout is torch.strided
 
 
 def as_plain(t: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import plain
+from learnkit.core.plain import is_dense, plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 
@@ -492,7 +491,7 @@ def _find_nested_callbacks(value: Any) -> list[Callback]:
 
 
 def _encode_tensor(t: Tensor) -> Any:
-    if t.requires_grad or t.layout is not torch.strided or t.is_quantized or t.is_meta:
+    if t.requires_grad or not is_dense(t):
         raise OptionError('This tensor is a part of the model, or of a graph.')
     content: Any = t.as_subclass(Tensor)
     if not t.is_cpu:
@@ -528,12 +527,12 @@ def _find_device(cb: Any) -> Any:
 
 def _shares_weights(t: Tensor, cb: Any) -> bool:
     "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
-    if t.layout is not torch.strided or not t.numel():
+    if not is_dense(t) or not t.numel():
         return False
     model = _find_model(cb)
     address = t.untyped_storage().data_ptr()
     return any(
         weight.untyped_storage().data_ptr() == address
         for weight in (*model.parameters(), *model.buffers())
-        if not is_lazy(weight) and weight.layout is torch.strided
+        if is_dense(weight)
     )
