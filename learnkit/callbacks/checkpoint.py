@@ -285,8 +285,8 @@ class Checkpoint(Callback):
         if post('leave', self._stop_request.received):
             return self._save_and_leave(place)
         writing = self._writing
-        has_ended = writing is not None and writing.done()
-        if post('failed', has_ended and writing.exception() is not None):
+        has_failed = writing is not None and writing.done() and writing.exception() is not None
+        if post('failed', has_failed):
             self._wait_on_all_ranks()
         if is_due:
             self.save()

@@ -335,7 +335,7 @@ class DataKind:
     decode: Callable[[Any, Any], Any]  # f(data, callback): the value
 
 
-def _is_numeric(value: Any, kind: type) -> bool:
+def _is_numeric(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and value.dtype.kind in 'biufc'
 
 
