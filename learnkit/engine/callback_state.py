@@ -51,8 +51,8 @@ ATTRIBUTES = '__attributes__'
 
 # attributes of a callback that hold copies of its attributes
 _ADDED_KEY = '_as_added'
-_NAMES_KEY = '_names_as_added'
 _BEGUN_KEY = '_as_begun'
+_NO_DATA = ...  # stands in them for an attribute that is not data; copies of it are the same object
 _NOT_STATE = frozenset(
     {
         'learn',
@@ -62,7 +62,6 @@ _NOT_STATE = frozenset(
         'run_train',
         'run_valid',
         _ADDED_KEY,
-        _NAMES_KEY,
         _BEGUN_KEY,
         '_given_by_learnkit',
     }
@@ -205,8 +204,7 @@ def note_attributes(cb: Any) -> None:
     "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
     own = _own_attributes(cb)
     if _ADDED_KEY not in own:
-        own[_NAMES_KEY] = tuple(own)
-        own[_ADDED_KEY] = _encode_attributes(cb)
+        own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
 
 
 def note_beginnings(learn: LearnerLike) -> None:
@@ -270,9 +268,12 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
     are opened or looked up by it: files, loggers, tables of modules, objects of this package.
     """
     own = _own_attributes(cb)
-    added, names = own.get(_ADDED_KEY, {}), own.get(_NAMES_KEY, ())
-    lost = {name: kind for name, kind in lost_attributes(cb).items() if not _is_opened(own[name])}
-    return {name: kind for name, kind in lost.items() if name in added or name not in names}
+    added = own.get(_ADDED_KEY, {})
+    return {
+        name: kind
+        for name, kind in lost_attributes(cb).items()
+        if not _is_opened(own[name]) and (name not in added or added[name] is not _NO_DATA)
+    }
 
 
 def _own_attributes(cb: Any) -> dict[str, Any]:
