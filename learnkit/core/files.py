@@ -205,20 +205,22 @@ class FolderLock:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._lock = self._make_lock()
+        self._lock: FileLock | None = None
 
     def acquire(self) -> Self:
         """Create the folder if missing, and lock it; do nothing if this lock is held.
 
         Raises `FolderInUseError`, which names the owner, and `OSError` for a folder that is not writable."""
-        from filelock import Timeout
+        from filelock import FileLock, Timeout  # only runs that write checkpoints need it
 
         if self.held:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._make_lock()  # a lock from before a fork cannot be acquired in the child
+        path = self.folder / '.lock'
         try:
             with _waiting_signals():
+                # a new one, as a lock from before a fork cannot be acquired in the child
+                self._lock = FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
                 self._lock.acquire()
         except Timeout:
             raise self._make_error() from None
@@ -235,12 +237,13 @@ class FolderLock:
     def release(self) -> None:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
         with _waiting_signals():
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
 
     @property
     def held(self) -> bool:
         "True if this process holds this lock."
-        return self._lock.is_locked
+        return self._lock is not None and self._lock.is_locked
 
     def __enter__(self) -> Self:
         return self.acquire()
@@ -249,13 +252,6 @@ class FolderLock:
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.release()
-
-    def _make_lock(self) -> FileLock:
-        from filelock import FileLock  # only runs that write checkpoints need it
-
-        path = self.folder / '.lock'
-        with _waiting_signals():
-            return FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
 
     def _make_error(self) -> FolderInUseError:
         try:
