@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import atomic_write
-from learnkit.core.plain import is_dense
+from learnkit.core.plain import identify_memory, is_dense
 
 __all__ = [
     'FORMAT',
@@ -173,7 +173,7 @@ class _Packer:
             )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
-        memory = t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
+        memory = identify_memory(t)
         if memory not in self.names:
             self.names[memory] = self._add(t, where)
         return self.names[memory]

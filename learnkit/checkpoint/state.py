@@ -45,7 +45,7 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, is_dense, plain
+from learnkit.core.plain import as_plain, identify_memory, is_dense, plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -465,7 +465,7 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
         if is_dtensor(value):
             return on_host(value, copy(local(value)))
         if isinstance(value, Tensor):
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+            key = identify_memory(value)
             if key not in copies:
                 new = buffers.get(key)
                 if new is None:

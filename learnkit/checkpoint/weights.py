@@ -22,7 +22,7 @@ from learnkit.core.dtensor import distribute_like, full_tensor, local, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device
-from learnkit.core.plain import is_dense, plain
+from learnkit.core.plain import identify_memory, is_dense, plain
 
 __all__ = [
     'Stored',
@@ -205,7 +205,7 @@ def _identify_memory(t: Any) -> Any:
     if not isinstance(t, Tensor) or not is_dense(t):
         return None
     t = local(t)
-    return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else None
+    return identify_memory(t) if t.numel() else None
 
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
@@ -247,21 +247,15 @@ def check_weights(
     raise WeightsError('\n  '.join([summary, *differences]))
 
 
-def remove_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    "Return the weights without the prefix of a wrapper that the model does not have."
-    for prefix in ('_orig_mod.', 'module.'):
-        if (
-            weights
-            and all(k.startswith(prefix) for k in weights)
-            and not hasattr(model, prefix[:-1])
-        ):
-            weights = {k.removeprefix(prefix): v for k, v in weights.items()}
-    return weights
-
-
 def _match_names(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    "Return the weights under the model's names; a file may leave out the second name of tied weights."
-    weights = remove_prefix(weights, model)
+    """Return the weights under the model's names.
+
+    They may have the prefix of a wrapper that the model does not have, and may lack the second name of tied weights.
+    """
+    for prefix in ('_orig_mod.', 'module.'):
+        is_on_all = bool(weights) and all(name.startswith(prefix) for name in weights)
+        if is_on_all and not hasattr(model, prefix[:-1]):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     model_weights = model.state_dict()
     if model_weights.keys() <= weights.keys():
         return weights

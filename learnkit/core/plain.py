@@ -1,4 +1,4 @@
-"""Conversion to plain data, which loads without executing code."""
+"""Conversion to plain data, which loads without executing code, and the properties of tensors that files depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['ATOMS', 'as_atom', 'as_plain', 'clone_view', 'is_dense', 'plain', 'storable']
+__all__ = [
+    'ATOMS',
+    'as_atom',
+    'as_plain',
+    'clone_view',
+    'identify_memory',
+    'is_dense',
+    'plain',
+    'storable',
+]
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
@@ -76,6 +85,16 @@ def is_dense(t: Tensor) -> bool:
     (True, False, False)
     """
     return not (is_lazy(t) or t.is_meta or t.is_quantized) and t.layout is torch.strided
+
+
+def identify_memory(t: Tensor) -> Any:
+    """Return device, address and layout of a tensor, which are equal for tensors that share all of their memory.
+
+    >>> t = torch.ones(2, 2)
+    >>> identify_memory(t) == identify_memory(t.detach()), identify_memory(t) == identify_memory(t.T)
+    (True, False)
+    """
+    return t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
 def as_plain(t: Tensor) -> Tensor:
