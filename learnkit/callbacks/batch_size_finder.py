@@ -14,7 +14,7 @@ from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.callbacks.oom import OOMObserver
 from learnkit.core.batch import batch_counter, cut_batch
 from learnkit.core.comm import launched_as
-from learnkit.core.errors import BatchError, CancelFitException, FitError
+from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.numbers import check_count
@@ -25,7 +25,6 @@ from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
-from learnkit.engine.run import add_note
 from learnkit.engine.snapshot import restored
 
 __all__ = ['find_batch_size']

@@ -15,29 +15,30 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.callbacks.monitored import as_number, epoch_row, find_column
-from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.recorder import as_number, epoch_row, find_column, recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
-from learnkit.checkpoint.dcp import (
-    Writers,
-    find_parts_folder,
-    remove_parts,
-    take_parts,
-)
+from learnkit.checkpoint.dcp import Writers, find_parts_folder, take_parts
 from learnkit.checkpoint.file import write_state
-from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
-from learnkit.checkpoint.frozen import (
+from learnkit.checkpoint.folder import (
+    Entry,
+    entries,
+    find_superfluous,
+    next_path,
+    parse_number,
+    remove_checkpoint,
+    sweep_folders,
+    write_own_files,
+)
+from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.checkpoint.weights import (
     Digests,
     find_changed,
     find_trainable,
     leave_out_frozen_weights,
 )
-from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
-from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
-from learnkit.core.files import check_writable, sweep
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock, check_writable, sweep
 from learnkit.core.model import name_of
 from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
@@ -45,7 +46,7 @@ from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import Every, check_countable
+from learnkit.engine.counters import Every, check_countable
 from learnkit.engine.resume import LOOP_PLACES
 from learnkit.metrics.direction import MetricProperties
 
@@ -147,11 +148,10 @@ class Checkpoint(Callback):
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: Digests = {}  # of the frozen weights, by name
         self._has_warned = False  # whether this fit was searched for what no checkpoint holds
-        self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
+        self._buffers: dict[Any, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # of the shards, on all ranks
-        self._is_writer = False  # whether this process writes the checkpoint's file: rank 0
         self._run_id = ''
         self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
         self._run_entries: list[Entry] = []  # checkpoints of this run
@@ -252,7 +252,6 @@ class Checkpoint(Callback):
     def _create_and_lock(self) -> None:
         folder = self.checkpoint_folder().absolute()
         lock = FolderLock(folder)
-        self._is_writer = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_writable(folder / 'checkpoint')
@@ -280,34 +279,27 @@ class Checkpoint(Callback):
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
-        if self._eval_snapshot is not None:
-            self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
+        self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(place)
         post = self.learn.world.post
         if post('leave', self._stop_request.received):
             return self._save_and_leave(place)
-        if post('failed', self._has_failed()):
+        writing = self._writing
+        has_failed = writing is not None and writing.done() and writing.exception() is not None
+        if post('failed', has_failed):
             self._wait_on_all_ranks()
         if is_due:
             self.save()
 
-    def _has_failed(self) -> bool:
-        return (
-            self._writing is not None
-            and self._writing.done()
-            and self._writing.exception() is not None
-        )
-
     def _is_due(self, place: str) -> bool:
-        if place == 'epoch' and self._is_last():
+        learn = self.learn
+        is_last = learn.run.stopping or learn.epoch + 1 == learn.n_epoch
+        if place == 'epoch' and is_last:
             return True
         interval = self._interval
         if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, place) != place:
             return False
-        return interval.is_due(self.learn)
-
-    def _is_last(self) -> bool:
-        return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
+        return interval.is_due(learn)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -416,14 +408,12 @@ class Checkpoint(Callback):
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
             state = self._write_parts(state, path)
-        if not self._is_writer:
+        if self._lock is None:  # only rank 0 has the lock, and writes the file
             return
         write_state(path, state, info)
         self._run_entries.append(Entry(path, parse_number(path), info))
         for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
-            old.unlink(missing_ok=True)
-            remove_parts(old)
-            remove_own_files(old)
+            remove_checkpoint(old)
             self._run_entries = [e for e in self._run_entries if e.path != old]
 
     def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -472,7 +462,7 @@ class Checkpoint(Callback):
         self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def after_epoch(self) -> None:
-        if self._run_id and recorder_of(self.learn) is not None:
+        if recorder_of(self.learn) is not None:
             self._note_measured(epoch_row(self))
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
@@ -564,7 +554,6 @@ class Checkpoint(Callback):
         if self._writers is not None:
             self._writers.close()
         self._writers = None
-        self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, the monitored value, and the names of trained parameters."

@@ -15,11 +15,11 @@ from learnkit.core.batch import to_detach, to_device
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.plain import storable
 from learnkit.core.validation import warn_user
 from learnkit.metrics.averages import RESERVED, measures_batches
 from learnkit.metrics.base import Mean, Metric, flattened
 from learnkit.metrics.merge import gather_on_host, merge_states, shared_state, unsynced
-from learnkit.metrics.state import storable
 
 __all__ = [
     'EpochMetrics',

@@ -17,8 +17,8 @@ from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.model import has_weights
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
+from learnkit.engine.counters import Every
 from learnkit.engine.dispatch import as_list
-from learnkit.engine.every import Every
 
 __all__ = [
     'Hook',

@@ -29,7 +29,7 @@ from learnkit.core.numbers import is_number
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import check_countable
+from learnkit.engine.counters import check_countable
 from learnkit.engine.own_loop import find_loop_overrides
 from learnkit.losses import BaseLoss
 

@@ -10,7 +10,7 @@ import torch
 from learnkit.core.errors import OptionError, TimeError, did_you_mean
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import Every, check_countable
+from learnkit.engine.counters import Every, check_countable
 
 __all__ = ['Monitor']
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from learnkit.callbacks.monitored import epoch_row, find_column, records
+from learnkit.callbacks.recorder import epoch_row, find_column, records
 from learnkit.callbacks.tracking import TrackerCallback
 from learnkit.core.errors import OptionError
 from learnkit.core.optional import check_libraries, import_library

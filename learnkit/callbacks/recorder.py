@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from html import escape
-from math import isnan
+from math import isnan, prod
+from numbers import Real
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from fastcore.foundation import L
+from torch import Tensor
 
 from learnkit.callbacks.epoch_metrics import (
     EpochMetrics,
@@ -27,6 +30,7 @@ from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.plain import storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
@@ -45,11 +49,20 @@ from learnkit.metrics.averages import (
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
 from learnkit.metrics.merge import check_mergeable, gather_on_host
-from learnkit.metrics.state import storable
 
-__all__ = ['Recorder', 'History', 'recorder_of']
+__all__ = [
+    'Recorder',
+    'History',
+    'as_number',
+    'epoch_row',
+    'find_column',
+    'recorder_of',
+    'records',
+]
 
 TRAIN_LOSSES = ('mean', 'smooth')
+_OTHERS = {'fit', 'epoch', 'time'}  # columns of a row that are not values
+_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 
 
 class _EvalLoss(AvgLoss):
@@ -653,3 +666,68 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 def recorder_of(learn: LearnerLike) -> Recorder | None:
     "Return the Recorder of a Learner, or None."
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
+
+
+# Values that other callbacks monitor
+
+
+def records(cb: Any) -> Recorder:
+    "Return the Recorder of a callback's Learner, or raise `MetricError`."
+    found = recorder_of(cb.learn)
+    if found is None:
+        raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
+    return found
+
+
+def find_column(cb: Any, monitor: str) -> int | None:
+    "Return the index of a column, None if only an earlier fit logged it; raise `MetricError` if unknown."
+    recorder = records(cb)
+    if monitor not in recorder.metric_names:
+        recorder.find_keys()
+    names = [n for n in recorder.metric_names[1:] if n != 'time']
+    if monitor in names:
+        return names.index(monitor)
+    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS:
+        return None
+    if evaluation_loaders(cb.learn.dls):
+        hint = did_you_mean(monitor, names) or _LOGGED
+    else:
+        hint = (
+            f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{_LOGGED}'
+        )
+    raise MetricError(
+        f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
+        f'{", ".join(names)}.{hint}'
+    )
+
+
+def _rows(learn: LearnerLike, recorder: Recorder) -> list[dict[str, Any]]:
+    "Return the history; for a fit being resumed also the history in the checkpoint."
+    resumed = learn.run.resume
+    if resumed is None:
+        return list(recorder.history)
+    saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
+    return [*recorder.history, *saved.get('history', ())]
+
+
+def epoch_row(cb: Any) -> dict[str, Any] | None:
+    "Return this epoch's row of the history, or None if the epoch was skipped."
+    recorder = records(cb)
+    current = recorder.n_fits - 1, cb.learn.epoch
+    rows = (
+        row for row in reversed(recorder.history) if (row.get('fit'), row.get('epoch')) == current
+    )
+    return next(rows, None)
+
+
+def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
+    "Return a value as a float, or None for None and NaN; raise `MetricError` for other types."
+    if value is None:
+        return None
+    if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise MetricError(
+            f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.'
+        )
+    return None if isnan(value) else float(value)

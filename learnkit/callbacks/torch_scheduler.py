@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.monitored import as_number, epoch_row, find_column
+from learnkit.callbacks.recorder import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from learnkit.callbacks.ema import EMA
-from learnkit.callbacks.monitored import as_number, epoch_row, find_column, records
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
+from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
 from learnkit.checkpoint.saving import check_weights_path, find_weights_path, resolve_path
 from learnkit.core.errors import MetricError, OptionError, TimeError
 from learnkit.core.learner_type import LearnerLike

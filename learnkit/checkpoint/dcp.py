@@ -9,7 +9,6 @@ read the files. No file contains a pickle.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,13 +19,7 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.file import read_entries, write_state
-from learnkit.checkpoint.side_files import (
-    PARTS,
-    check_files,
-    damaged_error,
-    describe_file,
-    file_has_size,
-)
+from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import empty_on_host, is_dtensor, local
 from learnkit.core.errors import CheckpointError, DamagedError
@@ -40,12 +33,8 @@ __all__ = [
     'take_parts',
     'replace_at',
     'load_parts',
-    'check_parts',
-    'remove_parts',
     'Writers',
 ]
-
-_FILE = re.compile(r'\d{1,7}\.safetensors', re.ASCII)
 
 Parts = dict[str, Tensor]  # DTensors, on the CPU when they are written
 
@@ -191,22 +180,6 @@ def find_shard_dim(t: Any) -> Any:
     return placement.dim if placement.is_shard() else None
 
 
-# Checking
-
-
-def check_parts(
-    path: Path,  # file of the checkpoint
-    parts: Mapping[str, Any],  # entry 'parts' of the checkpoint
-    digests: bool = True,  # verify digests, not only sizes
-) -> None:
-    "Raise `DamagedError` if a file of the folder is missing or damaged."
-    folder = find_parts_folder(path)
-    for name in parts['files']:
-        if not _FILE.fullmatch(name):
-            raise damaged_error(path, f'names a file {ascii(name)[:80]}')
-    check_files(path, folder, parts['files'], digests)
-
-
 # Reading
 
 
@@ -286,11 +259,3 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
     t = empty_on_host(size, dtype, mesh)
     local(t).copy_(rows)
     return t
-
-
-# Removing
-
-
-def remove_parts(path: Path) -> None:
-    "Remove the folder of shards of a removed checkpoint."
-    shutil.rmtree(find_parts_folder(path), ignore_errors=True)

@@ -23,8 +23,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import atomic_write
+from learnkit.core.plain import identify_memory, is_dense
 
 __all__ = [
     'FORMAT',
@@ -77,6 +78,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 State = dict[str, Any]
+_Entry = tuple[torch.dtype, list[int], int]  # dtype, shape and start of a tensor in the data
 
 
 # Writing
@@ -164,19 +166,14 @@ class _Packer:
 
     def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
         "Return the name of a stored tensor, and store it if it is new."
-        if (
-            type(t) not in (Tensor, nn.Parameter)
-            or t.layout is not torch.strided
-            or t.is_quantized
-            or t.is_meta
-        ):
+        if type(t) not in (Tensor, nn.Parameter) or not is_dense(t):
             raise ValueError(
                 f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
                 f'{_describe_place(where)}. Keep plain, dense tensors in states'
             )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
-        memory = t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
+        memory = identify_memory(t)
         if memory not in self.names:
             self.names[memory] = self._add(t, where)
         return self.names[memory]
@@ -275,8 +272,8 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
     with _open(path) as f:
         header = _read_header(f, path)
         digest = hashlib.sha256(header.blank)
-        for name, dtype, shape in header.tensors:
-            tensors[name] = _read_tensor(f, dtype, shape, path)
+        for name in header.tensors:
+            tensors[name] = _read_tensor(f, header, name, path)
             digest.update(_view_bytes(tensors[name]))
     if digest.hexdigest().encode() != header.digest:
         raise _damaged_error(path, 'its digest differs: bytes have changed since it was written')
@@ -295,34 +292,21 @@ def read_entries(path: Path, keys: Iterable[str]) -> State:
     """
     with _open(path) as f:
         header = _read_header(f, path)
-        unpacker = _Unpacker(_Tensors(f, header, path))
+        views = json.loads(header.metadata['views'])
+
+        @cache
+        def read(name: str) -> Tensor:
+            return _restore_view(_read_tensor(f, header, name, path), views.get(name, {}))
+
+        unpacker = _Unpacker(read)
         state = json.loads(header.metadata['state'])
         return {key: unpacker.unpack(state[key], 1) for key in keys}
 
 
-class _Tensors(dict[str, Tensor]):
-    "Tensors of an open file, each read at its first use."
-
-    def __init__(self, f: BinaryIO, header: _Header, path: Path) -> None:
-        super().__init__()
-        self.file, self.path = f, path
-        self.views = json.loads(header.metadata['views'])
-        self.places = {name: (dtype, shape) for name, dtype, shape in header.tensors}
-        sizes = (prod(shape) * dtype.itemsize for dtype, shape in self.places.values())
-        self.starts = dict(
-            zip(self.places, accumulate(sizes, initial=len(header.blank)), strict=False)
-        )
-
-    def __missing__(self, name: str) -> Tensor:
-        self.file.seek(self.starts[name])
-        self[name] = _restore_view(
-            _read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {})
-        )
-        return self[name]
-
-
-def _read_tensor(f: BinaryIO, dtype: torch.dtype, shape: list[int], path: Path) -> Tensor:
+def _read_tensor(f: BinaryIO, header: _Header, name: str, path: Path) -> Tensor:
+    dtype, shape, start = header.tensors[name]
     t = torch.empty(shape, dtype=dtype, device='cpu')
+    f.seek(len(header.blank) + start)
     if f.readinto(_view_bytes(t)) != t.nbytes:  # type: ignore[attr-defined]  # missing in BinaryIO
         raise _damaged_error(path, 'it was cut short')
     return t
@@ -351,7 +335,7 @@ class _Header(NamedTuple):
     blank: bytes  # bytes, with zeros instead of the digest
     digest: bytes
     metadata: dict[str, str]
-    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape; in the data's order
+    tensors: dict[str, _Entry]  # by name, in the data's order
 
 
 def _open(path: Path) -> BinaryIO:
@@ -403,11 +387,9 @@ def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _check_tensors(
-    entries: dict[str, Any], n_bytes: int
-) -> list[tuple[str, torch.dtype, list[int]]]:
+def _check_tensors(entries: dict[str, Any], n_bytes: int) -> dict[str, _Entry]:
     "Return the tensors of a header; raise `ValueError` unless they fill the data without gaps."
-    tensors = []
+    tensors = {}
     stop = 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1]['data_offsets']):
         dtype, shape, offsets = _DTYPES[entry['dtype']], entry['shape'], entry['data_offsets']
@@ -419,7 +401,7 @@ def _check_tensors(
         start, stop = stop, stop + prod(shape) * dtype.itemsize
         if offsets != [start, stop]:
             raise ValueError(f'the bytes of {ascii(name)[:80]} are not where they should be')
-        tensors.append((name, dtype, shape))
+        tensors[name] = dtype, shape, start
     if stop != n_bytes:
         raise ValueError(f'it has {n_bytes:,} bytes of tensors and should have {stop:,}')
     return tensors
@@ -430,7 +412,7 @@ def _unpack_state(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State
     n_bytes = sum(t.nbytes for t in tensors.values())
     for name, view in json.loads(metadata['views']).items():
         tensors[name] = _restore_view(tensors[name], view)
-    unpacker = _Unpacker(tensors)
+    unpacker = _Unpacker(tensors.__getitem__)
     state = unpacker.unpack(json.loads(metadata['state'], object_pairs_hook=_to_dict), 0)
     if type(state) is not dict:
         raise ValueError(f'it is a {type(state).__name__}')
@@ -460,8 +442,8 @@ def _find_dtype(name: str) -> torch.dtype:
 class _Unpacker:
     "Conversion of JSON values to a state; the inverse of `_Packer`."
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, find_tensor: Callable[[str], Tensor]) -> None:
+        self.find_tensor = find_tensor
         self.used: set[str] = set()
         self.referred = 0
 
@@ -472,9 +454,10 @@ class _Unpacker:
             raise ValueError(f'it is nested more than {MAX_DEPTH} levels deep')
         match value:
             case {'$tensor': name}:
+                t = self.find_tensor(name)
                 self.used.add(name)
-                self.referred += self.tensors[name].nbytes
-                return self.tensors[name]
+                self.referred += t.nbytes
+                return t
             case {'$tuple': [*items]}:
                 return tuple([self.unpack(v, depth + 1) for v in items])
             case {'$bytes': text}:

@@ -1,21 +1,47 @@
-"""A folder of checkpoints: file names, finding a checkpoint to resume, and selecting files to remove."""
+"""A folder of checkpoints: file names, finding a checkpoint to resume, selecting and removing files.
+
+00012-ep3-ba1200.ckpt     the checkpoint, written last
+00012-ep3-ba1200.parts/   shards of each rank (`learnkit.checkpoint.dcp`)
+00012-ep3-ba1200.files/   files of callbacks, one folder each (`Callback.save_to_checkpoint`)
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from learnkit.checkpoint.file import read_info, read_state
-from learnkit.checkpoint.side_files import check_own_files
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
+from learnkit.core.files import flush_file, flush_folder
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
+from learnkit.engine.callback import Callback
 
-__all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'parse_number', 'find_superfluous']
+__all__ = [
+    'Entry',
+    'Found',
+    'check_files',
+    'damaged_error',
+    'describe_file',
+    'entries',
+    'file_has_size',
+    'find',
+    'find_superfluous',
+    'next_path',
+    'parse_number',
+    'read_own_files',
+    'remove_checkpoint',
+    'sweep_folders',
+    'write_own_files',
+]
 
-SUFFIX = '.ckpt'
+# suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
+SUFFIX, PARTS, OWN_FILES = '.ckpt', '.parts', '.files'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
 # path of a checkpoint's file, its state, and the file's `info`
@@ -156,13 +182,9 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
 
 
 def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    "Load a checkpoint, and check the files of a sharded one."
+    "Load a checkpoint, and check the files next to its file."
     state, info = read_state(path)
-    if 'parts' in state:
-        from learnkit.checkpoint.dcp import check_parts  # only sharded checkpoints need it
-
-        check_parts(path, state['parts'], digests)
-    check_own_files(path, state.get('files', {}), digests)
+    check_files(path, state, digests)
     return state, info
 
 
@@ -189,3 +211,124 @@ def _load_path(path: Path, folder: Path, digests: bool) -> Found:
         raise DamagedError(
             f'{e} `resume={str(path.parent)!r}` resumes from the newest undamaged one there.'
         ) from None
+
+
+# Files next to a checkpoint's file
+
+
+def describe_file(path: Path) -> list[Any]:
+    "Return size and digest of a file."
+    with path.open('rb') as f:
+        return [path.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()]
+
+
+def file_has_size(path: Path, size: int) -> bool:
+    "Return True if a file exists and has the given size in bytes."
+    try:
+        return path.is_file() and path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def check_files(
+    path: Path,  # file of the checkpoint
+    state: Mapping[str, Any],  # its state, with size and digest of the files, by their paths
+    digests: bool = True,  # verify digests, not only sizes
+) -> None:
+    "Raise `DamagedError` if a file in the folders next to a checkpoint's file is missing or damaged."
+    shards = state.get('parts', {'files': {}})['files']
+    for suffix, files in ((PARTS, shards), (OWN_FILES, state.get('files', {}))):
+        folder = path.with_suffix(suffix)
+        for name, (size, digest) in files.items():
+            file = folder / name
+            if not file.resolve().is_relative_to(folder.resolve()):
+                raise damaged_error(path, f'names a file {ascii(name)[:80]}')
+            if not file_has_size(file, size):
+                raise damaged_error(
+                    path, f'belongs to {folder.name}/{name}, which is missing or was cut short'
+                )
+            if digests and describe_file(file)[1] != digest:
+                raise damaged_error(
+                    path,
+                    f'belongs to {folder.name}/{name}, whose digest differs: bytes have changed',
+                )
+
+
+def damaged_error(path: Path, what: str) -> DamagedError:
+    "Make the error for a damaged checkpoint."
+    return DamagedError(f'{path} {what}. Nothing was loaded.')
+
+
+def has_own_files(cb: Any) -> bool:
+    "Return True for a callback that writes files of its own into a checkpoint."
+    return (
+        isinstance(cb, Callback) and type(cb).save_to_checkpoint is not Callback.save_to_checkpoint
+    )
+
+
+def write_own_files(
+    learn: LearnerLike,
+    path: Path,  # the file that the checkpoint will have
+) -> dict[str, list[Any]]:
+    """Let callbacks write their files; return size and SHA-256 of each, by its path in the folder.
+
+    A folder without its checkpoint's file is one of a write that was interrupted, and is removed
+    when the next run opens the folder.
+    """
+    writers = [cb for cb in learn.callbacks if has_own_files(cb)]
+    if not writers:
+        return {}
+    folder = path.with_suffix(OWN_FILES)
+    shutil.rmtree(folder, ignore_errors=True)
+    for cb in writers:
+        own = folder / learn.callbacks.keys[id(cb)]
+        own.mkdir(parents=True)
+        cb.save_to_checkpoint(own)
+    files = [file for file in sorted(folder.rglob('*')) if file.is_file()]
+    for file in files:
+        flush_file(file)
+        flush_folder(file.parent)
+    return {file.relative_to(folder).as_posix(): describe_file(file) for file in files}
+
+
+def read_own_files(
+    learn: LearnerLike,
+    path: Path,  # the checkpoint's file
+) -> None:
+    "Let callbacks read their files; callbacks that write none get the checkpoint's folder."
+    for cb in learn.cbs:
+        read = getattr(cb, 'resume_from_checkpoint', None)
+        if read is None:
+            continue
+        if not has_own_files(cb):
+            read(path.parent, learn.model)
+            continue
+        own = path.with_suffix(OWN_FILES) / learn.callbacks.keys[id(cb)]
+        if own.is_dir():  # the callback may be newer than the checkpoint
+            read(own, learn.model)
+
+
+# Removing
+
+
+def remove_checkpoint(path: Path) -> None:
+    "Remove a checkpoint's file, and the folders that belong to it."
+    path.unlink(missing_ok=True)
+    for suffix in (PARTS, OWN_FILES):
+        shutil.rmtree(path.with_suffix(suffix), ignore_errors=True)
+
+
+def sweep_folders(folder: Path) -> list[Path]:
+    "Remove the folders without a checkpoint file, and return them; the caller must hold the lock of `folder`."
+    stale = [
+        p
+        for p in sorted(folder.iterdir())
+        if p.suffix in (PARTS, OWN_FILES)
+        and p.is_dir()
+        and not p.is_symlink()
+        and re.match(r'\d+-', p.name)
+        and not p.with_suffix(SUFFIX).exists()
+    ]
+    for p in stale:
+        shutil.rmtree(p, ignore_errors=True)
+    return stale

@@ -26,9 +26,9 @@ from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators
 from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_state, restore_state
-from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import has_own_state, lost_attributes
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 
@@ -142,7 +142,8 @@ def check_resume(
         learn.no_logging(),
     ):
         uninterrupted = train(n)
-        resumed = train(n, write_and_read(train(middle).kept, folder / 'state.pt'))
+        write_state(folder / 'state.pt', train(middle).kept, {})
+        resumed = train(n, read_state(folder / 'state.pt')[0])
     found = differences(uninterrupted.kept, resumed.kept)
     hints = uninterrupted.hints + [
         f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
@@ -228,9 +229,3 @@ def reseed() -> None:
     import numpy as np
 
     np.random.seed()
-
-
-def write_and_read(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    "Write a state to a checkpoint file, and return the state read from the file."
-    write_state(path, state, {})
-    return read_state(path)[0]

@@ -19,8 +19,8 @@ from learnkit.checkpoint.weights import (
     SAFETENSORS,
     Stored,
     check_weights,
-    compare_weights,
-    load_weights,
+    compare_stored,
+    load_stored,
     model_state,
     read_weights,
     write_safetensors,
@@ -33,7 +33,6 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
     has_weights,
-    move_to_device,
     name_of,
     preserved_modes,
     unwrap_partial,
@@ -86,10 +85,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
-    if learn.world.is_first:
-        with atomic_write(path) as tmp:
-            torch.save(state, tmp)
-    return path
+    return _write(learn, path, partial(torch.save, state))
 
 
 def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
@@ -99,10 +95,14 @@ def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> 
             f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
             'leave out `with_opt`.'
         )
-    state = model_state(learn.model)
+    return _write(learn, path, partial(write_safetensors, model_state(learn.model)))
+
+
+def _write(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
+    "Write a file atomically in rank 0, and return its path."
     if learn.world.is_first:
         with atomic_write(path) as tmp:
-            write_safetensors(state, tmp)
+            write(tmp)
     return path
 
 
@@ -120,26 +120,18 @@ def load(
         device = torch.device('cuda', device)
     stored = read_weights(path, device)
     opt_state = choose_opt_state(stored, with_opt, path)
-    with_loss = (
-        opt_state is not None and stored.loss_func is not None and has_weights(learn.loss_func)
-    )
+    with_loss = opt_state is not None and has_weights(learn.loss_func)
+    stored = Stored(stored.model, opt_state, stored.loss_func if with_loss else None)
     with ensure_optimizer(learn, needed=opt_state is not None):
-        differences = compare_weights(learn.model, stored.model, strict)
-        if opt_state is not None:
-            differences += learn.opt.differences(opt_state, bare_model(learn.model))
-        if with_loss:
-            loss_differences = compare_weights(learn.loss_func, stored.loss_func)
-            differences += [f'loss_func: {d}' for d in loss_differences]
+        differences = compare_stored(learn, stored, strict)
         check_weights(path, differences, learn.model, _suggest_fix(differences))
     learn('before_load')
-    load_weights(learn.model, stored.model, strict)
-    if with_loss:
-        load_weights(learn.loss_func, stored.loss_func)
-    if opt_state is not None:
-        # the state is loaded to the device of the parameters, so move them first
-        move_to_device(learn)
-        learn.opt.load_state_dict(opt_state)
-    elif learn.opt is None and any(p.requires_grad for p in learn.model.parameters()):
+    load_stored(learn, stored, strict)
+    if (
+        opt_state is None
+        and learn.opt is None
+        and any(p.requires_grad for p in learn.model.parameters())
+    ):
         learn.create_opt()
     learn('after_load')
     return learn
@@ -186,10 +178,7 @@ def save_learner(
     config = {**collect_config(learn), 'model_config': plain(model_config, 'model_config')}
     with learn.evaluated_weights():
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
-        if learn.world.is_first:
-            with atomic_write(path) as tmp:
-                torch.save(state, tmp)
-    return path
+        return _write(learn, path, partial(torch.save, state))
 
 
 def export(

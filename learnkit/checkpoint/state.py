@@ -1,4 +1,13 @@
-"""Collect the complete training state of a Learner, and restore it, so that training resumes exactly."""
+"""Collect the complete training state of a Learner, and restore it, so that training resumes exactly.
+
+`fit(resume=...)` goes through these steps:
+
+1. `find_checkpoint` finds a checkpoint (`checkpoint/folder.py`), and reads and verifies it (`checkpoint/file.py`).
+2. `begin_resume` compares weights and optimizers with the Learner's, and loads them (`checkpoint/weights.py`).
+3. The fit begins, and the loop goes to the epoch and the batch of the checkpoint (`engine/resume.py`).
+4. `restore_state` restores everything there: weights once more, counters, callbacks (`engine/callback_state.py`),
+   the files of callbacks, and random generators last.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +23,15 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.frozen import add_frozen_weights
+from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
-from learnkit.checkpoint.side_files import read_own_files
 from learnkit.checkpoint.weights import (
+    Stored,
+    add_frozen_weights,
     check_weights,
     collect_module_state,
-    compare_weights,
-    load_weights,
+    compare_stored,
+    load_stored,
 )
 from learnkit.core.dtensor import (
     distribute_like,
@@ -33,17 +42,16 @@ from learnkit.core.dtensor import (
     on_host,
     whole_state,
 )
-from learnkit.core.errors import CheckpointError
+from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, model_device, move_to_device
-from learnkit.core.plain import as_plain, plain
+from learnkit.core.model import bare_model, model_device
+from learnkit.core.plain import as_plain, identify_memory, is_dense, plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
-from learnkit.engine.run import add_note
 
 __all__ = [
     'begin_resume',
@@ -103,6 +111,7 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
+    within_epoch = LOOP_PLACES.get(place) == 'batch'
     state = {
         **_collect_trained(learn),
         'buffers': _collect_loose_buffers(learn.model),
@@ -115,7 +124,7 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         },
         'loop': _collect_loop_state(learn, place),
         'rng': capture_rng(),
-        'position': _collect_position(learn, place),
+        'position': learn.passes.state_dict(learn, within_epoch) if place else None,
         'callbacks': learn.callback_states(),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
@@ -152,13 +161,6 @@ def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'fitting_size': learn.auto_microbatch,
         'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
     }
-
-
-def _collect_position(learn: LearnerLike, place: str) -> dict[str, Any] | None:
-    "Return the position in the training data; None outside of a fit."
-    if not place:
-        return None
-    return learn.passes.state_dict(learn, within_epoch=LOOP_PLACES[place] == 'batch')
 
 
 def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
@@ -269,14 +271,8 @@ def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
 
 def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
-    state = r.state
-    _add_unfrozen_params(learn, state)
-    differences = compare_weights(learn.model, state['model'])
-    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
-        loss_differences = compare_weights(learn.loss_func, state['loss_func'])
-        differences += [f'loss_func: {d}' for d in loss_differences]
-    if state['optimizer'] is not None:
-        differences += learn.opt.differences(state['optimizer'], bare_model(learn.model))
+    _add_unfrozen_params(learn, r.state)
+    differences = compare_stored(learn, _find_trained(r.state))
     source = r.path or 'The checkpoint'
     check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
 
@@ -307,27 +303,19 @@ def _load_weights(learn: LearnerLike, r: ResumeState) -> None:
     is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
     r.before = None if is_lazy_model else copy_to_host(_collect_trained(learn))
     learn('before_load')
-    _restore_weights(learn, r.state)
+    load_stored(learn, _find_trained(r.state))
     learn('after_load')
 
 
-def _restore_weights(learn: LearnerLike, state: Mapping[str, Any]) -> None:
-    "Load the states of the model, the loss function and the optimizer."
-    load_weights(learn.model, state['model'])
-    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
-        load_weights(learn.loss_func, state['loss_func'])
-    if state['optimizer'] is None:
-        return
-    # the optimizer's state is loaded to the device of the parameters, so move them first
-    move_to_device(learn)
-    learn.opt.load_state_dict(state['optimizer'])
+def _find_trained(state: Mapping[str, Any]) -> Stored:
+    return Stored(state['model'], state['optimizer'], state['loss_func'])
 
 
 def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
     "Restore all state, random generators last."
     learn.end_resume()
     state = resume.state
-    _restore_weights(learn, state)
+    load_stored(learn, _find_trained(state))
     _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
     with _roll_back_on_error(learn, resume):
@@ -375,7 +363,7 @@ def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
         if r.path is not None:
             add_note(e, f'while {r.path} was put in place')
         if r.before is not None:
-            _restore_weights(learn, r.before)
+            load_stored(learn, _find_trained(r.before))
         learn.counters.load_units(done)
         if learn.opt is not None:
             learn.opt.n_steps = n_steps
@@ -428,9 +416,7 @@ def _collect_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
         f'{path}.{name}'.removeprefix('.'): b
         for path, module in bare_model(model).named_modules()
         for name in module._non_persistent_buffers_set
-        if type(b := module._buffers.get(name)) is Tensor
-        and b.layout is torch.strided
-        and not b.is_meta
+        if type(b := module._buffers.get(name)) is Tensor and is_dense(b)
     }
 
 
@@ -438,13 +424,14 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
-        if path not in modules or name not in modules[path]._buffers:
+        own = modules[path]._buffers if path in modules else {}
+        if name not in own:
             continue
-        buffer = modules[path]._buffers[name]
+        buffer = own[name]
         if buffer is None:
-            modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
-        elif buffer.shape != value.shape or buffer.dtype != value.dtype:
-            modules[path]._buffers[name] = value.to(buffer.device, copy=True)
+            own[name] = value.to(model_device(modules[path], None), copy=True)
+        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            own[name] = value.to(buffer.device, copy=True)
         elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
             buffer.copy_(value)
 
@@ -464,43 +451,40 @@ def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
     )
 
 
-def copy_to_host(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
+def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
     """Return a nested state with its tensors copied to host memory; tensors that share memory are copied once.
 
-    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused if their shape fits.
+    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused for the same tensors.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    copies: dict[Any, Tensor] = {}
+    copies: dict[Any, tuple[Tensor, Tensor]] = {}  # copy and original, by memory
     buffers = {} if buffers is None else buffers
 
-    def copy(value: Any, where: str) -> Any:
+    def copy(value: Any) -> Any:
         if type(value) is int:  # the state of Python's random generator has 625
             return value
         if is_dtensor(value):
-            return on_host(value, copy(local(value), where))
+            return on_host(value, copy(local(value)))
         if isinstance(value, Tensor):
-            value = value.detach()
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-            if value.numel() and key in copies:
-                return copies[key]
-            new = buffers.get(where)
-            if new is None or new.shape != value.shape or new.dtype != value.dtype:
-                new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-            buffers[where] = copies[key] = new
-            pairs.append((new, value))
-            return new
+            key = identify_memory(value)
+            if key not in copies:
+                new = buffers.get(key)
+                if new is None:
+                    new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
+                copies[key] = new, value.detach()
+            return copies[key][0]
         if isinstance(value, Mapping):
-            return {k: copy(v, f'{where}.{k}') for k, v in value.items()}
+            return {k: copy(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(copy(v, f'{where}.{i}') for i, v in enumerate(value))
+            return type(value)(map(copy, value))
         return value
 
-    copied = copy(state, '')
-    if pairs:
+    copied = copy(state)
+    buffers.clear()
+    buffers.update((key, new) for key, (new, _) in copies.items())
+    if copies:
+        news, originals = map(list, zip(*copies.values(), strict=True))
         with torch.no_grad():
-            torch._foreach_copy_(
-                [new for new, _ in pairs], [t for _, t in pairs], non_blocking=True
-            )
-        if any(t.is_cuda for _, t in pairs):
+            torch._foreach_copy_(news, originals, non_blocking=True)
+        if any(t.is_cuda for t in originals):
             torch.cuda.synchronize()  # once for all tensors
     return copied

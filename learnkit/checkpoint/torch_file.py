@@ -9,8 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -226,18 +225,13 @@ def _detect_other_kind(path: Path) -> str:
 
 def _check_pickles(path: Path) -> None:
     "Raise `ValueError` for pickles that would need far more memory than their size."
-    with _open_pickles(path) as pickles:
-        for pickle in pickles:
-            _check_pickle(pickle)
-
-
-@contextmanager
-def _open_pickles(path: Path) -> Iterator[list[BinaryIO]]:
-    "Open a file's pickles, one in an archive, five in a row in a file of torch before 1.6."
     with path.open('rb') as f:
-        if f.read(2) != b'PK':
+        if f.read(2) != b'PK':  # written by torch before 1.6, with pickles in a row
             f.seek(0)
-            yield [f] * 5  # three for the version, one for the content, one for the tensors' keys
+            for _ in range(
+                5
+            ):  # three for the version, one for the content, one for the tensors' keys
+                _check_pickle(f)
             return
         with ZipFile(f) as archive:
             info = next(info for info in archive.infolist() if info.filename.endswith('/data.pkl'))
@@ -245,7 +239,7 @@ def _open_pickles(path: Path) -> Iterator[list[BinaryIO]]:
                 raise ValueError(
                     f'it has a pickle of {info.file_size:,} bytes, and {MAX_PICKLE:,} can be read'
                 )
-            yield [BytesIO(archive.read(info))]
+            _check_pickle(BytesIO(archive.read(info)))
 
 
 def _check_pickle(pickle: BinaryIO) -> None:

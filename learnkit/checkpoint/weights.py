@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.file import is_state_file, read_state
+from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.dtensor import distribute_like, full_tensor, local, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
-from learnkit.core.model import bare_model
-from learnkit.core.plain import plain
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model, move_to_device
+from learnkit.core.plain import identify_memory, is_dense, plain
 
 __all__ = [
     'Stored',
@@ -27,18 +30,27 @@ __all__ = [
     'write_safetensors',
     'check_weights',
     'load_weights',
+    'compare_stored',
     'compare_weights',
+    'load_stored',
     'model_state',
     'collect_module_state',
+    'add_frozen_weights',
+    'find_changed',
+    'find_trainable',
+    'leave_out_frozen_weights',
 ]
 
 FORMAT = 1  # format of files written by `save_learner`
+LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
+
+Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by name
 
 
 @dataclass
 class Stored:
-    "Content of a weights file."
+    "Content of a weights file, or what a checkpoint holds of the same."
 
     model: Mapping[str, Any]  # state dict of the model
     opt: Any = None  # state of the optimizer
@@ -74,10 +86,10 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         state, _ = read_state(path)
         if 'parts' not in state:
             return state
-        from learnkit.checkpoint import dcp
+        from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
 
-        dcp.check_parts(path, state['parts'])
-        return dcp.load_parts(state, path)
+        check_files(path, {'parts': state['parts']})
+        return load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
 
@@ -155,13 +167,7 @@ def write_safetensors(
     metadata = {'format': 'pt'}
     storages = set()
     for name, t in sorted(state.items()):
-        if (
-            not isinstance(t, Tensor)
-            or is_lazy(t)
-            or t.is_meta
-            or t.layout is not torch.strided
-            or t.is_quantized
-        ):
+        if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
                 f'{name}, a {_describe_kind(t)}, has no place in a file {SAFETENSORS}: use one with '
                 '`.pth`.'
@@ -196,10 +202,10 @@ def _describe_kind(value: Any) -> str:
 
 def _identify_memory(t: Any) -> Any:
     "Return address and layout of a tensor, which are equal for tied tensors; None if it has no memory."
-    if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided:
+    if not isinstance(t, Tensor) or not is_dense(t):
         return None
     t = local(t)
-    return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else None
+    return identify_memory(t) if t.numel() else None
 
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
@@ -241,21 +247,15 @@ def check_weights(
     raise WeightsError('\n  '.join([summary, *differences]))
 
 
-def remove_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    "Return the weights without the prefix of a wrapper that the model does not have."
-    for prefix in ('_orig_mod.', 'module.'):
-        if (
-            weights
-            and all(k.startswith(prefix) for k in weights)
-            and not hasattr(model, prefix[:-1])
-        ):
-            weights = {k.removeprefix(prefix): v for k, v in weights.items()}
-    return weights
-
-
 def _match_names(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    "Return the weights under the model's names; a file may leave out the second name of tied weights."
-    weights = remove_prefix(weights, model)
+    """Return the weights under the model's names.
+
+    They may have the prefix of a wrapper that the model does not have, and may lack the second name of tied weights.
+    """
+    for prefix in ('_orig_mod.', 'module.'):
+        is_on_all = bool(weights) and all(name.startswith(prefix) for name in weights)
+        if is_on_all and not hasattr(model, prefix[:-1]):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     model_weights = model.state_dict()
     if model_weights.keys() <= weights.keys():
         return weights
@@ -322,6 +322,27 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = Tr
     model.load_state_dict(weights, strict=strict)
 
 
+def compare_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> list[str]:
+    "Return a line for each difference of a Learner's model, loss function and optimizers from stored ones."
+    lines = compare_weights(learn.model, stored.model, strict)
+    if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
+        lines += [f'loss_func: {d}' for d in compare_weights(learn.loss_func, stored.loss_func)]
+    if stored.opt is not None:
+        lines += learn.opt.differences(stored.opt, bare_model(learn.model))
+    return lines
+
+
+def load_stored(learn: LearnerLike, stored: Stored, strict: bool = True) -> None:
+    "Load a Learner's model, loss function and optimizers, after `compare_stored`."
+    load_weights(learn.model, stored.model, strict)
+    if isinstance(learn.loss_func, nn.Module) and stored.loss_func is not None:
+        load_weights(learn.loss_func, stored.loss_func)
+    if stored.opt is not None:
+        # the state is loaded to the device of the parameters, so move them first
+        move_to_device(learn)
+        learn.opt.load_state_dict(stored.opt)
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model, with full tensors; other values must be plain.
 
@@ -347,3 +368,89 @@ def collect_module_state(model: nn.Module) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             state[name] = plain(value, name)
     return state
+
+
+# Checkpoints without the frozen weights, which the model of a resumed run brings along
+
+
+def find_trainable(model: nn.Module) -> set[str]:
+    """Return the names of the trainable parameters, tied ones by each of their names.
+
+    >>> find_trainable(nn.Linear(2, 1).requires_grad_(False))
+    set()
+    """
+    named = bare_model(model).named_parameters(remove_duplicate=False)
+    return {name for name, p in named if p.requires_grad}
+
+
+def find_changed(
+    model: nn.Module,
+    trained: Collection[str],  # names of other parameters
+    digests: Digests,  # digests of earlier calls; new ones are added
+) -> set[str]:
+    """Return the names of the parameters whose values differ from those in the first call.
+
+    >>> model, digests = nn.Linear(2, 1).requires_grad_(False), {}
+    >>> find_changed(model, (), digests)
+    set()
+    >>> _ = model.bias.add_(1)
+    >>> find_changed(model, (), digests)
+    {'bias'}
+    """
+    changed, weights = set(), bare_model(model).state_dict()
+    for name, p in bare_model(model).named_parameters(remove_duplicate=False):
+        if name in trained or name not in weights or is_lazy(p):
+            continue
+        # to compute a digest takes long, and a tensor counts what is written into it
+        version = None if p.is_inference() else (p._version, p.data_ptr(), p.dtype)
+        known = digests.get(name)
+        if known is not None and known[1] == version:
+            continue
+        value = digest(weights[name])
+        if known is not None and known[0] != value:
+            changed.add(name)
+        else:
+            digests[name] = value, version
+    return changed
+
+
+def leave_out_frozen_weights(
+    model: nn.Module,
+    state: dict[str, Any],  # state of a checkpoint
+    trained: Collection[str],  # names of the parameters to keep
+    digests: Digests,  # digests of the others, of `find_changed`
+) -> dict[str, Any]:
+    "Return the state without the weights of other parameters, but with their digests. Buffers stay."
+    named = bare_model(model).named_parameters(remove_duplicate=False)
+    frozen = {name for name, _ in named if name in state['model'] and name not in trained}
+    weights = {name: value for name, value in state['model'].items() if name not in frozen}
+    return {
+        **state,
+        'model': weights,
+        LEFT_OUT: {name: digests[name][0] for name in sorted(frozen)},
+    }
+
+
+def add_frozen_weights(
+    model: nn.Module,
+    state: Mapping[str, Any],  # state of a checkpoint
+    path: Path | None = None,  # its file, for the message
+) -> Mapping[str, Any]:
+    """Return the state with the model's weights in place of the weights that the checkpoint leaves out.
+
+    Raises `WeightsError` if the model lacks one of them, or has another value.
+    """
+    expected = state.get(LEFT_OUT)
+    if not expected:
+        return state
+    weights = bare_model(model).state_dict()
+    frozen = {name: weights[name] for name in expected if name in weights}
+    others = [name for name in expected if name not in frozen]
+    others += [name for name, value in frozen.items() if digest(value) != expected[name]]
+    if others:
+        raise WeightsError(
+            f'{path or "The checkpoint"} leaves out {len(expected)} frozen weights '
+            f'(`trainable_only=True`), and {len(others)} of them differ in this model, such as '
+            f'{others[0]}. Load the same base model first. Nothing was loaded.'
+        )
+    return {**state, 'model': {**frozen, **state['model']}}

@@ -197,6 +197,14 @@ def did_you_mean(
     return f' Did you mean `{close[0]}`?' if close else ''
 
 
+def add_note(e: BaseException, note: str) -> None:
+    "Add a note to an exception, unless the exception refuses it."
+    try:
+        e.add_note(note)
+    except Exception:
+        pass
+
+
 class LearnkitError(Exception):
     """Base of every error that learnkit raises itself.
 
@@ -429,7 +437,7 @@ class FolderInUseError(CheckpointError):
     The lock is released when its process ends, for any reason. A remaining file `.lock` has no effect.
 
     >>> import tempfile
-    >>> from learnkit.core.locks import FolderLock
+    >>> from learnkit.core.files import FolderLock
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
     ...     try: FolderLock(folder).acquire()  # as a second `Checkpoint` would
     ...     except FolderInUseError as e: print(str(e).replace(folder, 'checkpoints'))

@@ -1,4 +1,4 @@
-"""Conversion to plain data, which loads without executing code."""
+"""Conversion to plain data, which loads without executing code, and the properties of tensors that files depend on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['as_atom', 'as_plain', 'plain']
+__all__ = [
+    'ATOMS',
+    'as_atom',
+    'as_plain',
+    'clone_view',
+    'identify_memory',
+    'is_dense',
+    'plain',
+    'storable',
+]
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
@@ -22,6 +33,7 @@ ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     bytes: bytes.__bytes__,
 }
+ATOMS = (NoneType, *ATOM_CONVERTERS)
 
 
 def as_atom(value: Any) -> Any:
@@ -53,7 +65,7 @@ def plain(
         value = value.item()
     if isinstance(value, Tensor):
         return as_plain(value)
-    if isinstance(value, (NoneType, *ATOM_CONVERTERS)):
+    if isinstance(value, ATOMS):
         return as_atom(value)
     if isinstance(value, Mapping):
         return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
@@ -66,9 +78,61 @@ def plain(
     )
 
 
+def is_dense(t: Tensor) -> bool:
+    """Return True for a tensor whose values can be read and written as one block of memory.
+
+    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2, device='meta')), is_dense(torch.eye(2).to_sparse())
+    (True, False, False)
+    """
+    return not (is_lazy(t) or t.is_meta or t.is_quantized) and t.layout is torch.strided
+
+
+def identify_memory(t: Tensor) -> Any:
+    """Return device, address and layout of a tensor, which are equal for tensors that share all of their memory.
+
+    >>> t = torch.ones(2, 2)
+    >>> identify_memory(t) == identify_memory(t.detach()), identify_memory(t) == identify_memory(t.T)
+    (True, False)
+    """
+    return t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
 def as_plain(t: Tensor) -> Tensor:
     "Return a view of a tensor without its subclass, unless the class implements its operations."
     cls = type(t)
     if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
         return t
     return t.as_subclass(Tensor)
+
+
+def storable(value: Any) -> Any:
+    """Convert a metric's value to plain data: arrays to tensors, and unsupported objects to None.
+
+    >>> storable({'per class': np.array([0.5, 1.]), 'figure': object()})
+    {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        return clone_view(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
+        return torch.tensor(value)
+    if isinstance(value, Mapping):
+        return {k: storable(v) for k, v in value.items() if type(k) in ATOMS}
+    if isinstance(value, (list, tuple)):
+        entries = map(storable, value)
+        return list(entries) if isinstance(value, list) else tuple(entries)
+    return None
+
+
+def clone_view(t: Tensor) -> Tensor:
+    "Clone a view of a larger storage, because torch saves the whole storage of a tensor."
+    t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
+    if (
+        t.layout is not torch.strided
+        or t.untyped_storage().nbytes() <= t.numel() * t.element_size()
+    ):
+        return t
+    return t.clone()

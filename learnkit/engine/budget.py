@@ -10,7 +10,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.numbers import check_count, is_count
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import check_countable
+from learnkit.engine.counters import check_countable
 
 __all__ = ['Budget', 'check_not_running', 'parse_iteration', 'parse_length']
 

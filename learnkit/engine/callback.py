@@ -19,8 +19,8 @@ from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
+from learnkit.engine.counters import Every, check_countable
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
-from learnkit.engine.every import Every, check_countable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,40 +1,92 @@
-"""Collect the states of callbacks, each under a unique key, and load them."""
+"""States of callbacks: what `state_dict` returns, or the attributes that have changed and are plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import cache
+from io import IOBase
+from logging import Filterer
+from pathlib import Path, PurePath
+from random import Random
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 from warnings import warn
 
-from learnkit.core.errors import CallbackError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import plain
-from learnkit.engine.attributes import (
-    changed_attributes,
-    has_own_state,
-    inherits_state,
-    keeps_attributes,
-    note_beginning,
-    put_attributes,
-)
-from learnkit.engine.run import add_note
+import numpy as np
+import torch
+from fastcore.foundation import L
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from learnkit.engine.loop import Loop
+from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.plain import is_dense, plain
+from learnkit.core.random import capture_own, own_generators, restore_own
+from learnkit.engine.callback import Callback
 
 __all__ = [
     'callback_states',
     'load_callback_states',
     'collect_nondeterministic_state',
+    'has_own_state',
+    'keeps_attributes',
+    'note_attributes',
     'note_beginnings',
+    'changed_attributes',
+    'put_attributes',
+    'lost_attributes',
+    'replaced_attributes',
+    'DataKind',
+    'data_kinds',
+    'encode',
+    'decode',
 ]
 
 # keys of a callback's state that has two parts
 STATE = '__state__'
 ATTRIBUTES = '__attributes__'
 
+# attributes of a callback that hold copies of its attributes
+_ADDED_KEY = '_as_added'
+_BEGUN_KEY = '_as_begun'
+_NO_DATA = ...  # stands in them for an attribute that is not data; copies of it are the same object
+_NOT_STATE = frozenset(
+    {
+        'learn',
+        'order',
+        'run',
+        'run_in',
+        'run_train',
+        'run_valid',
+        _ADDED_KEY,
+        _BEGUN_KEY,
+        '_given_by_learnkit',
+    }
+)
+# types that are created with the callback or the Learner, so no checkpoint needs them
+_NO_PARTS = (
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    ModuleType,
+    type,
+    nn.Module,
+    nn.Parameter,
+    torch.optim.Optimizer,
+    torch.device,
+    torch.dtype,
+)
+# further types that a callback of another library opens itself: files, loggers and their handlers
+_OPENED_TYPES = IOBase, Filterer
 
-def callback_states(learn: Loop) -> dict[str, Any]:
+
+# States by the callbacks' keys
+
+
+def callback_states(learn: LearnerLike) -> dict[str, Any]:
     """Return the state of every callback that has one, by the callback's key.
 
     The key is the callback's `state_key`, or its name, made unique. Raises `CallbackError` for a state
@@ -52,33 +104,8 @@ def callback_states(learn: Loop) -> dict[str, Any]:
     return states
 
 
-def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
-    """Return what in the callbacks' states depends on the clock or the machine, by their keys.
-
-    '*' is the key of any callback.
-    """
-    keys = learn.callbacks.keys
-    timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
-    found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
-    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
-    columns = [name for cb in measuring for name in cb.metric_names]
-    # of the Recorder, and of loggers
-    places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
-    if columns:
-        # the first measurement may come earlier or later, and with it the name in the order of columns
-        found['*'] = ['logged_names', *(f'{place}.{name}' for name in columns for place in places)]
-    return found
-
-
-def note_beginnings(learn: LearnerLike) -> None:
-    "Store the attributes of callbacks without a `state_dict` before a fit is resumed."
-    for cb in learn.cbs:
-        if keeps_attributes(cb):
-            note_beginning(cb)
-
-
 def load_callback_states(
-    learn: Loop,
+    learn: LearnerLike,
     states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
 ) -> None:
     """Load each state into its callback.
@@ -107,23 +134,406 @@ def load_callback_states(
             raise
 
 
-def _get_state(cb: Any) -> dict[str, Any] | None:
+def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
+    """Return what in the callbacks' states depends on the clock or the machine, by their keys.
+
+    '*' is the key of any callback.
+    """
+    keys = learn.callbacks.keys
+    timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
+    found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
+    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
+    columns = [name for cb in measuring for name in cb.metric_names]
+    # of the Recorder, and of loggers
+    places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
+    if columns:
+        # the first measurement may come earlier or later, and with it the name in the order of columns
+        found['*'] = ['logged_names', *(f'{place}.{name}' for name in columns for place in places)]
+    return found
+
+
+def _get_state(cb: Any) -> Any:
     "Return the result of a callback's `state_dict`, or the attributes that changed, or both, or None for no state."
+    attributes = changed_attributes(cb) if keeps_attributes(cb) else None
     if not has_own_state(cb):
-        return changed_attributes(cb)
+        return attributes
     state = getattr(cb, 'state_dict', lambda: None)()
-    attributes = changed_attributes(cb) if inherits_state(cb) else None
     return state if attributes is None else {STATE: state, ATTRIBUTES: attributes}
 
 
 def _load_state(cb: Any, state: Any) -> None:
     "Load a state that `_get_state` returned into a callback."
-    attributes: Any = {}
+    attributes = None if has_own_state(cb) else state
     if isinstance(state, Mapping) and STATE in state:
         state, attributes = state[STATE], state[ATTRIBUTES]
-    if not has_own_state(cb):
-        return put_attributes(cb, state or {})
-    if state is not None:
+    if state is not None and has_own_state(cb):
         cb.load_state_dict(state)
-    if inherits_state(cb):
-        put_attributes(cb, attributes)
+    if keeps_attributes(cb):
+        put_attributes(cb, attributes or {})
+
+
+def has_own_state(cb: Any) -> bool:
+    "Return True if the callback's class defines `state_dict`, or comes from this package."
+    state_dict = getattr(type(cb), 'state_dict', None)
+    return _is_from_learnkit(type(cb)) or state_dict not in (None, Callback.state_dict)
+
+
+def keeps_attributes(cb: Any) -> bool:
+    "Return True if attributes are all or a part of a callback's state."
+    return not has_own_state(cb) or _inherits_state(cb)
+
+
+def _inherits_state(cb: Any) -> bool:
+    """Return True if a user's class inherits `state_dict` from a callback of this package.
+
+    The inherited method does not know the attributes of the subclass.
+    """
+    definer = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
+    is_inherited = definer is not Callback and _is_from_learnkit(definer)
+    return is_inherited and not _is_from_learnkit(type(cb))
+
+
+def _is_from_learnkit(cls: type) -> bool:
+    return cls.__module__.partition('.')[0] == 'learnkit'
+
+
+# Attributes
+
+
+def note_attributes(cb: Any) -> None:
+    "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
+    own = _own_attributes(cb)
+    if _ADDED_KEY not in own:
+        own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
+
+
+def note_beginnings(learn: LearnerLike) -> None:
+    """Store the attributes of callbacks without a `state_dict` before a fit is resumed.
+
+    `put_attributes` resets an attribute that changes before it is called and that the checkpoint does not hold.
+    """
+    for cb in learn.cbs:
+        if keeps_attributes(cb):
+            _own_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
+
+
+def changed_attributes(cb: Any) -> dict[str, Any] | None:
+    "Return, as plain data, the attributes that changed since a callback was added, or None if none did."
+    added = _own_attributes(cb).get(_ADDED_KEY, {})
+    return _find_changes(added, _encode_attributes(cb)) or None
+
+
+def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
+    "Restore attributes that `changed_attributes` returned, without calling the callback's `__setattr__`."
+    own = _own_attributes(cb)
+    changed = _find_changes(_encode_attributes(cb), own.pop(_BEGUN_KEY, {}))
+    reset = {name: value for name, value in changed.items() if name in own}
+    for name, value in {**reset, **attributes}.items():
+        own[name] = decode(value, own.get(name), cb)
+
+
+def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    "Return the attributes with another value, or a tensor, which may have been modified in-place."
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in before or not _is_same(before[name], value)
+    }
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    "Return True if two plain values without tensors are equal."
+    if isinstance(a, Tensor) or type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_is_same(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(a == b)
+
+
+def lost_attributes(cb: Any) -> dict[str, str]:
+    "Return the attributes of a callback that no checkpoint holds, with their types."
+    return {
+        name: type(value).__name__
+        for name, value in _own_attributes(cb).items()
+        if name not in _NOT_STATE and not _is_recreated(value) and not _is_data(value)
+    }
+
+
+def replaced_attributes(cb: Any) -> dict[str, str]:
+    """Return the attributes that no checkpoint holds and that are new, or were data, since the callback was added.
+
+    The values are their types. Other attributes that no checkpoint holds came with the callback, or
+    are opened or looked up by it: files, loggers, tables of modules, objects of this package.
+    """
+    own = _own_attributes(cb)
+    added = own.get(_ADDED_KEY, {})
+    return {
+        name: kind
+        for name, kind in lost_attributes(cb).items()
+        if not _is_opened(own[name]) and (name not in added or added[name] is not _NO_DATA)
+    }
+
+
+def _own_attributes(cb: Any) -> dict[str, Any]:
+    return getattr(cb, '__dict__', {})
+
+
+def _is_opened(value: Any) -> bool:
+    if isinstance(value, dict) and value:
+        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
+    return isinstance(value, _OPENED_TYPES) or _is_from_learnkit(type(value))
+
+
+def _is_recreated(value: Any) -> bool:
+    "Return True if a value belongs to the Learner or to a class, so that creating these creates the value."
+    if isinstance(value, (list, tuple)) and value:
+        return all(map(_is_recreated, value))
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return isinstance(value, (*_NO_PARTS, Callback)) or callable(value)
+
+
+def _is_data(value: Any) -> bool:
+    try:
+        _encode_attribute(value)
+    except _ENCODE_ERRORS:
+        return False
+    return True
+
+
+@cache
+def _find_base_names(cls: Any) -> frozenset[str]:
+    """Return every name that methods of a class's bases in this package use.
+
+    Attributes with these names belong to the bases, whose `state_dict` covers them.
+    """
+    bases = [base for base in cls.__mro__ if _is_from_learnkit(base)]
+    members = [getattr(m, 'fget', m) for base in bases for m in vars(base).values()]
+    functions = [m for m in members if isinstance(m, FunctionType)]
+    return frozenset(name for f in functions for name in f.__code__.co_names)
+
+
+# Encoding as plain data
+
+_ATOMS = (type(None), bool, int, float, complex, str)
+_KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
+_MAX_BITS = 2000  # of an integer
+# errors raised by `encode` for values that a checkpoint cannot hold
+_ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
+_FACTORIES: dict[str | None, Callable[[], Any]] = {
+    f.__name__: f for f in (list, dict, set, int, float, str)
+}
+
+
+@dataclass(frozen=True)
+class DataKind:
+    "A type whose values a checkpoint holds as plain data."
+
+    accepts: Callable[[Any], bool]  # f(value)
+    encode: Callable[[Any], Any]  # f(value): data that `encode` accepts
+    decode: Callable[[Any, Any], Any]  # f(data, callback): the value
+
+
+def _is_numeric(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and value.dtype.kind in 'biufc'
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.from_numpy(np.array(value))
+
+
+def _sort(items: Any) -> list[Any]:
+    return sorted(items, key=repr)  # the order of a set differs from run to run
+
+
+def _make_collection_kind(cls: Any, list_items: Callable[[Any], list[Any]]) -> DataKind:
+    return DataKind(lambda v: type(v) is cls, list_items, lambda items, cb: cls(items))
+
+
+data_kinds: dict[str, DataKind] = {
+    'number': DataKind(
+        lambda v: _is_numeric(v, np.generic), _to_tensor, lambda t, cb: t.numpy()[()]
+    ),
+    'array': DataKind(
+        lambda v: _is_numeric(v, np.ndarray), _to_tensor, lambda t, cb: t.numpy().copy()
+    ),
+    'Path': DataKind(lambda v: isinstance(v, PurePath), str, lambda name, cb: Path(name)),
+    'timedelta': DataKind(
+        lambda v: type(v) is timedelta,
+        lambda v: (v.days, v.seconds, v.microseconds),
+        lambda parts, cb: timedelta(*parts),
+    ),
+    'L': _make_collection_kind(L, list),
+    'set': _make_collection_kind(set, _sort),
+    'frozenset': _make_collection_kind(frozenset, _sort),
+}
+
+
+def encode(value: Any) -> Any:
+    "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
+    kind = type(value)
+    if kind is int and value.bit_length() > _MAX_BITS:
+        raise OptionError('This number is too long for a file.')
+    if kind in _ATOMS or (kind is bytes and value):
+        return value
+    if kind in (list, tuple):
+        return kind(map(encode, value))
+    if isinstance(value, Tensor):
+        return _encode_tensor(value)
+    if kind is deque:
+        return {_KIND: 'deque', 'of': list(map(encode, value)), 'maxlen': value.maxlen}
+    if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
+        return {encode(k): encode(v) for k, v in value.items()}
+    factory = getattr(value, 'default_factory', None)
+    if kind in (dict, OrderedDict, Counter) or (
+        kind is defaultdict and factory in _FACTORIES.values()
+    ):
+        items = [(encode(k), encode(v)) for k, v in value.items()]
+        return {_KIND: kind.__name__, 'of': items, 'factory': getattr(factory, '__name__', None)}
+    for name, data_kind in data_kinds.items():
+        if data_kind.accepts(value):
+            return {_KIND: name, 'of': encode(data_kind.encode(value))}
+    raise OptionError(f'A {kind.__name__} is more than data.')
+
+
+def decode(
+    value: Any,  # result of `encode` or `_encode_attribute`
+    current: Any,  # present value of the attribute, an Enum or a generator for such a value
+    cb: Any,  # callback that gets the value
+) -> Any:
+    "Return the value that was encoded."
+    if isinstance(value, (list, tuple)):
+        return type(value)(decode(v, None, cb) for v in value)
+    if not isinstance(value, Mapping):
+        return value
+    if _KIND not in value:
+        return {k: decode(v, None, cb) for k, v in value.items()}
+    kind, content = value[_KIND], value['of']
+    match kind:
+        case 'Enum':
+            is_member = isinstance(current, Enum) and content in type(current).__members__
+            return type(current)[content] if is_member else current
+        case 'generator':
+            restore_own([current], content)
+            return current
+        case 'callbacks':
+            for inner, state in zip(_find_nested_callbacks(current), content, strict=False):
+                put_attributes(inner, state)
+            return current
+    content = decode(content, None, cb)
+    match kind:
+        case 'typed':
+            tensor_class = _find_tensor_class(value['type'])
+            return content if tensor_class is None else content.as_subclass(tensor_class)
+        case 'on device':
+            return content.to(_find_device(cb) or content.device)
+        case 'deque':
+            return deque(content, value['maxlen'])
+        case 'dict':
+            return dict(content)
+        case 'OrderedDict':
+            return OrderedDict(content)
+        case 'Counter':
+            return Counter(dict(content))
+        case 'defaultdict':
+            return defaultdict(_FACTORIES[value['factory']], content)
+    return data_kinds[kind].decode(content, cb)
+
+
+def _encode_attributes(
+    cb: Any,
+    owners: tuple[Any, ...] = (),  # callbacks that hold this one, outermost first
+) -> dict[str, Any]:
+    "Return a callback's attributes as plain data, except values that are not data and views of the model's weights."
+    owners = (*owners, cb)
+    cls: Any = type(cb)
+    base_names = _find_base_names(cls) if _inherits_state(cb) else frozenset[str]()
+    encoded = {}
+    for name, value in _own_attributes(cb).items():
+        if name in _NOT_STATE or name in base_names or not isinstance(name, str):
+            continue
+        if isinstance(value, Tensor) and _shares_weights(value, cb):
+            continue
+        try:
+            encoded[name] = _encode_attribute(value)
+        except _ENCODE_ERRORS:
+            # an object of some class: it is created with the callback, its random generators move
+            if nested := _find_nested_callbacks(value):
+                # a callback that refers back to its owner is encoded once, as the owner
+                states = [
+                    {} if any(inner is o for o in owners) else _encode_attributes(inner, owners)
+                    for inner in nested
+                ]
+                encoded[name] = {_KIND: 'callbacks', 'of': states}
+            elif not isinstance(value, _NO_PARTS) and own_generators([value]):
+                encoded[name] = {_KIND: 'generator', 'of': capture_own([value])}
+    return encoded
+
+
+def _encode_attribute(value: Any) -> Any:
+    "Encode a value; an Enum or a generator by its state, from which the new callback's own object is restored."
+    if isinstance(value, Enum):
+        return {_KIND: 'Enum', 'of': value.name}
+    # NumPy's types are recognized by name, as naming the module would import it
+    is_numpy = type(value).__module__.startswith('numpy.random')
+    if is_numpy or isinstance(value, (torch.Generator, Random)):
+        return {_KIND: 'generator', 'of': capture_own([value])}
+    return encode(value)
+
+
+def _find_nested_callbacks(value: Any) -> list[Callback]:
+    "Return the callbacks of an attribute, itself or in a list or dict, that belong to their owner, not to the Learner."
+    values = value.values() if isinstance(value, dict) else value
+    items = [*values] if isinstance(value, (list, tuple, dict)) else [value]
+    held = [item for item in items if isinstance(item, Callback) and not has_own_state(item)]
+    return [cb for cb in held if all(cb is not other for other in getattr(cb.learn, 'cbs', ()))]
+
+
+def _encode_tensor(t: Tensor) -> Any:
+    if t.requires_grad or not is_dense(t):
+        raise OptionError('This tensor is a part of the model, or of a graph.')
+    content: Any = t.as_subclass(Tensor)
+    if not t.is_cpu:
+        content = {_KIND: 'on device', 'of': content}
+    if type(t) in (Tensor, nn.Parameter):
+        return content
+    return {_KIND: 'typed', 'type': _name_class(type(t)), 'of': content}
+
+
+def _name_class(cls: type) -> str:
+    return f'{cls.__module__}.{cls.__qualname__}'
+
+
+def _find_tensor_class(name: str, base: type[Tensor] = Tensor) -> type[Tensor] | None:
+    "Return the imported subclass of tensors with this name, or None; nothing is imported."
+    for cls in base.__subclasses__():
+        found = cls if _name_class(cls) == name else _find_tensor_class(name, cls)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_model(cb: Any) -> nn.Module:
+    "Return the model of a callback's Learner, or an empty module."
+    model = getattr(getattr(cb, 'learn', None), 'model', None)
+    return nn.Module() if model is None else model
+
+
+def _find_device(cb: Any) -> Any:
+    "Return the device of the model's first parameter, or None if there is no model or parameter."
+    return next((p.device for p in _find_model(cb).parameters()), None)
+
+
+def _shares_weights(t: Tensor, cb: Any) -> bool:
+    "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
+    if not is_dense(t) or not t.numel():
+        return False
+    model = _find_model(cb)
+    address = t.untyped_storage().data_ptr()
+    return any(
+        weight.untyped_storage().data_ptr() == address
+        for weight in (*model.parameters(), *model.buffers())
+        if is_dense(weight)
+    )

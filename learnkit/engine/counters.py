@@ -1,12 +1,19 @@
-"""What a Learner has finished so far, over all its fits."""
+"""What a Learner has finished so far, over all its fits, and intervals of it: `Counters`, `Every`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
-__all__ = ['COUNTER_OF_UNIT', 'Counters']
+from learnkit.core.batch import form_of
+from learnkit.core.errors import TimeError
+from learnkit.core.learner_type import LoopLike
+from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.time import Time, count_multiples
+
+__all__ = ['COUNTER_OF_UNIT', 'Counters', 'Every', 'check_countable', 'counts_tokens']
 
 COUNTER_OF_UNIT = {
     'iter': 'iterations',
@@ -54,3 +61,85 @@ class Counters:
         "Restore the numbers of `by_unit`."
         for unit, name in COUNTER_OF_UNIT.items():
             setattr(self, name, numbers[unit])
+
+
+class Every:
+    """Interval that is due when the time of a Learner reaches the next multiple of it.
+
+    Multiples are counted from the Learner's start, not from the start of a fit; in `dur`, from the start of the fit.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn, every = synth_learner(n_train=10), Every(Time('5ba'))
+    >>> with learn.no_bar(): learn.fit(1)
+    >>> every.is_due(learn), every.is_due(learn)
+    (True, False)
+    """
+
+    def __init__(
+        self,
+        interval: Time,  # a positive amount
+    ) -> None:
+        self.interval = interval
+        self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
+
+    def start(self, learn: LoopLike) -> None:
+        "Count from a Learner's current time."
+        self._passed = self._count(learn, 0)
+
+    def is_due(
+        self,
+        learn: LoopLike,
+        ahead: int = 0,  # units that are about to finish
+    ) -> bool:
+        "Return True once per multiple, when it was reached since the last check."
+        before, now = self._passed, self._count(learn, ahead)
+        self._passed = now
+        return before is not None and now > before
+
+    def _count(self, learn: LoopLike, ahead: int) -> int:
+        unit = self.interval.unit
+        position = learn.pct_train if unit == 'dur' else learn.finished(unit)
+        return count_multiples(position + ahead, self.interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the interval, and the number of multiples up to the last check."
+        return {'every': str(self.interval), 'passed': self._passed}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        """Restore the number of multiples.
+
+        For another interval of the same unit, the number is converted. In another unit, counting starts at the next
+        check.
+        """
+        saved, passed = Time(sd['every']), sd['passed']
+        is_convertible = saved.unit == self.interval.unit and passed is not None
+        self._passed = (
+            count_multiples(saved.value * passed, self.interval) if is_convertible else None
+        )
+
+
+def counts_tokens(learn: LoopLike) -> bool:
+    "Return True if the tokens of training batches can be counted."
+    if learn.token_func is not None:
+        return True
+    dl = learn.dls.train
+    with preserved_rng(), preserved_generators(dl):
+        batches = iter(dl)
+        # a batch drawn from a plain iterator would be lost to the training
+        batch = None if batches is dl else next(batches, None)
+    if batch is None:
+        return True
+    x = form_of(learn.dls).split(batch)[0][0]
+    return isinstance(x, Mapping) and 'input_ids' in x
+
+
+def check_countable(learn: LoopLike, time: Time) -> None:
+    "Raise `TimeError` for an amount of tokens if tokens are not counted. Samples are checked at the first batch."
+    if time.unit == 'sp':
+        learn.run.counts_samples = repr(str(time))
+    if time.unit != 'tok' or counts_tokens(learn):
+        return
+    raise TimeError(
+        f'{str(time)!r}: tokens are not counted. Give `Learner(token_func=f)`, where f(xb, yb) returns the '
+        'number of tokens of a batch, or use ba, st, sp or ep.'
+    )

@@ -18,8 +18,8 @@ from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.validation import warn_user
-from learnkit.engine.attributes import keeps_attributes, note_attributes
 from learnkit.engine.callback import Callback, defined_events, defined_on_class, own_handler
+from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
 from learnkit.engine.lint import lint

@@ -9,7 +9,7 @@ from learnkit.core.learner_type import LoopLike
 from learnkit.core.time import Time, Timestamp, crossings
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import check_countable
+from learnkit.engine.counters import check_countable
 
 __all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs']
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from learnkit.core.batch import count_samples
+from learnkit.core.errors import add_note
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.engine.run import add_note
 
 __all__ = ['restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from learnkit.core.batch_model import takes_batches
-from learnkit.core.errors import CancelError, CancelException
+from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.model import preserved_modes
@@ -302,14 +302,6 @@ def warn_of_held_inputs(learn: LoopLike, cb: Any, event_name: str) -> None:
 
 
 # -- errors ----------------------------------------------------------------------------------------
-
-
-def add_note(e: BaseException, note: str) -> None:
-    "Add a note to an exception, unless the exception refuses it."
-    try:
-        e.add_note(note)
-    except Exception:
-        pass
 
 
 def raise_first(error: BaseException | None, raised: list[BaseException]) -> None:

@@ -13,14 +13,14 @@ from weakref import ref
 from fastcore.basics import camel2snake
 
 from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.errors import add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Timestamp
-from learnkit.engine.attributes import note_attributes
 from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.events import EVENTS
 from learnkit.engine.loop import sample_count
-from learnkit.engine.run import add_note
 from learnkit.interop.composer_state import (
     ComposerLogger,
     ComposerState,

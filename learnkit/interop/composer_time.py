@@ -12,7 +12,7 @@ from typing import Any
 
 from learnkit.core.errors import TimeError
 from learnkit.core.time import Time
-from learnkit.engine.attributes import DataKind, data_kinds
+from learnkit.engine.callback_state import DataKind, data_kinds
 from learnkit.interop.hooks import is_of
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']

@@ -10,14 +10,14 @@ from warnings import warn
 
 from learnkit.core.errors import CallbackError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.engine.attributes import (
+from learnkit.engine.callback import Callback, defined_on_class
+from learnkit.engine.callback_state import (
     changed_attributes,
     decode,
     encode,
     put_attributes,
     replaced_attributes,
 )
-from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
 __all__ = [

@@ -19,15 +19,14 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
-from learnkit.core.errors import CallbackError
+from learnkit.core.errors import CallbackError, add_note
 from learnkit.core.model import model_device
 from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import n_batches
-from learnkit.engine.attributes import note_attributes
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import note_attributes
 from learnkit.engine.loop import sample_count
-from learnkit.engine.run import add_note
 from learnkit.interop.hooks import (
     check_style,
     load_state,

@@ -15,7 +15,7 @@ from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.every import Every
+from learnkit.engine.counters import Every
 from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import MetricError
+from learnkit.core.plain import ATOMS, clone_view
 
-__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'restore_state', 'storable']
+__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'restore_state']
 
-ATOMS = (bool, int, float, complex, str, bytes)
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -183,26 +183,15 @@ def _make_plain(value: Any, what: str) -> Any:
     Raises `MetricError` for a value of another type; `what` names it in the message."""
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or type(value) in ATOMS:
+    if type(value) in ATOMS:
         return value
     if isinstance(value, Tensor):
-        return _clone_view(value)
+        return clone_view(value)
     if type(value) in (list, tuple):
         return type(value)(_make_plain(v, what) for v in value)
     if type(value) is dict and all(type(k) in ATOMS for k in value):
         return {k: _make_plain(v, what) for k, v in value.items()}
     raise MetricError(f'{what} holds a {type(value).__name__}')
-
-
-def _clone_view(t: Tensor) -> Tensor:
-    "Clone a view of a larger storage, because torch saves the whole storage of a tensor."
-    t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
-    if (
-        t.layout is not torch.strided
-        or t.untyped_storage().nbytes() <= t.numel() * t.element_size()
-    ):
-        return t
-    return t.clone()
 
 
 def _copy(value: Any, device: Any = None) -> Any:
@@ -214,28 +203,6 @@ def _copy(value: Any, device: Any = None) -> Any:
     if isinstance(value, dict):
         return {k: _copy(v, device) for k, v in value.items()}
     return value
-
-
-def storable(value: Any) -> Any:
-    """Convert a metric's value to a form that can be saved: arrays to tensors, and unsupported objects to None.
-
-    >>> storable({'per class': np.array([0.5, 1.]), 'figure': object()})
-    {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
-    """
-    if type(value) in (float, int, str) or value is None:
-        return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
-        return torch.tensor(value)
-    if isinstance(value, Mapping):
-        return {k: storable(v) for k, v in value.items() if type(k) in ATOMS}
-    if isinstance(value, tuple):
-        return tuple(map(storable, value))
-    if isinstance(value, list):
-        return list(map(storable, value))
-    try:
-        return _make_plain(value, '')
-    except MetricError:
-        return None
 
 
 def joined(pairs: Pairs) -> Pairs:

@@ -14,16 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from learnkit import EMA, Callback, Checkpoint
-from learnkit.checkpoint.dcp import (
-    Writers,
-    check_parts,
-    find_parts_folder,
-    load_parts,
-    take_parts,
-)
+from learnkit.checkpoint.dcp import Writers, find_parts_folder, load_parts, take_parts
 from learnkit.checkpoint.file import read_state, write_state
-from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.side_files import sweep_folders
+from learnkit.checkpoint.folder import check_files, find, sweep_folders
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
@@ -417,7 +410,7 @@ def numbers(*size):
 
 def test_tensors_cut_in_any_way_come_back(tmp_path):
     shards = run_ranks(cut, 2, tmp_path, (0, 1))
-    check_parts(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0]['parts'])
+    check_files(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0])
     for found in (
         *shards,
         load_parts(read_state(tmp_path / 'a.ckpt')[0], tmp_path / 'a.ckpt')['made'],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from learnkit.core.errors import FolderInUseError
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock
 
 
 def test_taking_and_giving_up(tmp_path: Path) -> None:

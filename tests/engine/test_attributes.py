@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from learnkit import Callback, TrackerCallback
-from learnkit.engine.attributes import (
+from learnkit.engine.callback_state import (
     changed_attributes,
     lost_attributes,
     note_attributes,

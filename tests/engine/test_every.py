@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from learnkit.core.time import Time
-from learnkit.engine.every import Every
+from learnkit.engine.counters import Every
 
 
 def at(position: float) -> Any:

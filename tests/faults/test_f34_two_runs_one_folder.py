@@ -19,7 +19,7 @@ from run_helpers import checkpointed, content, names, torch_dls
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import FolderInUseError
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock
 from learnkit.testing.forks import start
 
 

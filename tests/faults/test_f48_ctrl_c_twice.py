@@ -16,7 +16,7 @@ from fault_helpers import make_learner, raised_by
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, sigterm
 from learnkit.callbacks.sigterm import StopRequest
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
 from learnkit.testing.forks import start
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press

@@ -16,7 +16,7 @@ from file_helpers import fork, result_of
 from run_helpers import checkpointed
 
 from learnkit.core.errors import FolderInUseError
-from learnkit.core.locks import FolderLock
+from learnkit.core.files import FolderLock
 
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
