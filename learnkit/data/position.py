@@ -165,7 +165,7 @@ class LoaderPosition:
             'now': now,
             'workers': self.workers,
             'workers_ran': self._workers_ran,
-            'workers_run': workers_run(self.dl),
+            'workers_run': self.n_workers > 0 and workers_run(self.dl),
             'processes': self.dl.cut.size if isinstance(self.dl, Shard) else 1,
         }
 
@@ -257,7 +257,8 @@ class LoaderPosition:
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
-        forget_workers(dl)  # of an interrupted pass of this process
+        if self.n_workers:
+            forget_workers(dl)  # of an interrupted pass of this process
         try:
             if isinstance(dl, Iterator):
                 return _skip(dl, self.n_before + n)[0]
