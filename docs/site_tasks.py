@@ -50,7 +50,7 @@ _ROWS = (
         'schedules',
         'Schedules and learning rates',
         'Learning-rate schedules, the learning-rate finder, and the functions that schedules are made of.',
-        'callbacks.schedule callbacks.torch_scheduler callbacks.lr_finder optim.annealing',
+        'callbacks.schedule callbacks.torch_scheduler callbacks.lr_finder callbacks.lr_suggestions optim.annealing',
     ),
     (
         'optimizers',

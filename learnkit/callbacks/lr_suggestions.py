@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ['Point', 'Suggestion', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
+__all__ = ['SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
 Point = tuple[float, float]  # learning rate and loss
 Suggestion = tuple[float, Point]  # rate to use, and point of the curve to mark
