@@ -25,6 +25,7 @@ SGD = 'torch.optim.SGD(model.parameters(), lr=0.1)\n'
 PROGRAMS = {
     'raw-import': 'import torch\n',
     'raw': TORCH + SGD,
+    'learnkit-import': 'from learnkit import Learner\n',
     'learnkit': 'from learnkit import Learner\n'
     + TORCH
     + f'Learner({BATCHES}, model, torch.nn.functional.mse_loss, opt_func=torch.optim.SGD).create_opt()\n',
