@@ -39,6 +39,7 @@ from learnkit.core.errors import (
     EmptyLoaderError,
     LossError,
     TimeError,
+    add_note,
 )
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.model import model_device, name_of
@@ -77,7 +78,6 @@ from learnkit.engine.run import (
     ContextStack,
     Run,
     Turn,
-    add_note,
     in_use,
     preserved_state,
     stray_cancel,

@@ -36,6 +36,7 @@ from learnkit.core.errors import (
     LossError,
     OptimizerError,
     StepPutOff,
+    add_note,
 )
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
@@ -44,7 +45,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
-from learnkit.engine.run import Turn, add_note
+from learnkit.engine.run import Turn
 
 __all__ = [
     'forward',

@@ -28,7 +28,6 @@ __all__ = [
     'ContextStack',
     'Run',
     'Turn',
-    'add_note',
     'call_each',
     'end_run',
     'open_run',
