@@ -92,6 +92,9 @@ class BatchShare:
     tokens_before: int = 0  # tokens before the batch
     tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
     weights: Weights | None = None  # weights, if the loss does not average over samples
+    carried: float | None = (
+        None  # weight of this rank, if the gradients carry it to the other ranks
+    )
 
 
 class DistributedTraining(Callback):
@@ -370,7 +373,7 @@ class DistributedTraining(Callback):
         batch.tokens_before = learn.counters.tokens
         batch.tokens = None
         batch.n_steps = learn.finished('st')
-        batch.weights = None
+        batch.weights = batch.carried = None
         if not self._catches_up:
             return
         self._catches_up = False
@@ -400,17 +403,38 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
-        if (
-            not learn.microbatch
-            and not learn.loss_weights.is_sum(learn)
-            and not learn.loss_weights.are_samples(learn)
-        ):
-            self.sum_weights()
         batch.local = learn.run.calls_modules or not self._will_step()
+        batch.carried = None
+        if not learn.microbatch and has_weights(learn):
+            if self._can_carry():
+                batch.carried = float(learn.strategy.own_weight(learn))
+            else:
+                self.sum_weights()
         if batch.local:
             return self.parts.pass_without_sync()
         self.parts.has_synced = True
         return None
+
+    def backward_context(self) -> AbstractContextManager[None] | None:
+        "Return a context in which the gradients carry the weight of the batch to the other ranks."
+        batch = self.batch
+        if batch.carried is None or not self.learn.training:
+            return None
+        assert batch.share is not None
+        carrying: AbstractContextManager[None] = self.parts.carrying(batch.carried, batch.share[1])
+        return carrying
+
+    def _can_carry(self) -> bool:
+        "Return True if only the backward pass needs the weight, on all ranks alike."
+        batch = self.batch
+        return (
+            batch.share is not None
+            and batch.weights is None
+            and not batch.local
+            and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
+            and not self._extra_params
+            and self.parts.carrier is not None
+        )
 
     def _will_step(self) -> bool:
         learn = self.learn
@@ -532,11 +556,7 @@ class GradientMean(Callback):
     def before_batch(self) -> None:
         "Compute the factor of the whole batch before it is split into microbatches."
         learn = self.learn
-        if (
-            learn.microbatch
-            and not learn.loss_weights.is_sum(learn)
-            and not learn.loss_weights.are_samples(learn)
-        ):
+        if learn.microbatch and has_weights(learn):
             self._factor = learn.strategy.gradient_share(learn)
         elif self._factor is not None:
             self._factor = None
@@ -569,6 +589,12 @@ class GradientMean(Callback):
         team = self.learn.strategy.team
         if team is not None:
             team.parts.share_buffers(self.learn)
+
+
+def has_weights(learn: LearnerLike) -> bool:
+    "Return True if batches with as many samples may weigh differently in the mean over ranks."
+    weights = learn.loss_weights
+    return not weights.is_sum(learn) and not weights.are_samples(learn)
 
 
 def has_tokens(learn: LearnerLike) -> bool:

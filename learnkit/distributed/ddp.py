@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,15 @@ from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
+from learnkit.engine.microbatch import ratio
 
-__all__ = ['Replicas', 'average', 'broadcast_tensors']
+if TYPE_CHECKING:
+    from torch.distributed import GradBucket
+
+__all__ = ['Replicas', 'WeightCarrier', 'average', 'broadcast_tensors']
+
+# options of DistributedDataParallel under which gradients can carry the weight of a batch
+CARRYING_OPTIONS = {'gradient_as_bucket_view', 'bucket_cap_mb', 'find_unused_parameters'}
 
 
 class Replicas:
@@ -52,6 +59,7 @@ class Replicas:
         self.comm_hook, self.comm_state = comm_hook, comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.carrier: WeightCarrier | None = None  # None if gradients cannot carry a weight
         self._requires_grad: list[bool] = []  # flags of the parameters when the model was wrapped
 
     def enter(self, learn: LearnerLike) -> None:
@@ -77,9 +85,42 @@ class Replicas:
         )
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
+        elif self._can_carry(learn.model):
+            self.carrier = carrier = WeightCarrier(learn.world.size)
+            self.wrapped.register_comm_hook(None, lambda state, bucket: carrier.reduce(bucket))
         self._requires_grad = requires_grad
         learn.replica = self.wrapped
         self.has_synced = False
+
+    def _can_carry(self, model: nn.Module) -> bool:
+        "Return True if a number can be added to the gradients' message, exactly and without a wait for a GPU."
+        trained = [p for p in model.parameters() if p.requires_grad]
+        is_wide = all(p.is_cpu and p.dtype in (torch.float32, torch.float64) for p in trained)
+        return is_wide and self.options.keys() <= CARRYING_OPTIONS
+
+    @contextmanager
+    def carrying(
+        self,
+        weight: float,  # weight of this rank's batch
+        expected: float,  # sum of the weights by which the loss was divided
+    ) -> Iterator[None]:
+        "Send a weight with the gradients of a backward pass, and divide the gradients by the sum of the weights."
+        assert self.wrapped is not None and self.carrier is not None
+        params = list(self.wrapped.parameters())
+        pending = [
+            (p, p.grad.clone()) for p in params if p.grad is not None
+        ]  # of a cancelled batch
+        self.carrier.weight = weight
+        try:
+            yield
+        finally:
+            self.carrier.weight = None
+        if self.carrier.total == expected:
+            return
+        factor = ratio(expected, self.carrier.total)
+        torch._foreach_mul_([p.grad for p in params if p.grad is not None], factor)
+        for p, grad in pending:
+            p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
     def catch_up(self, learn: LearnerLike) -> None:
         """Give a new wrapper the buckets that the wrapper of the resumed run had.
@@ -131,7 +172,7 @@ class Replicas:
     def release(self, learn: LearnerLike) -> None:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
-        self.wrapped = None
+        self.wrapped = self.carrier = None
         learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
@@ -143,6 +184,41 @@ class Replicas:
     def leave(self, learn: LearnerLike) -> None:
         "Remove the wrapper."
         self.release(learn)
+
+
+class WeightCarrier:
+    """Communication hook of `DistributedDataParallel` on CPUs, which adds a number to the first message of a pass.
+
+    The gradients are averaged to the last bit as without the hook. A message of its own for the number would take
+    a third of the time of a step of 2 ms (two processes on two cores)."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # number of ranks
+        self.weight: float | None = None  # number to send with the next message
+        self.total = 0.0  # sum over ranks of the number last sent
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        "Start to average a bucket of gradients over the ranks."
+        grads = bucket.buffer().mul_(1 / self.size)
+        weight, self.weight = self.weight, None
+        if weight is None:
+            return start_sum(grads).then(lambda done: done.value()[0])
+
+        def unpack(done: Any) -> Tensor:
+            message = done.value()[0]
+            self.total = float(message[-1])
+            return grads.copy_(message[:-1])
+
+        return start_sum(torch.cat([grads, grads.new_tensor([weight])])).then(unpack)
+
+
+def start_sum(t: Tensor) -> torch.futures.Future[Any]:
+    "Start to sum a tensor over the ranks in place, and return the future of a list with it."
+    import torch.distributed as dist
+
+    work = dist.all_reduce(t, async_op=True)
+    assert work is not None
+    return work.get_future()
 
 
 def list_wrapper_options() -> list[str]:

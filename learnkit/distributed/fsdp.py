@@ -53,6 +53,7 @@ class Sharded:
     'TransformerEncoderLayer'
     """
 
+    carrier = None  # gradients of shards carry no weights
     averages_late = False
     needs_equal_evaluations = True
 

@@ -93,6 +93,9 @@ class SeveralProcesses(SingleProcess):
         if learn.loss_weights.are_samples(learn):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
+        carried = self.team.batch.carried
+        if carried is not None:
+            return carried * size / share[1]  # the sum of the weights arrives with the gradients
         weights = self.team.sum_weights()
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
         return ratio(own_weight * size, weights.total())

@@ -85,6 +85,11 @@ def made(
     return make_learner(make_dls(n, bs), cbs=cbs(), **options)
 
 
+def left_out() -> nn.CrossEntropyLoss:
+    "A mean over targets that count, by the weights of their classes: batches of 8 samples weigh differently."
+    return nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1)
+
+
 def accumulating() -> list[Callback]:
     return [GradientAccumulation(32), Sent()]  # 4 batches
 
@@ -109,6 +114,15 @@ CASES: dict[str, Callable[[int], Learner]] = {
     ),
     'clip values': partial(made, cbs=lambda: [GradientValueClip(0.03)], opt_func=SGD, lr=0.5),
     'two optimizers': partial(made, opt_func=two_opts),
+    'weighted classes': partial(made, loss_func=left_out()),
+    'weighted classes, SAM': partial(
+        made, loss_func=left_out(), cbs=lambda: [SAM(0.1)], opt_func=SGD
+    ),
+    'weighted classes, LBFGS': partial(made, loss_func=left_out(), opt_func=lbfgs, lr=0.02),
+    'weighted classes, accumulation': partial(made, loss_func=left_out(), cbs=accumulating),
+    'weighted classes, clip': partial(
+        made, loss_func=left_out(), cbs=lambda: [GradientClip(0.05)], opt_func=SGD, lr=0.5
+    ),
     'all': partial(
         made,
         opt_func=two_opts,
@@ -169,6 +183,49 @@ def test_steps_are_those_of_one_process(case: str, ranks: list[dict[str, Any]]) 
 @pytest.mark.parametrize('case', SENT)
 def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str, Any]]) -> None:
     assert [r[case]['sent'] for r in ranks] == [SENT[case]] * 2
+
+
+@pytest.mark.parametrize('bucket_cap_mb', [25, 1e-4])
+def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) -> None:
+    def job(rank: int) -> Any:
+        sent: list[tuple[int, int]] = []
+
+        def count(cb: Any) -> None:
+            if cb.training:
+                sent.append((n_sent(), cb.world.control._get_sequence_number_for_group()))
+
+        learn = make_learner(
+            make_dls(101, 4), loss_func=left_out(), metrics=None, cbs=Callback(after_batch=count)
+        )
+        options = {'agree_every': 100, 'bucket_cap_mb': bucket_cap_mb}
+        with learn.distributed('ddp', timeout='20s', **options):
+            learn.fit(2)
+        (first, own), (last, own_last) = sent[-12], sent[-2]  # the last batch is followed by others
+        return weights(learn), (last - first) / 10, own_last - own
+
+    alone = make_learner(make_dls(101, 8), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got, n_messages, n_own in run_ranks(job):
+        assert (got - weights(alone)).abs().max() < 1e-10
+        assert (n_messages == 1) == (bucket_cap_mb > 1) and n_own == 0
+
+
+def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again() -> None:
+    def cancel(cb: Any) -> None:
+        if cb.train_iter % 3 == 1:
+            raise CancelBatchException
+
+    def made(bs: int) -> Learner:
+        cancels = Callback(after_backward=cancel, order=8)
+        return make_learner(
+            make_dls(101, bs), loss_func=left_out(), metrics=None, cbs=cancels, opt_func=SGD
+        )
+
+    alone = made(8)
+    alone.fit(2)
+    for got in run_ranks(lambda rank: trained(made(4))):
+        assert got['counts'] == told(alone)['counts']
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
 # ----------------------------------------------------------------------------------- half precision
