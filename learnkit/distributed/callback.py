@@ -30,7 +30,7 @@ from learnkit.distributed.compare import (
     totals_differ,
 )
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
-from learnkit.distributed.ddp import Replicas, average, is_too_big
+from learnkit.distributed.ddp import Replicas, WeightCarrier, average, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
@@ -421,8 +421,8 @@ class DistributedTraining(Callback):
         if batch.carried is None or not self.learn.training:
             return None
         assert batch.share is not None
-        carrying: AbstractContextManager[None] = self.parts.carrying(batch.carried, batch.share[1])
-        return carrying
+        carrier: WeightCarrier = self.parts.carrier
+        return carrier.carrying(batch.carried, batch.share[1])
 
     def _can_carry(self) -> bool:
         "Return True if only the backward pass needs the weight, on all ranks alike."

@@ -86,7 +86,8 @@ class Replicas:
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         elif self._can_carry(learn.model):
-            self.carrier = carrier = WeightCarrier(learn.world.size)
+            trained = [p for p in learn.model.parameters() if p.requires_grad]
+            self.carrier = carrier = WeightCarrier(learn.world.size, trained)
             self.wrapped.register_comm_hook(None, lambda state, bucket: carrier.reduce(bucket))
         self._requires_grad = requires_grad
         learn.replica = self.wrapped
@@ -97,30 +98,6 @@ class Replicas:
         trained = [p for p in model.parameters() if p.requires_grad]
         is_wide = all(p.is_cpu and p.dtype in (torch.float32, torch.float64) for p in trained)
         return is_wide and self.options.keys() <= CARRYING_OPTIONS
-
-    @contextmanager
-    def carrying(
-        self,
-        weight: float,  # weight of this rank's batch
-        expected: float,  # sum of the weights by which the loss was divided
-    ) -> Iterator[None]:
-        "Send a weight with the gradients of a backward pass, and divide the gradients by the sum of the weights."
-        assert self.wrapped is not None and self.carrier is not None
-        params = list(self.wrapped.parameters())
-        pending = [
-            (p, p.grad.clone()) for p in params if p.grad is not None
-        ]  # of a cancelled batch
-        self.carrier.weight = weight
-        try:
-            yield
-        finally:
-            self.carrier.weight = None
-        if self.carrier.total == expected:
-            return
-        factor = ratio(expected, self.carrier.total)
-        torch._foreach_mul_([p.grad for p in params if p.grad is not None], factor)
-        for p, grad in pending:
-            p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
     def catch_up(self, learn: LearnerLike) -> None:
         """Give a new wrapper the buckets that the wrapper of the resumed run had.
@@ -192,21 +169,46 @@ class WeightCarrier:
     The gradients are averaged to the last bit as without the hook. A message of its own for the number would take
     a third of the time of a step of 2 ms (two processes on two cores)."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size  # number of ranks
-        self.weight: float | None = None  # number to send with the next message
-        self.total = 0.0  # sum over ranks of the number last sent
+    def __init__(
+        self,
+        size: int,  # number of ranks
+        parameters: list[nn.Parameter],  # parameters of the wrapper that require gradients
+    ) -> None:
+        self.size, self.parameters = size, parameters
+        self._weight: float | None = None  # number to send with the next message
+        self._total = 0.0  # sum over ranks of the number last sent
+
+    @contextmanager
+    def carrying(
+        self,
+        weight: float,  # weight of this rank's batch
+        expected: float,  # sum of the weights by which the losses were divided
+    ) -> Iterator[None]:
+        "Send a weight with the gradients of a backward pass, and divide the gradients by the sum of the weights."
+        # of a cancelled batch
+        pending = [(p, p.grad.clone()) for p in self.parameters if p.grad is not None]
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = None
+        if self._total == expected:
+            return
+        factor = ratio(expected, self._total)
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        for p, grad in pending:
+            p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         "Start to average a bucket of gradients over the ranks."
         grads = bucket.buffer().mul_(1 / self.size)
-        weight, self.weight = self.weight, None
+        weight, self._weight = self._weight, None
         if weight is None:
             return start_sum(grads).then(lambda done: done.value()[0])
 
         def unpack(done: Any) -> Tensor:
             message = done.value()[0]
-            self.total = float(message[-1])
+            self._total = float(message[-1])
             return grads.copy_(message[:-1])
 
         return start_sum(torch.cat([grads, grads.new_tensor([weight])])).then(unpack)
