@@ -26,6 +26,7 @@ from learnkit.engine.lint import lint
 
 __all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
 
+CONTEXT_NAMES = frozenset(CONTEXTS.values())
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 
 
@@ -435,28 +436,27 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        is_canonical = name in EVENTS or name in CONTEXTS.values()
-        event = name if is_canonical else canonical_event(name)
-        ordered = self.callbacks.ordered()
-        cbs = sorted(ordered, key=lambda cb: event in getattr(cb, 'runs_last', ()))
-        handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
+        event = name if name in EVENTS or name in CONTEXT_NAMES else canonical_event(name)
         switches = self.callbacks.switches
+        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.ordered()]
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
+        entries.sort(key=lambda entry: event in getattr(entry[2], 'runs_last', ()))
         self[name] = entries
         return entries
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        is_event = name not in CONTEXTS.values()
+        is_event = name not in CONTEXT_NAMES
         if not isinstance(cb, Callback):  # it is fastai's: `as_callback` accepts no other
             return foreign_handler(cb, name) if is_event else None
-        skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
+        handler: Callable[[], Any] | None
         if is_event and takes_every_event(cb):
-            handler: Callable[[], Any] | None = partial(cb, name)
-        elif skips_rank or not cb._runs_when(name, self.training):
-            return None
+            handler = partial(cb, name)
         else:
             handler = own_handler(cb, name)
-        return torch.no_grad()(handler) if handler and cb.observer else handler
+            skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
+            if handler is None or skips_rank or not cb._runs_when(name, self.training):
+                return None
+        return torch.no_grad()(handler) if cb.observer else handler
 
 
 def takes_every_event(cb: Any) -> bool:
