@@ -185,6 +185,18 @@ def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str,
     assert [r[case]['sent'] for r in ranks] == [SENT[case]] * 2
 
 
+WEIGHTED = [name for name in CASES if name.startswith('weighted')]
+
+
+def test_weights_that_are_sent_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('learnkit.distributed.ddp.MAX_CARRYING', 0)
+    for got in run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED}):
+        for name in WEIGHTED:
+            alone = CASES[name](8)
+            alone.fit(2)
+            assert (got[name]['weights'] - told(alone)['weights']).abs().max() < 1e-10, name
+
+
 @pytest.mark.parametrize('bucket_cap_mb', [25, 1e-4])
 def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) -> None:
     def job(rank: int) -> Any:
