@@ -92,9 +92,8 @@ class BatchShare:
     tokens_before: int = 0  # tokens before the batch
     tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
     weights: Weights | None = None  # weights, if the loss does not average over samples
-    carried: float | None = (
-        None  # weight of this rank, if the gradients carry it to the other ranks
-    )
+    # weight of this rank, if the gradients carry it to the other ranks
+    carried: float | None = None
 
 
 class DistributedTraining(Callback):
@@ -418,7 +417,7 @@ class DistributedTraining(Callback):
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context in which the gradients carry the weight of the batch to the other ranks."
         batch = self.batch
-        if batch.carried is None or not self.learn.training:
+        if batch.carried is None:
             return None
         assert batch.share is not None
         carrier: WeightCarrier = self.parts.carrier

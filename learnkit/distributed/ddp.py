@@ -202,26 +202,22 @@ class WeightCarrier:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         "Start to average a bucket of gradients over the ranks."
+        import torch.distributed as dist
+
         grads = bucket.buffer().mul_(1 / self.size)
         weight, self._weight = self._weight, None
-        if weight is None:
-            return start_sum(grads).then(lambda done: done.value()[0])
+        message = grads if weight is None else torch.cat([grads, grads.new_tensor([weight])])
+        work = dist.all_reduce(message, async_op=True)
+        assert work is not None
 
         def unpack(done: Any) -> Tensor:
-            message = done.value()[0]
-            self._total = float(message[-1])
-            return grads.copy_(message[:-1])
+            [total] = done.value()  # raises the error of a message that has failed
+            if weight is None:
+                return total
+            self._total = float(total[-1])
+            return grads.copy_(total[:-1])
 
-        return start_sum(torch.cat([grads, grads.new_tensor([weight])])).then(unpack)
-
-
-def start_sum(t: Tensor) -> torch.futures.Future[Any]:
-    "Start to sum a tensor over the ranks in place, and return the future of a list with it."
-    import torch.distributed as dist
-
-    work = dist.all_reduce(t, async_op=True)
-    assert work is not None
-    return work.get_future()
+        return work.get_future().then(unpack)
 
 
 def list_wrapper_options() -> list[str]:

@@ -26,7 +26,6 @@ from learnkit.engine.lint import lint
 
 __all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
 
-CONTEXT_NAMES = frozenset(CONTEXTS.values())
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 
 
@@ -436,7 +435,7 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in EVENTS or name in CONTEXT_NAMES else canonical_event(name)
+        event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
         switches = self.callbacks.switches
         handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.ordered()]
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
@@ -445,7 +444,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return entries
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        is_event = name not in CONTEXT_NAMES
+        is_event = name not in CONTEXTS.values()
         if not isinstance(cb, Callback):  # it is fastai's: `as_callback` accepts no other
             return foreign_handler(cb, name) if is_event else None
         handler: Callable[[], Any] | None

@@ -190,10 +190,11 @@ WEIGHTED = [name for name in CASES if name.startswith('weighted')]
 
 def test_weights_that_are_sent_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('learnkit.distributed.ddp.MAX_CARRYING', 0)
-    for got in run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED}):
-        for name in WEIGHTED:
-            alone = CASES[name](8)
-            alone.fit(2)
+    ranks = run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED})
+    for name in WEIGHTED:
+        alone = CASES[name](8)
+        alone.fit(2)
+        for got in ranks:
             assert (got[name]['weights'] - told(alone)['weights']).abs().max() < 1e-10, name
 
 
@@ -227,15 +228,15 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again() -> None:
         if cb.train_iter % 3 == 1:
             raise CancelBatchException
 
-    def made(bs: int) -> Learner:
+    def cancelling(bs: int) -> Learner:
         cancels = Callback(after_backward=cancel, order=8)
         return make_learner(
             make_dls(101, bs), loss_func=left_out(), metrics=None, cbs=cancels, opt_func=SGD
         )
 
-    alone = made(8)
+    alone = cancelling(8)
     alone.fit(2)
-    for got in run_ranks(lambda rank: trained(made(4))):
+    for got in run_ranks(lambda rank: trained(cancelling(4))):
         assert got['counts'] == told(alone)['counts']
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
