@@ -488,8 +488,6 @@ def defined_events(cb: object) -> set[str]:
 def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     "Return the handler that `cb` itself has for an event, or None; the Learner's attributes are not searched."
     for spelling in _SPELLINGS.get(event_name, (event_name,)):
-        if not hasattr(type(cb), spelling) and spelling not in getattr(cb, '__dict__', ()):
-            continue  # quicker than an AttributeError
         try:
             handler = object.__getattribute__(cb, spelling)
         except AttributeError:
