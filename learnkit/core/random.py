@@ -38,6 +38,7 @@ RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 
 
 def capture_rng(
     devices: bool = True,  # whether to capture CUDA and MPS, which do not draw the order of data
+    with_torch: bool = True,  # whether to capture the generators of torch
 ) -> RNGState:
     """Return the states of the global generators of Python and torch, and of NumPy, all CUDA devices and MPS if in use.
 
@@ -47,9 +48,12 @@ def capture_rng(
     >>> torch.equal(torch.rand(3), drawn)
     True
     """
-    state: RNGState = {'python': random.getstate(), 'torch': torch.get_rng_state()}
+    state: RNGState = {'python': random.getstate()}
     if (np_random := sys.modules.get('numpy.random')) is not None:
         state['numpy'] = _to_tensors(np_random.get_state(legacy=False))
+    if not with_torch:
+        return state
+    state['torch'] = torch.get_rng_state()
     if devices and torch.cuda.is_initialized():
         state['cuda'] = tuple(torch.cuda.get_rng_state_all())
     if devices and torch.backends.mps.is_available():
@@ -65,7 +69,8 @@ def restore_rng(
     A CUDA state takes effect when CUDA is initialized. States of missing devices are ignored."""
     version, words, gauss = state['python']
     random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state['torch'].cpu())
+    if 'torch' in state:
+        torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:
         np.random.set_state(_to_arrays(state['numpy']))
     if 'cuda' in state:
@@ -87,7 +92,9 @@ def same_states(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def preserved_rng() -> Iterator[None]:
+def preserved_rng(
+    with_torch: bool = True,  # whether to restore the generators of torch
+) -> Iterator[None]:
     """Restore every global generator at the end of the block, also if the block raises.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -97,7 +104,7 @@ def preserved_rng() -> Iterator[None]:
     >>> bool(a == torch.rand(1, generator=torch.Generator().manual_seed(0)))
     True
     """
-    state = capture_rng()
+    state = capture_rng(with_torch=with_torch)
     try:
         yield
     finally:

@@ -393,7 +393,8 @@ class Logger(Callback):
             return
         handle, self._handle = self._handle, None
         open_loggers.discard(self)
-        with preserved_rng():
+        # before Python 3.12, a Learner may be garbage-collected inside `torch.get_rng_state`, which holds a lock
+        with preserved_rng(with_torch=False):
             self.shut(handle)
 
     def state_dict(self) -> dict[str, Any]:

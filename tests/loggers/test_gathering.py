@@ -26,6 +26,7 @@ from learnkit.loggers import (
     read_log,
 )
 from learnkit.loggers.values import fetch
+from tests.helpers.fresh import output_of
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:
@@ -441,3 +442,25 @@ def test_no_wait_for_the_device(tmp_path: Path) -> None:
 
     # a transfer when an epoch begins, and at the end
     assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3
+
+
+def test_a_learner_may_be_dropped_while_torch_locks_a_generator() -> None:
+    # before Python 3.12, garbage is collected wherever an object is made, as inside `get_rng_state`
+    code = """
+import gc, tempfile, torch
+from learnkit.loggers import CSVLogger
+from learnkit.testing import synth_learner
+
+def fit():
+    learn = synth_learner(cbs=CSVLogger(f'{tempfile.mkdtemp()}/log.csv'))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+
+get_state = torch.default_generator.get_state
+gc.disable()
+fit()
+gc.enable()
+get_state()
+print('done')
+"""
+    assert output_of(code, timeout_s=30) == 'done\n'
