@@ -16,8 +16,9 @@ from learnkit import DataLoaders, ShowGraph
 from learnkit.callbacks import live_plot as graph
 from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, describe_losses, thin_losses
 from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.libraries import require
 
-plt = pytest.importorskip('matplotlib.pyplot')
+plt = require('matplotlib.pyplot')
 
 
 class Outputs:

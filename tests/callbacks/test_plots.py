@@ -14,8 +14,9 @@ from learnkit.callbacks.plots import epochs_of
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.plotting import COLORS, AxesList, color, new_axes
 from learnkit.testing import synth_learner
+from tests.helpers.libraries import require
 
-plt: Any = pytest.importorskip('matplotlib.pyplot')
+plt = require('matplotlib.pyplot')
 
 
 def learner(**kwargs: Any) -> Learner:

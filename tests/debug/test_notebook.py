@@ -12,8 +12,9 @@ import learnkit
 from learnkit import Callback, Learner, doc
 from learnkit.debug.notebook import add_parameters, prepare_shell, warm_up_jedi
 from learnkit.engine.events import EVENTS
+from tests.helpers.libraries import require
 
-jedi = pytest.importorskip('jedi')
+jedi = require('jedi')
 
 CLASS = 'class Mine(Callback):\n    def before_batch(self):\n        '
 

@@ -18,8 +18,9 @@ from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.core.random import capture_rng, same_states
 from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
+from tests.helpers.libraries import require
 
-skm: Any = pytest.importorskip('sklearn.metrics')
+skm = require('sklearn.metrics')
 N, C = 23, 4
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from learnkit import Checkpoint, DataLoaders, Learner, WeightsError
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries
+from tests.helpers.libraries import require
 
-peft = pytest.importorskip('peft')
-transformers = pytest.importorskip('transformers')
+peft = require('peft')
+transformers = require('transformers')
 
 # transformers deprecates what peft calls
 pytestmark = pytest.mark.filterwarnings('ignore::FutureWarning')

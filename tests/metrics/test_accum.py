@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import MetricError
 from learnkit.metrics.functional import AccumMetric, skm_to_fastai
+from tests.helpers.libraries import require
 
-sklearn: Any = pytest.importorskip('sklearn.metrics')
+sklearn = require('sklearn.metrics')
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(50, 4, generator=G), torch.randint(3, (50,), generator=G)
 LABELS = torch.randint(2, (50, 3), generator=G)

@@ -20,13 +20,17 @@ from torch.nn import functional as F
 
 from learnkit.checkpoint.file import read_entries
 from learnkit.testing.forks import start
+from tests.helpers.libraries import require
 from tests.helpers.ranks import started_ranks
 
-pytest.importorskip('sklearn')
-pytest.importorskip('matplotlib')
-from examples import images
+require('sklearn', 'matplotlib')
+from examples import images  # noqa: E402  # only where these are installed
 
-import_module('torch._dynamo')  # which an optimizer imports: a second in each fork otherwise
+
+@pytest.fixture(autouse=True, scope='module')
+def with_dynamo() -> None:
+    "Import what an optimizer imports: each fork needs a second for it otherwise."
+    import_module('torch._dynamo')
 
 
 @pytest.fixture

@@ -15,13 +15,12 @@ import torch
 from learnkit import Callback, Checkpoint, Learner
 from learnkit.checkpoint.digest import differences
 from learnkit.testing.forks import start
+from tests.helpers.libraries import require
 from tests.helpers.ranks import run_ranks
 
-pytest.importorskip('pandas')
-pytest.importorskip('sklearn')
-pytest.importorskip('gymnasium')
+require('pandas', 'sklearn', 'gymnasium')
 
-from examples import reinforcement, tabular
+from examples import reinforcement, tabular  # noqa: E402  # only where these are installed
 
 
 def run_script(script: ModuleType, folder: Path, *arguments: str) -> str:
