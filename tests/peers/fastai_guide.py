@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 import torchmetrics
 from fastai.vision.all import *
+defaults.cpus = 0  # no worker processes: the loaders of the snippets would start hundreds
 """
 # the data stay fastai's: learnkit has no `from_dsets` and `test_dl`
 LEARNKIT = f"""{FASTAI}
