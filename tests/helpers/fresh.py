@@ -14,6 +14,9 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAINS = (
+    'torch._dynamo',
+)  # what code needs that makes an optimizer: importing it takes longer than torch
 
 # A child ends as an interpreter does: it waits for threads, and runs what `atexit` has. It leaves out to free torch's
 # modules, which takes half a second.

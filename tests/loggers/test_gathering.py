@@ -26,7 +26,7 @@ from learnkit.loggers import (
     read_log,
 )
 from learnkit.loggers.values import fetch
-from tests.helpers.fresh import output_of
+from tests.helpers.fresh import TRAINS, output_of
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:
@@ -463,4 +463,4 @@ gc.enable()
 get_state()
 print('done')
 """
-    assert output_of(code, timeout_s=30) == 'done\n'
+    assert output_of(code, has=TRAINS, timeout_s=30) == 'done\n'
