@@ -158,10 +158,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    "Spare collections of garbage, in tests and in processes forked from this one, what is there before the first test."
     gc.enable()
+    freeze_modules()
+
+
+def freeze_modules() -> None:
+    "Spare collections of garbage, in tests and in processes forked from this one, what is there before the next test."
+    global n_frozen
     gc.collect()
     gc.freeze()
+    n_frozen = len(sys.modules)
+
+
+n_frozen = 0  # modules that were imported at the last freeze
+
+
+@pytest.fixture(autouse=True, scope='module')
+def frozen_modules() -> None:
+    "Freeze the libraries that the tests of other files have imported: each collection takes half a second else."
+    if len(sys.modules) > n_frozen + 200:
+        freeze_modules()
 
 
 @pytest.hookimpl(wrapper=True)
