@@ -24,20 +24,17 @@ SERVER = Path(__file__).with_name('kernel_server.py')
 
 
 @cache
-def kernel_name(*modules: str) -> str:
-    """Return the name of a kernel that has imported torch, learnkit and the modules already.
+def kernel_name() -> str:
+    """Return the name of a kernel that has imported torch and learnkit already.
 
-    The process that it is forked from is started once for the same modules. Jupyter finds the kernel by the variable
-    JUPYTER_PATH."""
+    The process that it is forked from is started once. Jupyter finds the kernel by the variable JUPYTER_PATH."""
     folder = Path(mkdtemp(prefix='kernels'))
     address = folder / 'socket'
     env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
     env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     # figures go into the notebook
     env['MPLBACKEND'] = 'module://matplotlib_inline.backend_inline'
-    server = subprocess.Popen(
-        [sys.executable, str(SERVER), 'serve', str(address), *modules], env=env
-    )
+    server = subprocess.Popen([sys.executable, str(SERVER), 'serve', str(address)], env=env)
 
     def stop() -> None:
         server.kill()
@@ -47,15 +44,14 @@ def kernel_name(*modules: str) -> str:
     atexit.register(stop)
     argv = [sys.executable, '-S', '-E', str(SERVER), 'start', str(address), '{connection_file}']
     spec = {'argv': argv, 'display_name': 'forked', 'language': 'python'}
-    name = '-'.join(['forked', *modules])
-    (folder / 'kernels' / name).mkdir(parents=True)
-    (folder / 'kernels' / name / 'kernel.json').write_text(json.dumps(spec), 'utf-8')
+    (folder / 'kernels' / 'forked').mkdir(parents=True)
+    (folder / 'kernels' / 'forked' / 'kernel.json').write_text(json.dumps(spec), 'utf-8')
     while not address.exists():
         if server.poll() is not None:
             raise RuntimeError(f'The server of kernels has ended with {server.returncode}.')
         sleep(0.02)
     os.environ['JUPYTER_PATH'] = os.pathsep.join([str(folder), os.environ.get('JUPYTER_PATH', '')])
-    return name
+    return 'forked'
 
 
 def kernel_env(folder: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Fork Jupyter kernels from a process that has imported learnkit and what notebooks use: imports take six seconds.
 
-    python kernel_server.py serve SOCKET [MODULE ...]    # import once, then fork a kernel for each request
+    python kernel_server.py serve SOCKET    # import once, then fork a kernel for each request
     python kernel_server.py start SOCKET CONNECTION_FILE    # what Jupyter starts as a kernel
 
 Jupyter signals and waits for the second process, which passes signals on and ends with its kernel."""
@@ -26,9 +26,9 @@ IMPORTED = (
 LONGEST = 2**20  # bytes of a request
 
 
-def serve(path: str, *more: str) -> None:
-    "Fork a kernel for each connection, until this process is killed; `more` are modules to import besides."
-    for name in (*IMPORTED, *more):
+def serve(path: str) -> None:
+    "Fork a kernel for each connection, until this process is killed."
+    for name in IMPORTED:
         __import__(name)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ import torch
 torch.set_num_threads(1)
 """
 
-# What several notebooks import or need for an export or a compiled step: half a second to two seconds each time.
-IMPORTED = (
-    'torchmetrics.classification',
-    'transformers.models.llama.modeling_llama',
-    'torch._inductor.compile_fx',
-)
-
 each_notebook = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -49,18 +41,11 @@ def code_cells(nb: Any) -> list[Any]:
     return [cell for cell in nb.cells if cell.cell_type == 'code']
 
 
-def has_package(module: str) -> bool:
-    return find_spec(module.partition('.')[0]) is not None
-
-
 def execute(nb: Any, cwd: Path) -> None:
     "Run every cell in a fresh kernel, in a folder where it may leave files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
     client = nbclient.NotebookClient(
-        nb,
-        timeout=60,
-        kernel_name=kernel_name(*filter(has_package, IMPORTED)),
-        resources={'metadata': {'path': str(cwd)}},
+        nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
     )
     with warnings.catch_warnings():
         # those of the client and its sockets: the kernel is another process
