@@ -162,6 +162,9 @@ def pytest_collection_finish() -> None:
     freeze_modules()
 
 
+n_frozen = 0  # modules that were imported at the last freeze
+
+
 def freeze_modules() -> None:
     "Spare collections of garbage, in tests and in processes forked from this one, what is there before the next test."
     global n_frozen
@@ -170,12 +173,9 @@ def freeze_modules() -> None:
     n_frozen = len(sys.modules)
 
 
-n_frozen = 0  # modules that were imported at the last freeze
-
-
 @pytest.fixture(autouse=True, scope='module')
 def frozen_modules() -> None:
-    "Freeze the libraries that the tests of other files have imported: each collection takes half a second else."
+    "Freeze the libraries that the tests of other files have imported: else each collection takes half a second."
     if len(sys.modules) > n_frozen + 200:
         freeze_modules()
 

@@ -16,7 +16,7 @@ from learnkit.core.batch import microbatches
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import synth_learner
-from tests.helpers.fresh import TRAINS, output_of
+from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 
 class TwiceUsed(nn.Module):
@@ -307,4 +307,4 @@ def test_matplotlib_is_imported_for_plots_only() -> None:
         'with learn.no_bar(): learn.fit(1)\n'
         "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules"
     )
-    output_of(code, has=TRAINS)
+    output_of(code, has=OPTIMIZER_MODULES)

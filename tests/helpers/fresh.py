@@ -14,9 +14,8 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINS = (
-    'torch._dynamo',
-)  # what code needs that makes an optimizer: importing it takes longer than torch
+# what torch imports for the first optimizer, in a second or more: to be given as `has` for code that trains
+OPTIMIZER_MODULES = ('torch._dynamo',)
 
 # A child ends as an interpreter does: it waits for threads, and runs what `atexit` has. It leaves out to free torch's
 # modules, which takes half a second.

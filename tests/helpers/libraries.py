@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-__all__ = ['Library', 'require']
+from learnkit.core.errors import MissingExtraError
+from learnkit.core.optional import check_libraries
+
+__all__ = ['require']
 
 
 class Library:
@@ -18,14 +20,16 @@ class Library:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('_'):  # pytest looks for its marks on whatever a file has
+        # pytest looks for its marks on whatever a file has, at which `importlib.util.LazyLoader` would import
+        if name.startswith('_'):
             raise AttributeError(name)
         return getattr(import_module(self._name), name)
 
 
 def require(*names: str) -> Any:
     "Skip the tests of a file where a library is not installed; return the last one, which is not imported yet."
-    for name in names:
-        if find_spec(name.partition('.')[0]) is None:
-            pytest.skip(f'could not import {name!r}', allow_module_level=True)
+    try:
+        check_libraries('The file', *(name.partition('.')[0] for name in names))
+    except MissingExtraError as e:
+        pytest.skip(str(e), allow_module_level=True)
     return Library(names[-1])

@@ -23,7 +23,7 @@ import learnkit
 from benchmarks import step
 from benchmarks.harness import Comparison, Result, Workload, report
 from benchmarks.subjects import SUBJECTS, Task
-from tests.helpers.fresh import TRAINS, output_of
+from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / 'learnkit'
@@ -337,7 +337,7 @@ def test_readme_examples_run_and_print_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip('matplotlib')
     examples, (table, change) = fenced('python'), fenced('text')
     assert len(examples) == 4
-    printed = [output_of(code, cwd=tmp_path, has=TRAINS) for code in examples]
+    printed = [output_of(code, cwd=tmp_path, has=OPTIMIZER_MODULES) for code in examples]
     assert (tmp_path / 'digits.png').stat().st_size > 5000
     assert printed[0].split()[:5] == table.split()[:5]
     for row, expected in zip(rows_of(printed[0]), rows_of(table), strict=True):
