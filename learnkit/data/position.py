@@ -39,6 +39,7 @@ from learnkit.data.torch_loader import (
     fetching_is_random,
     forget_workers,
     get_index_sampler,
+    is_worker_failure,
     same_batches,
     start_lists,
     with_sampler,
@@ -216,7 +217,9 @@ class LoaderPosition:
             try:
                 _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
                 drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
-            except Exception:  # a sampler that can be iterated once may raise anything
+            except Exception as e:  # a sampler that can be iterated once may raise anything
+                if is_worker_failure(e):
+                    raise
                 drawn, drawn_again = [0], []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)

@@ -26,6 +26,7 @@ __all__ = [
     'workers_run',
     'fetching_is_random',
     'same_batches',
+    'is_worker_failure',
     'end_workers',
     'forget_workers',
 ]
@@ -178,8 +179,8 @@ def fetching_is_random(
         try:
             return _fetches_differ(dl, indices)
         except Exception as e:
-            if str(e).startswith('DataLoader'):
-                break  # torch's message of a worker that died or hangs
+            if is_worker_failure(e):
+                break
             # a few samples may not make a batch; whole batches can be fetched, or the training fails
     return False
 
@@ -195,6 +196,13 @@ def _fetches_differ(dl: DataLoader[Any], batch_indices: list[Any]) -> bool:
         collate_fn=_GeneratorWatch(dl.collate_fn),
     )
     return any(watched)
+
+
+def is_worker_failure(e: Exception) -> bool:
+    """Return True for torch's error of a worker that died or hangs.
+
+    A signal handler of torch raises it for a worker that was killed, at any line of the main thread."""
+    return isinstance(e, RuntimeError) and str(e).startswith('DataLoader')
 
 
 def end_workers(
