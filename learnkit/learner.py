@@ -25,7 +25,6 @@ from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.core.batch import to_detach
-from learnkit.core.batch_model import takes_batches
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
 from learnkit.core.errors import (
@@ -39,7 +38,7 @@ from learnkit.core.errors import (
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, takes_batches
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
@@ -57,13 +56,13 @@ from learnkit.engine.checks import (
 )
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
-from learnkit.engine.loop import Loop
+from learnkit.engine.loop import Loop, list_overrides
 from learnkit.engine.optimizer import (
     cover_params,
     make_optimizer,
     no_params_error,
 )
-from learnkit.engine.own_loop import EventCheck, find_loop_overrides
+from learnkit.engine.own_loop import EventCheck
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
@@ -244,7 +243,7 @@ class Learner(Loop):
             fit_cbs.append(SkipToEpoch(start_epoch))
         if budget:
             fit_cbs.append(Budget(budget))
-        if find_loop_overrides(self):
+        if list_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
         with deferred_interrupts() as deferred, self.added_cbs(fit_cbs):

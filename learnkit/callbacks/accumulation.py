@@ -10,8 +10,7 @@ from torch import Tensor
 from learnkit.core.denominator import check_is_mean
 from learnkit.core.dtensor import locals_of
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
-from learnkit.core.numbers import check_count
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import ratio
 from learnkit.engine.run import Turn

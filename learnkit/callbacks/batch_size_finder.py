@@ -17,7 +17,7 @@ from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
-from learnkit.core.numbers import check_count
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining

@@ -40,9 +40,8 @@ from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, check_writable, sweep
 from learnkit.core.model import name_of
-from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback

@@ -37,8 +37,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, passed_names
-from learnkit.core.batch_model import takes_batches
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import takes_batches
 from learnkit.engine.dispatch import Entry
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop

@@ -20,8 +20,8 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
 from learnkit.core.html import text_table
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
 

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import distribute_like, locals_of
 from learnkit.core.errors import OptionError, WeightsError
-from learnkit.core.numbers import is_number
 from learnkit.core.time import Time
+from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
 __all__ = ['EMA']

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
-from learnkit.core.numbers import check_count
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import check_count
 from learnkit.data.show import as_pictures, class_colors
 from learnkit.engine.callback import Periodic, defined_on_class
 

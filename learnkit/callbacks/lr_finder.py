@@ -34,9 +34,8 @@ from learnkit.core.errors import (
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.model import name_of, unwrap_partial
-from learnkit.core.numbers import check_count
 from learnkit.core.plotting import axes_or_new, color
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list

@@ -20,8 +20,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.numbers import check_count, check_number
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, check_number, warn_user
 from learnkit.engine.callback import Callback
 
 __all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']

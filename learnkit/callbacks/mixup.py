@@ -25,12 +25,11 @@ from learnkit.core.batch import (
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
-from learnkit.core.numbers import is_number
 from learnkit.core.time import Time, Timestamp, as_time, crossings
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
-from learnkit.engine.own_loop import find_loop_overrides
+from learnkit.engine.loop import list_overrides
 from learnkit.losses import BaseLoss
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']
@@ -133,7 +132,7 @@ class MixHandler(Callback):
             )
         if self.fitting and self.until is not None:
             check_countable(self.learn, self.until)
-        if self.fitting and find_loop_overrides(self.learn):
+        if self.fitting and list_overrides(self.learn):
             self._has_blended = False
             self.after_batch = self._check_blended  # type: ignore[method-assign]
 

@@ -35,9 +35,8 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
-from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.inference.gather import AsyncToCPU
 

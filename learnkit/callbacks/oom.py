@@ -19,8 +19,8 @@ from learnkit.core.files import atomic_write, check_folder, check_folder_name, u
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import check_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list

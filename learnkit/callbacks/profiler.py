@@ -12,8 +12,7 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.errors import FitError
 from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
 from learnkit.core.html import text_table
-from learnkit.core.numbers import check_count
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 
 __all__ = ['TorchProfiler']

@@ -9,7 +9,7 @@ from torch import Tensor
 from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import describe
 from learnkit.core.errors import ModelError, OptionError
-from learnkit.core.numbers import is_number
+from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 
 __all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']

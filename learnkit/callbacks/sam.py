@@ -11,7 +11,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import locals_of, total_norm
 from learnkit.core.errors import OptionError
-from learnkit.core.numbers import check_count, is_number
+from learnkit.core.validation import check_count, is_number
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 

@@ -19,8 +19,7 @@ from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import FitError, ScheduleError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count, check_number, is_number
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, check_number, is_number, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback

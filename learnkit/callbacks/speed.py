@@ -17,8 +17,8 @@ from learnkit.callbacks.monitor import Monitor, seconds_in, world_size
 from learnkit.core.errors import ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
-from learnkit.core.numbers import check_count, check_number
 from learnkit.core.time import Time
+from learnkit.core.validation import check_count, check_number
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 

@@ -13,8 +13,8 @@ from learnkit.callbacks.tracking import (
     check_counted,
 )
 from learnkit.core.errors import CancelFitException, OptionError
-from learnkit.core.numbers import is_number
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
 

@@ -14,8 +14,8 @@ from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
-from learnkit.core.numbers import is_number
 from learnkit.core.plain import as_plain
+from learnkit.core.validation import is_number
 from learnkit.data.dataloaders import epoch_length, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch

@@ -11,8 +11,7 @@ from torch import nn
 
 from learnkit.checkpoint.weights import check_weights, compare_weights, load_weights, read_weights
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
-from learnkit.core.numbers import is_count, is_number
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import is_count, is_number, warn_user
 from learnkit.data.dataloaders import DataLoaders
 
 __all__ = ['build_learner']

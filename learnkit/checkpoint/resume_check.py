@@ -22,8 +22,8 @@ from learnkit.core.html import definitions, never_raising
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.engine.budget import check_not_running

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit.core.batch import find_bs
-from learnkit.core.batch_model import takes_batches
 from learnkit.core.errors import LossError, OptionError, did_you_mean
 from learnkit.core.learner_type import LoopLike
-from learnkit.core.model import name_of
+from learnkit.core.model import name_of, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 

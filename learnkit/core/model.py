@@ -1,16 +1,16 @@
-"""The model inside of wrappers, the device of a model, and the modes of its modules."""
+"""The model inside of wrappers, its device and its modes; models that take whole batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from learnkit.core.learner_type import LearnerLike
+from learnkit.core.learner_type import LearnerLike, LoopLike
 
 __all__ = [
     'bare_model',
@@ -21,7 +21,14 @@ __all__ = [
     'preserved_modes',
     'name_of',
     'unwrap_partial',
+    'takes_batches',
+    'whole_batch',
+    'predict_batch',
+    'loss_of_batch',
 ]
+
+# methods of a model that takes whole batches: `forward(batch)` and `loss(outputs, batch)`
+_BATCH_METHODS = ('loss', 'eval_forward', 'update_metric', 'get_metrics')
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -99,3 +106,60 @@ def unwrap_partial(f: Any) -> Any:
     while isinstance(f, partial):
         f = f.func
     return f
+
+
+# Models that take whole batches, as Composer's `ComposerModel`
+
+
+def takes_batches(
+    model: nn.Module,  # model, or a wrapper around one
+) -> bool:
+    """Return True for a model with the methods of a `ComposerModel`, which takes whole batches.
+
+    >>> takes_batches(nn.Linear(1, 1))
+    False
+    """
+    cls = type(bare_model(model))
+    return all(callable(getattr(cls, name, None)) for name in _BATCH_METHODS)
+
+
+def whole_batch(
+    learn: LoopLike,  # Learner with a current batch
+) -> Any:
+    "Return the batch, or the microbatch, as one object: inputs and targets of a tuple, else the input."
+    if isinstance(learn.batch, (tuple, list)):
+        return (*learn.xb, *learn.yb)
+    return learn.xb[0]
+
+
+def predict_batch(
+    learn: LoopLike,  # Learner with a current batch
+    model: nn.Module,  # its model, or the wrapper that is called in training
+) -> tuple[Any, Any]:  # prediction, and loss or None
+    "Call a model with the whole batch; in validation its loss is computed with the same outputs."
+    batch = whole_batch(learn)
+    if learn.training:
+        return model(batch), None
+    bare: Any = bare_model(model)
+    if learn.phase == 'predict':
+        return bare.eval_forward(batch), None
+    outputs = model(batch)
+    loss = _total(bare.loss(outputs, batch))
+    return bare.eval_forward(batch, outputs), loss
+
+
+def loss_of_batch(
+    learn: LoopLike,  # Learner with a current batch and its prediction
+) -> Any:
+    "Return the model's loss of the prediction and the whole batch."
+    model: Any = bare_model(learn.model)
+    return _total(model.loss(learn.pred, whole_batch(learn)))
+
+
+def _total(loss: Any) -> Any:
+    "Return a loss as one tensor, or as a dict whose total has the name `loss`."
+    if isinstance(loss, Mapping) and 'total' in loss:
+        return {'loss' if name == 'total' else name: part for name, part in loss.items()}
+    if isinstance(loss, (tuple, list)):
+        return sum(part.mean() for part in loss)
+    return loss.mean() if isinstance(loss, Tensor) and loss.ndim else loss

@@ -18,7 +18,7 @@ from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
-from learnkit.core.numbers import check_count
+from learnkit.core.validation import check_count
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.show import Shows, first_batch
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows

@@ -44,14 +44,14 @@ def capture_state(dl: Any) -> State:
     >>> capture_state(dl)['counts']['sampler']
     {'n_passes': (None, 2)}
     """
+    state: State = {'own': {}, 'epochs': {}, 'counts': {}}
     if type(dl) is TensorLoader:
-        # it draws from one generator and has no other parts: no search is needed
-        own = {} if dl.generator is None else {'generator': capture_generator(dl.generator)}
-        parts: list[tuple[str, Any]] = [('', dl)]
-    else:
-        own, parts = capture_own(dl), list(_find_parts(dl))
-    state: State = {'own': own, 'epochs': {}, 'counts': {}}
-    for path, owner in parts:
+        # it draws from one generator, and counts nothing
+        if dl.generator is not None:
+            state['own'] = {'generator': capture_generator(dl.generator)}
+        return state
+    state['own'] = capture_own(dl)
+    for path, owner in _find_parts(dl):
         if type(getattr(owner, 'epoch', None)) is int:
             state['epochs'][path] = owner.epoch
         if _is_own(owner):

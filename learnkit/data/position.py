@@ -131,7 +131,8 @@ class LoaderPosition:
             batches = self._resume_epoch()
         else:
             self._workers_ran = self.workers > 0 and workers_run(self.dl)
-            self.start = _capture(self.dl, with_global=True)
+            # a TensorLoader draws its order from its own generator
+            self.start = _capture(self.dl, with_global=type(self.dl) is not TensorLoader)
             batches = iter(self.dl)
         draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
         return chain(self._capture_first(), batches) if draws_late else batches

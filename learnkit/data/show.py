@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_detach
 from learnkit.core.errors import OptionError
 from learnkit.core.model import unwrap_partial
-from learnkit.core.numbers import check_count
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.core.random import preserved_generators
+from learnkit.core.validation import check_count
 from learnkit.data.preserve import preserve_loaders
 from learnkit.data.tables import as_table, cell, readable, shorten
 from learnkit.data.torch_loader import forget_workers

@@ -22,9 +22,9 @@ from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.files import atomic_write
 from learnkit.core.html import definitions, table
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.plotting import color, encode_figure, new_axes, pyplot
 from learnkit.core.random import own_generators, preserved_rng
+from learnkit.core.validation import check_count
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import describe_loader, evaluation_loaders, n_batches
 from learnkit.data.tables import Table

@@ -18,9 +18,9 @@ from learnkit.core.batch import batch_counter
 from learnkit.core.comm import SINGLE_RANK, Comm, join_ranks
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.compare import (
     check_alike,

@@ -29,11 +29,10 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.optional import import_library
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.callback import DistributedTraining
 
 __all__ = ['launch', 'serve']

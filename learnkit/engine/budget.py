@@ -7,8 +7,8 @@ from typing import Any
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count, is_count
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import check_count, is_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
 

@@ -15,10 +15,10 @@ from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, u
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
     check_class_numbers,
+    check_count,
     takes_class_numbers,
     warn_of_order,
     warn_user,

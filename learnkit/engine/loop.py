@@ -24,7 +24,6 @@ from learnkit.core.batch import (
     to_device,
     unpack_output,
 )
-from learnkit.core.batch_model import loss_of_batch, predict_batch
 from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.denominator import LossWeights, check_is_mean
 from learnkit.core.errors import (
@@ -42,7 +41,7 @@ from learnkit.core.errors import (
     add_note,
 )
 from learnkit.core.learner_type import LoopLike
-from learnkit.core.model import model_device, name_of
+from learnkit.core.model import loss_of_batch, model_device, name_of, predict_batch
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Timestamp
 from learnkit.core.validation import (
@@ -86,7 +85,18 @@ from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
 from learnkit.optim.wrapper import Closure, OptimWrapper
 
-__all__ = ['Loop', 'token_count', 'sample_count']
+__all__ = ['Loop', 'list_overrides', 'token_count', 'sample_count']
+
+# methods of a training batch whose overrides may skip events, from the outermost to the innermost
+BATCH_METHODS = (
+    '_do_one_batch',
+    'train_batch',
+    '_do_pred_loss',
+    '_do_grad_opt',
+    '_backward',
+    '_step',
+    '_with_events',
+)
 
 _END = object()  # what `next` gives when a loader is through
 
@@ -965,3 +975,8 @@ def sample_count(learn: LoopLike) -> int:
         return count_samples(learn)
     except BatchError:
         return 0
+
+
+def list_overrides(learn: LoopLike) -> list[str]:
+    "Return the methods of a training batch that the class of a Learner overrides."
+    return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]

@@ -44,7 +44,7 @@ from learnkit.core.validation import precision_hint, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import Loop
+from learnkit.engine.loop import Loop, list_overrides
 from learnkit.engine.run import Turn
 
 __all__ = [
@@ -54,21 +54,10 @@ __all__ = [
     'report_loss',
     'repeat_turn',
     'EventCheck',
-    'find_loop_overrides',
     'replaces_batch',
     'make_repeat_error',
 ]
 
-# methods of the loop whose overrides may skip events, from the outermost to the innermost
-BATCH_METHODS = (
-    '_do_one_batch',
-    'train_batch',
-    '_do_pred_loss',
-    '_do_grad_opt',
-    '_backward',
-    '_step',
-    '_with_events',
-)
 # events and contexts of a training batch, each with the event that proves that its part ran
 SHOWN_BY = {
     'before_pred': 'before_pred',
@@ -224,11 +213,6 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
 # ------------------------------------------------ callbacks that have no effect in a custom loop
 
 
-def find_loop_overrides(learn: LearnerLike) -> list[str]:
-    "Return the methods of a training batch that a Learner overrides."
-    return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
-
-
 def replaces_batch(learn: LearnerLike) -> bool:
     "Return True if an override of `_do_one_batch` does not call the loop's own passes."
     method = type(learn)._do_one_batch
@@ -327,7 +311,7 @@ class EventCheck(Callback):
             f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
         )
         learn = self.learn
-        overrides = find_loop_overrides(learn)
+        overrides = list_overrides(learn)
         method = overrides[0] if overrides else 'loop'
         warn_user(
             f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event '

@@ -43,7 +43,8 @@ class TrainingPasses:
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
-        return read_ahead(dl, device, self.position.begin)
+        begin = self.position.begin
+        return read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
 
     def _next_position(self, dl: Any) -> LoaderPosition:
         "Return the position at which the next epoch begins."

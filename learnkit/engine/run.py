@@ -13,11 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from learnkit.core.batch_model import takes_batches
 from learnkit.core.errors import CancelError, CancelException, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
-from learnkit.core.model import preserved_modes
+from learnkit.core.model import preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback

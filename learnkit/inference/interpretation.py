@@ -20,7 +20,6 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import LoaderError, OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import axes_or_new
 from learnkit.core.random import (
@@ -30,6 +29,7 @@ from learnkit.core.random import (
     restore_own,
     restore_rng,
 )
+from learnkit.core.validation import check_count
 from learnkit.data.preserve import preserve_loaders
 from learnkit.data.show import as_targets, binary_cut, class_axis, show_samples, wrong_ones
 from learnkit.data.tables import class_names, shorten

@@ -34,8 +34,8 @@ from learnkit.core.errors import (
 )
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.data.shard import Shard
 from learnkit.data.tensors import is_rows

@@ -7,8 +7,8 @@ from typing import Any
 from learnkit.core.batch import form_of, microbatches
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_rng
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import decodes_batches
 from learnkit.data.show import (
     as_targets,

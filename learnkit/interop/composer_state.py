@@ -13,10 +13,9 @@ from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import count_samples, find_bs, form_of, to_device
-from learnkit.core.batch_model import takes_batches, whole_batch
 from learnkit.core.errors import BatchError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import model_device
+from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.interop.composer_time import ComposerTime

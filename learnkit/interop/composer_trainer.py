@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch_model import takes_batches, whole_batch
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model
+from learnkit.core.model import bare_model, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import token_count
 from learnkit.interop.composer_state import destinations_of, label_of, measured_values, trainer_of

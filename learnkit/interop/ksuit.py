@@ -21,8 +21,8 @@ from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
 from learnkit.core.errors import CallbackError, add_note
 from learnkit.core.model import model_device
-from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes

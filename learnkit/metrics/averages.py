@@ -17,11 +17,10 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
-from learnkit.core.batch_model import whole_batch
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, unwrap_partial
+from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
 
 __all__ = [
