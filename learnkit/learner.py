@@ -520,7 +520,8 @@ class Learner(Loop):
 
     def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         "Make or update the optimizer for a fit, and set its rates and weight decay."
-        if reset_opt or self.opt is None or self.has_foreign_opt():
+        is_new = reset_opt or self.opt is None or self.has_foreign_opt()
+        if is_new:
             self.create_opt()
             if self.has_foreign_opt():
                 raise OptimizerError(
@@ -534,7 +535,8 @@ class Learner(Loop):
         if not any(p.requires_grad for p in self.opt.parameters()):
             raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
-        if lr is None:
+        # a new optimizer was made with the Learner's rate; a list or slice is still to be spread
+        if lr is None and not (is_new and isinstance(self.lr, (int, float))):
             lr = self._find_initial_lrs()
         hypers = {'lr': lr, 'wd': wd}
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
