@@ -102,7 +102,8 @@ only_resume = {file for file, _ in at_resume.codes} - {file for file, _ in plain
 print(json.dumps({
     'classes': len(Learner.__mro__) - 2,
     'files to step': to_step.files(), 'functions to step': len(to_step.codes),
-    'files of a batch': batch.files(), 'files of a resume': len(only_resume),
+    'files of a batch': batch.files(), 'functions of a batch': len(batch.codes),
+    'files of a resume': len(only_resume),
 }))
 """
 
@@ -236,7 +237,9 @@ def figures(root: Path) -> dict[str, str]:
     return {
         'classes that the Learner inherits from': str(run['classes']),
         'files / functions from fit() to the first step': f'{run["files to step"]} / {run["functions to step"]}',
-        'files entered in a steady training batch': str(run['files of a batch']),
+        'files / functions entered in a steady training batch': (
+            f'{run["files of a batch"]} / {run["functions of a batch"]}'
+        ),
         'entries at the top of the package': str(entry_count(package)),
         'modules': str(len(list(package.rglob('*.py')))),
         'syntax nodes; a code line': f'{nodes / 1000:.0f}k; {nodes / lines:.1f}',
