@@ -131,8 +131,7 @@ class LoaderPosition:
             batches = self._resume_epoch()
         else:
             self._workers_ran = self.workers > 0 and workers_run(self.dl)
-            # a TensorLoader draws its order from its own generator
-            self.start = _capture(self.dl, with_global=type(self.dl) is not TensorLoader)
+            self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
             batches = iter(self.dl)
         draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
         return chain(self._capture_first(), batches) if draws_late else batches
@@ -366,6 +365,11 @@ class LoaderPosition:
 
 def _is_tensor_loader(dl: Any) -> bool:
     return isinstance(dl, TensorLoader) and type(dl).__iter__ is TensorLoader.__iter__
+
+
+def _draws_from_own_generator(dl: Any) -> bool:
+    "Return True for a TensorLoader, unless `shuffle` was set later: then it draws from torch's global generator."
+    return type(dl) is TensorLoader and (dl.generator is not None or not dl.shuffle)
 
 
 def _has_index_lists(dl: Any) -> bool:

@@ -482,3 +482,20 @@ def test_the_loaders_own_iterator_is_what_is_drawn_from() -> None:
     dl = DataLoader(Items(), BS, num_workers=2)
     assert type(LoaderPosition(dl).begin()) is type(iter(dl))
     assert type(LoaderPosition([1]).begin()) is type(iter([1]))
+
+
+def test_a_tensor_loader_that_shuffles_since_later_resumes_in_its_order() -> None:
+    "It has no generator of its own, so that its order is drawn from torch's."
+
+    def make_loader() -> TensorLoader:
+        loader = TensorLoader(torch.arange(12), bs=2)
+        loader.shuffle = True
+        return loader
+
+    torch.manual_seed(3)
+    position = LoaderPosition(make_loader())
+    batches = [x.tolist() for (x,) in position.begin()]
+    state = position.state_dict(2)
+    torch.manual_seed(4)
+    resumed = LoaderPosition.resume(make_loader(), state)
+    assert [x.tolist() for (x,) in resumed.begin()] == batches[2:]
