@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from learnkit.distributed.compare import (
     totals_differ,
 )
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
-from learnkit.distributed.ddp import Replicas, WeightCarrier, average, is_too_big
+from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big, rescaled
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
@@ -92,8 +92,8 @@ class BatchShare:
     tokens_before: int = 0  # tokens before the batch
     tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
     weights: Weights | None = None  # weights, if the loss does not average over samples
-    # weight of this rank, if the gradients carry it to the other ranks
-    carried: float | None = None
+    # weight of this rank, and guess of the sum over ranks, if gradients are rescaled to the actual sum
+    guess: tuple[float, float] | None = None
 
 
 class DistributedTraining(Callback):
@@ -165,6 +165,7 @@ class DistributedTraining(Callback):
         self._evaluates = True  # the batch of an evaluation has samples of this rank
         self._every = self._most = 1  # batches between agreements, now and at most
         self._last_agreement = 0, 0.0  # batch and clock of the last agreement
+        self._rescales = False  # gradients can be rescaled after a backward pass
         self._catches_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
@@ -336,6 +337,7 @@ class DistributedTraining(Callback):
 
     def before_train(self) -> None:
         self.parts.prepare(self.learn)
+        self._rescales = can_rescale(self.parts.trained)
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
         self.batch.local = True  # also those that a resumed epoch has brought with it
@@ -372,7 +374,7 @@ class DistributedTraining(Callback):
         batch.tokens_before = learn.counters.tokens
         batch.tokens = None
         batch.n_steps = learn.finished('st')
-        batch.weights = batch.carried = None
+        batch.weights = batch.guess = None
         if not self._catches_up:
             return
         self._catches_up = False
@@ -403,11 +405,11 @@ class DistributedTraining(Callback):
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
         batch.local = learn.run.calls_modules or not self._will_step()
-        batch.carried = None
+        batch.guess = None
         if not learn.microbatch and has_weights(learn):
-            if self._can_carry():
-                batch.carried = float(learn.strategy.own_weight(learn))
-            else:
+            if batch.share is not None and self._can_rescale():
+                batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
+            if batch.guess is None or self.parts.carrier is None:
                 self.sum_weights()
         if batch.local:
             return self.parts.pass_without_sync()
@@ -415,24 +417,29 @@ class DistributedTraining(Callback):
         return None
 
     def backward_context(self) -> AbstractContextManager[None] | None:
-        "Return a context in which the gradients carry the weight of the batch to the other ranks."
-        batch = self.batch
-        if batch.carried is None:
-            return None
-        assert batch.share is not None
-        carrier: WeightCarrier = self.parts.carrier
-        return carrier.carrying(batch.carried, batch.share[1])
+        "Return a context that divides gradients by the sum of the ranks' weights, which arrives during the pass."
+        guess = self.batch.guess
+        return None if guess is None else self._rescaled(*guess)
 
-    def _can_carry(self) -> bool:
-        "Return True if only the backward pass needs the weight, on all ranks alike."
+    @contextmanager
+    def _rescaled(self, own: float, expected: float) -> Iterator[None]:
+        carrier = self.parts.carrier
+        if carrier is None:
+            with rescaled(self.parts.trained, expected, self.sum_weights().total):
+                yield
+            return
+        with rescaled(self.parts.trained, expected, carrier.total), carrier.carrying(own):
+            yield
+
+    def _can_rescale(self) -> bool:
+        "Return True if only the backward pass needs the sum of the weights, on all ranks alike."
         batch = self.batch
         return (
-            batch.share is not None
-            and batch.weights is None
+            batch.weights is None
             and not batch.local
             and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
             and not self._extra_params
-            and self.parts.carrier is not None
+            and self._rescales
         )
 
     def _will_step(self) -> bool:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ['Replicas', 'WeightCarrier', 'average', 'broadcast_tensors']
 
 MAX_CARRYING = 2**16  # elements of all gradients; copying more takes longer than another message
+MAX_RESCALED = (
+    10**7
+)  # elements of all gradients; rescaling more takes longer than waiting for a message
 # options of DistributedDataParallel under which gradients can carry the weight of a batch
 CARRYING_OPTIONS = {'gradient_as_bucket_view', 'bucket_cap_mb', 'find_unused_parameters'}
 
@@ -60,6 +63,7 @@ class Replicas:
         self.comm_hook, self.comm_state = comm_hook, comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.trained: list[nn.Parameter] = []  # parameters of the wrapper that require gradients
         self.carrier: WeightCarrier | None = None  # None if gradients cannot carry a weight
         self._requires_grad: list[bool] = []  # flags of the parameters when the model was wrapped
 
@@ -84,11 +88,11 @@ class Replicas:
         self.wrapped = nn.parallel.DistributedDataParallel(
             learn.model, device_ids=ids, **self.options
         )
-        trained = [p for p in learn.model.parameters() if p.requires_grad]
+        self.trained = trained = [p for p in learn.model.parameters() if p.requires_grad]
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         elif self._can_carry(trained):
-            self.carrier = carrier = WeightCarrier(learn.world.size, trained)
+            self.carrier = carrier = WeightCarrier(learn.world.size)
             self.wrapped.register_comm_hook(None, lambda state, bucket: carrier.reduce(bucket))
         self._requires_grad = requires_grad
         learn.replica = self.wrapped
@@ -96,9 +100,8 @@ class Replicas:
 
     def _can_carry(self, trained: list[nn.Parameter]) -> bool:
         "Return True if a number can be sent with the gradients: exactly, in less time than by itself, without a GPU."
-        is_wide = all(p.is_cpu and p.dtype in (torch.float32, torch.float64) for p in trained)
         is_small = sum(p.numel() for p in trained) <= MAX_CARRYING
-        return is_wide and is_small and self.options.keys() <= CARRYING_OPTIONS
+        return is_small and can_rescale(trained) and self.options.keys() <= CARRYING_OPTIONS
 
     def catch_up(self, learn: LearnerLike) -> None:
         """Give a new wrapper the buckets that the wrapper of the resumed run had.
@@ -151,6 +154,7 @@ class Replicas:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
         self.wrapped = self.carrier = None
+        self.trained = []
         learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
@@ -173,9 +177,8 @@ class WeightCarrier:
     def __init__(
         self,
         size: int,  # number of ranks
-        parameters: list[nn.Parameter],  # parameters of the wrapper that require gradients
     ) -> None:
-        self.size, self.parameters = size, parameters
+        self.size = size
         self._weight: float | None = None  # number to send with the next message
         self._total = 0.0  # sum over ranks of the number last sent
 
@@ -183,22 +186,17 @@ class WeightCarrier:
     def carrying(
         self,
         weight: float,  # weight of this rank's batch
-        expected: float,  # sum of the weights by which the losses were divided
     ) -> Iterator[None]:
-        "Send a weight with the gradients of a backward pass, and divide the gradients by the sum of the weights."
-        # of a cancelled batch
-        pending = [(p, p.grad.clone()) for p in self.parameters if p.grad is not None]
+        "Send a weight with the gradients of a backward pass."
         self._weight = weight
         try:
             yield
         finally:
             self._weight = None
-        if self._total == expected:
-            return
-        factor = ratio(expected, self._total)
-        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
-        for p, grad in pending:
-            p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
+
+    def total(self) -> float:
+        "Return the sum over ranks of the weight last sent."
+        return self._total
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         "Start to average a bucket of gradients over the ranks."
@@ -228,6 +226,32 @@ def list_wrapper_options() -> list[str]:
         for name in signature(nn.parallel.DistributedDataParallel.__init__).parameters
         if name not in reserved
     ]
+
+
+def can_rescale(parameters: list[nn.Parameter]) -> bool:
+    "Return True if `rescaled` is quick and exact: for at most `MAX_RESCALED` parameters of 32 or 64 bits on the CPU."
+    is_wide = all(p.is_cpu and p.dtype in (torch.float32, torch.float64) for p in parameters)
+    return is_wide and sum(p.numel() for p in parameters) <= MAX_RESCALED
+
+
+@contextmanager
+def rescaled(
+    parameters: list[nn.Parameter],
+    expected: float,  # sum of the ranks' weights by which the loss was divided
+    total: Callable[[], float],  # f() -> the actual sum, which may arrive during the pass
+) -> Iterator[None]:
+    "Divide the gradients that a backward pass adds by the sum of the ranks' weights, once the sum is known."
+    # gradients of a cancelled batch
+    before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
+    yield
+    actual = total()
+    if actual == expected:
+        return
+    factor = ratio(expected, actual)
+    with torch.no_grad():
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        for p, grad in before:
+            p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
 
 @torch.no_grad()

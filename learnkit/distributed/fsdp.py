@@ -54,6 +54,7 @@ class Sharded:
     """
 
     carrier = None  # gradients of shards carry no weights
+    trained: list[nn.Parameter] = []  # sharded parameters that require gradients
     averages_late = False
     needs_equal_evaluations = True
 
@@ -207,6 +208,7 @@ class Sharded:
     def prepare(self, learn: LearnerLike) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
         cut_again(learn.model)
+        self.trained = [p for p in learn.model.parameters() if p.requires_grad]
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
             raise DistributedError(
                 f"{learn.opt!r} needs all weights as one vector, which strategy 'fsdp' does not "

@@ -80,12 +80,24 @@ class SeveralProcesses(SingleProcess):
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
-        return learn.world.sum(learn.loss * self.gradient_share(learn)) / learn.world.size
+        share = self.exact_share(learn)
+        # the loss of a rank without targets that count is NaN
+        loss = learn.loss * share if share else torch.zeros_like(learn.loss)
+        return learn.world.sum(loss) / learn.world.size
 
     def gradient_share(self, learn: LoopLike) -> Any:
-        """Return the factor of this rank's loss.
+        """Return the factor of this rank's loss in a backward pass.
 
-        With this factor, the mean over ranks equals the mean over the samples of all ranks."""
+        It may be a guess if gradients are rescaled after the pass, when the sum of the weights has arrived."""
+        if self.team.batch.guess is None:
+            return self.exact_share(learn)
+        own, expected = self.team.batch.guess
+        return own * learn.world.size / expected
+
+    def exact_share(self, learn: LoopLike) -> Any:
+        """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
+
+        Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
         size = learn.world.size
         share = self.team.batch.share
         if learn.loss_weights.is_sum(learn):
@@ -93,9 +105,6 @@ class SeveralProcesses(SingleProcess):
         if learn.loss_weights.are_samples(learn):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
-        carried = self.team.batch.carried
-        if carried is not None:
-            return carried * size / share[1]  # the sum of the weights arrives with the gradients
         weights = self.team.sum_weights()
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
         return ratio(own_weight * size, weights.total())

@@ -75,6 +75,12 @@ def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=lr, max_iter=4, history_size=2)
 
 
+def line_search(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(
+        params, lr=lr, max_iter=2, history_size=2, line_search_fn='strong_wolfe'
+    )
+
+
 def lookahead(params: Any, lr: float) -> Any:
     return Lookahead(SGD(params, lr, mom=0.9), k=3)
 
@@ -119,6 +125,9 @@ CASES: dict[str, Callable[[int], Learner]] = {
         made, loss_func=left_out(), cbs=lambda: [SAM(0.1)], opt_func=SGD
     ),
     'weighted classes, LBFGS': partial(made, loss_func=left_out(), opt_func=lbfgs, lr=0.02),
+    'weighted classes, line search': partial(
+        made, loss_func=left_out(), opt_func=line_search, lr=0.5
+    ),
     'weighted classes, accumulation': partial(made, loss_func=left_out(), cbs=accumulating),
     'weighted classes, clip': partial(
         made, loss_func=left_out(), cbs=lambda: [GradientClip(0.05)], opt_func=SGD, lr=0.5
@@ -188,8 +197,13 @@ def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str,
 WEIGHTED = [name for name in CASES if name.startswith('weighted')]
 
 
-def test_weights_that_are_sent_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('learnkit.distributed.ddp.MAX_CARRYING', 0)
+@pytest.mark.parametrize('limits', [['MAX_CARRYING'], ['MAX_CARRYING', 'MAX_RESCALED']])
+def test_weights_that_are_sent_by_themselves(
+    limits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "They arrive after the backward pass, or before it for many parameters."
+    for limit in limits:
+        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
     ranks = run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED})
     for name in WEIGHTED:
         alone = CASES[name](8)
@@ -223,7 +237,13 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) 
         assert (n_messages == 1) == (bucket_cap_mb > 1) and n_own == 0
 
 
-def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again() -> None:
+@pytest.mark.parametrize('limit', ['MAX_CARRYING', 'MAX_RESCALED', None])
+def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
+    limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
+
     def cancel(cb: Any) -> None:
         if cb.train_iter % 3 == 1:
             raise CancelBatchException
