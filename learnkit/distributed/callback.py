@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from learnkit.distributed.compare import (
     totals_differ,
 )
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
-from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big, rescaled
+from learnkit.distributed.ddp import Replicas, RescaledPass, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
@@ -419,17 +419,9 @@ class DistributedTraining(Callback):
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context that divides gradients by the sum of the ranks' weights, which arrives during the pass."
         guess = self.batch.guess
-        return None if guess is None else self._rescaled(*guess)
-
-    @contextmanager
-    def _rescaled(self, own: float, expected: float) -> Iterator[None]:
-        carrier = self.parts.carrier
-        if carrier is None:
-            with rescaled(self.parts.trained, expected, self.sum_weights().total):
-                yield
-            return
-        with rescaled(self.parts.trained, expected, carrier.total), carrier.carrying(own):
-            yield
+        if guess is None:
+            return None
+        return RescaledPass(self.parts.trained, *guess, self.parts.carrier or self.sum_weights())
 
     def _can_rescale(self) -> bool:
         "Return True if only the backward pass needs the sum of the weights, on all ranks alike."

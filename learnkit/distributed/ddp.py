@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from learnkit.engine.microbatch import ratio
 if TYPE_CHECKING:
     from torch.distributed import GradBucket
 
-__all__ = ['Replicas', 'WeightCarrier', 'average', 'broadcast_tensors']
+__all__ = ['Replicas', 'RescaledPass', 'average', 'broadcast_tensors', 'can_rescale', 'is_too_big']
 
 MAX_CARRYING = 2**16  # elements of all gradients; copying more takes longer than another message
 MAX_RESCALED = (
@@ -179,20 +179,8 @@ class WeightCarrier:
         size: int,  # number of ranks
     ) -> None:
         self.size = size
-        self._weight: float | None = None  # number to send with the next message
+        self.weight: float | None = None  # number to send with the next message
         self._total = 0.0  # sum over ranks of the number last sent
-
-    @contextmanager
-    def carrying(
-        self,
-        weight: float,  # weight of this rank's batch
-    ) -> Iterator[None]:
-        "Send a weight with the gradients of a backward pass."
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = None
 
     def total(self) -> float:
         "Return the sum over ranks of the weight last sent."
@@ -203,7 +191,7 @@ class WeightCarrier:
         import torch.distributed as dist
 
         grads = bucket.buffer().mul_(1 / self.size)
-        weight, self._weight = self._weight, None
+        weight, self.weight = self.weight, None
         message = grads if weight is None else torch.cat([grads, grads.new_tensor([weight])])
         work = dist.all_reduce(message, async_op=True)
         assert work is not None
@@ -229,28 +217,44 @@ def list_wrapper_options() -> list[str]:
 
 
 def can_rescale(parameters: list[nn.Parameter]) -> bool:
-    "Return True if `rescaled` is quick and exact: for at most `MAX_RESCALED` parameters of 32 or 64 bits on the CPU."
+    "Return True if rescaling is quick and exact: for at most `MAX_RESCALED` parameters of 32 or 64 bits on the CPU."
     is_wide = all(p.is_cpu and p.dtype in (torch.float32, torch.float64) for p in parameters)
     return is_wide and sum(p.numel() for p in parameters) <= MAX_RESCALED
 
 
-@contextmanager
-def rescaled(
-    parameters: list[nn.Parameter],
-    expected: float,  # sum of the ranks' weights by which the loss was divided
-    total: Callable[[], float],  # f() -> the actual sum, which may arrive during the pass
-) -> Iterator[None]:
-    "Divide the gradients that a backward pass adds by the sum of the ranks' weights, once the sum is known."
-    # gradients of a cancelled batch
-    before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
-    yield
-    actual = total()
-    if actual == expected:
-        return
-    factor = ratio(expected, actual)
-    with torch.no_grad():
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-        for p, grad in before:
+class RescaledPass:
+    """Context of a backward pass in which the sum of the ranks' weights arrives.
+
+    At its end, the gradients that the pass has added are divided by this sum."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        weight: float,  # weight of this rank's batch
+        guess: float,  # sum of the weights by which the loss was divided
+        sums: Any,  # object with a method `total`: the `WeightCarrier`, or a sum that was started
+    ) -> None:
+        self.parameters, self.weight, self.guess, self.sums = parameters, weight, guess, sums
+        self.before: list[tuple[nn.Parameter, Tensor]] = []  # gradients of a cancelled batch
+
+    def __enter__(self) -> None:
+        self.before = [(p, p.grad.clone()) for p in self.parameters if p.grad is not None]
+        if isinstance(self.sums, WeightCarrier):
+            self.sums.weight = self.weight
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if isinstance(self.sums, WeightCarrier):
+            self.sums.weight = None
+        if error is None:
+            self._rescale(self.sums.total())
+
+    @torch.no_grad()
+    def _rescale(self, total: float) -> None:
+        if total == self.guess:
+            return
+        factor = ratio(self.guess, total)
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        for p, grad in self.before:
             p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
 
