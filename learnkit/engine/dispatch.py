@@ -570,6 +570,6 @@ def _get_code_ids(cls: type) -> set[int]:
     return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
 
 
-def place(learn: LoopLike) -> str:
+def format_place(learn: LoopLike) -> str:
     "Return the epoch and batch of a run for a note: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

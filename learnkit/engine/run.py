@@ -20,7 +20,7 @@ from learnkit.core.model import preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import CallbackHost, place, takes_every_event
+from learnkit.engine.dispatch import CallbackHost, format_place, takes_every_event
 from learnkit.engine.events import CONTEXTS, LEVELS
 
 __all__ = [
@@ -82,7 +82,7 @@ class Run:
     microbatch_share: Any = 1.0  # the share of the microbatch in the loss of its batch
 
 
-def in_use(learn: LoopLike) -> bool:
+def is_in_use(learn: LoopLike) -> bool:
     "Return True while a run is under way that is not being cleaned up."
     return learn.run.depth > 0 and not learn.run.ending
 
@@ -111,7 +111,7 @@ def open_run(
             try:
                 yield
             except CancelException as e:
-                raise stray_cancel(e, f'({place(learn)})', ()) from e
+                raise make_cancel_error(e, f'({format_place(learn)})', ()) from e
         except BaseException as e:
             if run.depth == 1:
                 learn.strategy.end_run(learn, e)
@@ -141,7 +141,7 @@ def end_run(learn: LoopLike, error: BaseException | None) -> None:
     try:
         if error is not None:
             if not any(note.startswith('in ') for note in getattr(error, '__notes__', ())):
-                add_note(error, f'in {learn.phase} ({place(learn)})')
+                add_note(error, f'in {learn.phase} ({format_place(learn)})')
             raised += call_each(learn, 'after_error', interrupted)
         interrupted = interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised)
         raised += call_each(learn, 'cleanup', interrupted)
@@ -318,7 +318,7 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
         raise first
 
 
-def stray_cancel(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
+def make_cancel_error(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
     "Make the error for a Cancel exception without an open level of its kind."
     level, legal = LEVELS.get(e.level), ''
     if level:
