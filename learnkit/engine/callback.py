@@ -280,7 +280,7 @@ class Callback:
         "Run the handler of `event_name` if the callback is switched on for this event, and return its value."
         if not self.run or not self._runs_when(event_name, getattr(self.learn, 'training', None)):
             return None
-        handler = own_handler(self, event_name)
+        handler = get_own_handler(self, event_name)
         return handler() if handler else None
 
     def _runs_when(self, event_name: str, training: bool | None) -> bool:
@@ -479,13 +479,13 @@ def _shorten_class_name(cls: str) -> str:
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
-def defined_events(cb: object) -> set[str]:
+def list_defined_events(cb: object) -> set[str]:
     "Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling."
     scopes = [*(vars(cls) for cls in type(cb).__mro__), getattr(cb, '__dict__', {})]
     return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
 
 
-def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
+def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     "Return the handler that `cb` itself has for an event, or None; the Learner's attributes are not searched."
     for spelling in _SPELLINGS.get(event_name, (event_name,)):
         try:
@@ -540,7 +540,7 @@ class Periodic(Callback):
                 f'{type(self).__name__} does nothing: give `on_every=` or define `on_every(self)`.'
             )
         event = {'ep': 'after_epoch', 'iter': 'after_iteration'}.get(self.every.unit, 'after_batch')
-        self.__dict__[event] = partial(self._track, own_handler(self, event))
+        self.__dict__[event] = partial(self._track, get_own_handler(self, event))
 
     def on_every(self) -> None:
         "Run each time an interval is over."
