@@ -34,6 +34,7 @@ def foreign_handler(cb: Any, event_name: str) -> Callable[[], Any] | None:
 
 
 def _run_event(cb: Any, event_name: str) -> Any:
+    "Run an event on a foreign callback, and convert its Cancel exceptions."
     try:
         return cb(event_name)
     except Exception as e:

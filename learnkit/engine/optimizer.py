@@ -42,7 +42,7 @@ __all__ = [
     'unfreeze',
 ]
 
-MAX_NAMES = 5  # in a warning
+MAX_NAMES = 5  # number of parameters that a warning names
 
 
 def make_optimizer(learn: LearnerLike) -> OptimWrapper:
@@ -333,7 +333,8 @@ def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
     if learn.train_bn:
         opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
     wanted = new.union(opt.parameters())
-    groups = [[p for p in params if p in wanted] for params in groups]
+    for i, params in enumerate(groups):
+        groups[i] = [p for p in params if p in wanted]
     if not opt.set_params(groups):
         return
     opt.begin_states()
