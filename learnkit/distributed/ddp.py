@@ -14,7 +14,7 @@ from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
-from learnkit.engine.microbatch import ratio
+from learnkit.engine.microbatch import divide
 
 if TYPE_CHECKING:
     from torch.distributed import GradBucket
@@ -195,7 +195,7 @@ class WeightCarrier:
             self._weight = None
         if self._total == expected:
             return
-        factor = ratio(expected, self._total)
+        factor = divide(expected, self._total)
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
         for p, grad in pending:
             p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]

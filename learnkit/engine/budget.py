@@ -89,7 +89,7 @@ def check_not_running(learn: LearnerLike) -> None:
 
 
 class Budget(Callback):
-    """Stop the fit at the end of a batch when its budget is used; `pct_train` is the used share.
+    """Stop the fit at the end of the batch that uses up its budget; `pct_train` is the used share.
 
     `fit('2h')` adds it. The current epoch ends as usual, with its evaluation and its checkpoints. Checkpointed: the
     Learner's total at the start of the fit, the used share at the end of the last epoch, and the number of consecutive

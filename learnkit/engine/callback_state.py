@@ -201,7 +201,7 @@ def _is_from_learnkit(cls: type) -> bool:
 
 
 def note_attributes(cb: Any) -> None:
-    "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
+    "Store a callback's attributes when it is added. An attribute that never changes is an option, not state."
     own = _get_attributes(cb)
     if _ADDED_KEY not in own:
         own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
@@ -281,6 +281,7 @@ def _get_attributes(cb: Any) -> dict[str, Any]:
 
 
 def _is_opened(value: Any) -> bool:
+    "Return True for objects that a callback opens or looks up itself, and for objects of this package."
     if isinstance(value, dict) and value:
         return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
     return isinstance(value, _OPENED_TYPES) or _is_from_learnkit(type(value))

@@ -93,7 +93,7 @@ def _is_optimizer(f: object) -> bool:
 
 
 def _suggest_loss(name: str) -> str:
-    "Return how to write torch's loss of a name, as a part of a message."
+    "Return a hint for a loss function that was given by name, as part of a message."
     words = name.lower().replace('_', '').replace('-', '').removesuffix('loss')
     found = {f.lower().replace('_', '').removesuffix('loss'): f for f in dir(functional)}
     if words in found:

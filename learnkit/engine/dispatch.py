@@ -65,7 +65,7 @@ class CallbackSet:
         return id(cb) in self.switches
 
     def refresh(self) -> None:
-        "Clear the handler tables. Each event is built again when it is next read."
+        "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
         for table in (*self.tables, *self.more_tables):
             table.clear()
@@ -104,7 +104,7 @@ class CallbackSet:
 
         With its earlier switch, the callback still gets an event that is being dispatched.
         """
-        self.keys[id(cb)] = self._unique_key(cb)
+        self.keys[id(cb)] = self._make_unique_key(cb)
         # added before the item, so that after Ctrl-C here `discard` works
         self.switches[id(cb)] = [] if switch is None else switch
         self._switch(cb, bool(cb.run))
@@ -119,7 +119,7 @@ class CallbackSet:
         del self.switches[id(cb)]
         self.refresh()
 
-    def _unique_key(self, cb: Any) -> str:
+    def _make_unique_key(self, cb: Any) -> str:
         taken = set(self.keys.values())
         key = unique = getattr(cb, 'state_key', None) or cb.name
         n = 1
@@ -240,7 +240,7 @@ class CallbackHost:
             object.__setattr__(cb, 'learn', self)
             self.callbacks.insert(cb)
 
-    def _in_use(self) -> bool:
+    def _is_in_use(self) -> bool:
         "Return True during a run."
         return False
 
@@ -360,7 +360,7 @@ class CallbackHost:
             return self
         self._end_streams()
         try:
-            if self._in_use():
+            if self._is_in_use():
                 self.callbacks.call_one(
                     cb, 'cleanup'
                 )  # the callback is not part of the Learner when the run ends

@@ -863,7 +863,7 @@ class Loop(CallbackHost):
             self.run.turn, self.turn = before
 
     def forget_run(self) -> None:
-        "Release every tensor of a failed run."
+        "Release the tensors of a failed run, and the persistent workers of its loaders."
         for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
             forget_workers(dl)
         self.passes.stream = None  # the error may have ended its iterator
@@ -883,7 +883,7 @@ class Loop(CallbackHost):
         "Clear the checkpoint that the fit was resumed from."
         self.run.resume, self.resumed, self.run.resumes_at = None, False, 0
 
-    def _in_use(self) -> bool:
+    def _is_in_use(self) -> bool:
         return is_in_use(self)
 
     def is_open(self, level: str) -> bool:
@@ -893,7 +893,10 @@ class Loop(CallbackHost):
         return level in self.run.levels or is_overridden
 
     def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
-        "Add a note with the place to an exception; raise `CancelError` for a Cancel exception without an open level."
+        """Add a note to an exception: the callback, the event, epoch and batch.
+
+        Raises `CancelError` for a Cancel exception whose level is not open.
+        """
         evaluation = ', in an evaluation' if self.is_open('validate') else ''
         where = f'{type(cb).__name__}.{event_name} ({format_place(self)}{evaluation})'
         if not isinstance(e, CancelException):

@@ -23,13 +23,13 @@ def weigh(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
         return 1.0
     if isinstance(weight, Tensor):
         weight = weight.to(dtype)
-    return ratio(weight, sum(weights))
+    return divide(weight, sum(weights))
 
 
-def ratio(part: Any, whole: Any) -> Any:
+def divide(part: Any, whole: Any) -> Any:
     """Return `part / whole`, and 0 if both are 0. Tensors stay on their device.
 
-    >>> ratio(1, 4), ratio(0, 0), ratio(torch.tensor(0.), torch.tensor(0.))
+    >>> divide(1, 4), divide(0, 0), divide(torch.tensor(0.), torch.tensor(0.))
     (0.25, 0.0, tensor(0.))
     """
     if isinstance(whole, Tensor):

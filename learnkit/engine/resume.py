@@ -122,7 +122,7 @@ def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
 
 
 def repeat_evaluation(learn: LoopLike) -> None:
-    "Repeat the evaluation after a batch that was interrupted, and fire the batch's checkpoint event."
+    "Repeat the interrupted evaluation after a batch, and fire the checkpoint event of the batch."
     for cb in learn.cbs:
         if isinstance(cb, EvaluateWithinEpochs):
             cb.after_batch()

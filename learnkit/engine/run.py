@@ -45,7 +45,7 @@ STATE = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    "One call of `optimize`."
+    "Arguments of the current `optimize` call."
 
     only: str | None = None  # optimizer that steps; None: all of them
     compute: Callable[[], Any] | None = None  # computes the loss; None: a tensor was given
