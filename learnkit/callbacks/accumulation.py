@@ -12,7 +12,7 @@ from learnkit.core.dtensor import locals_of
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.microbatch import ratio
+from learnkit.engine.microbatch import divide
 from learnkit.engine.run import Turn
 
 __all__ = ['GradientAccumulation']
@@ -238,7 +238,7 @@ class GradientAccumulation(Callback):
         if not isinstance(total, Tensor) and total in (0, self._divisor):
             return
         grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
-        scale = ratio(self._divisor, total)
+        scale = divide(self._divisor, total)
         if grads:
             if isinstance(scale, Tensor):
                 scale = scale.to(grads[0].device)

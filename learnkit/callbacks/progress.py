@@ -24,7 +24,7 @@ from learnkit.core.interrupts import end_in_one_line
 from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import place
+from learnkit.engine.dispatch import format_place
 
 __all__ = [
     'ProgressCallback',
@@ -488,7 +488,7 @@ class ProgressCallback(Callback):
     def _describe_interrupt(self) -> str:
         "Return one line: where the run stopped, and how to resume."
         learn = self.learn
-        text = f'Stopped by Ctrl-C ({place(learn)}).'
+        text = f'Stopped by Ctrl-C ({format_place(learn)}).'
         if not learn.fitting:
             return text
         saving = [cb for cb in learn.cbs if hasattr(cb, 'checkpoint_folder')]

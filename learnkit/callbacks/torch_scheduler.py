@@ -75,7 +75,7 @@ class LRScheduler(Callback):
 
     def before_fit(self) -> None:
         self._first_epoch = max(
-            (cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
+            (cb.first_epoch for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
         )
         self._begin()
         self._warn_of_steps()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from learnkit.core.errors import CancelException, OptionError, did_you_mean
 from learnkit.core.html import never_raising, table
 from learnkit.core.model import unwrap_partial
-from learnkit.engine.callback import Callback, own_handler
+from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, Level
 
 __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
@@ -388,7 +388,7 @@ def _list_handlers(cb: Callback | type[Callback]) -> list[tuple[str, str]]:
     events = (*EVENTS, *CONTEXTS.values())
     if isinstance(cb, type):
         return [(e, _first_line(getattr(cb, e))) for e in events if _has_handler(cb, e)]
-    handlers = [(e, own_handler(cb, e)) for e in events]
+    handlers = [(e, get_own_handler(cb, e)) for e in events]
     return [(e, _first_line(handler)) for e, handler in handlers if handler is not None]
 
 

@@ -14,7 +14,7 @@ from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
-from learnkit.engine.microbatch import ratio
+from learnkit.engine.microbatch import divide
 
 if TYPE_CHECKING:
     from torch.distributed import GradBucket
@@ -252,7 +252,7 @@ class RescaledPass:
     def _rescale(self, total: float) -> None:
         if total == self.guess:
             return
-        factor = ratio(self.guess, total)
+        factor = divide(self.guess, total)
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
         for p, grad in self.before:
             p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]

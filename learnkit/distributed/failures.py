@@ -16,7 +16,7 @@ from typing import Any
 from learnkit.core.comm import Comm, has_agent_store
 from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.engine.dispatch import place
+from learnkit.engine.dispatch import format_place
 
 __all__ = ['Failures', 'is_lost']
 
@@ -205,7 +205,7 @@ class Failures:
 def describe_place(e: BaseException, learn: LearnerLike) -> str:
     "Describe the event, epoch and batch in which an error was raised."
     notes = [note for note in getattr(e, '__notes__', ()) if note.startswith('in ')]
-    return notes[0] if notes else f'in {learn.phase} ({place(learn)})'
+    return notes[0] if notes else f'in {learn.phase} ({format_place(learn)})'
 
 
 def describe_line(e: BaseException) -> str:

@@ -19,7 +19,7 @@ from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.compare import compute_checksum
-from learnkit.engine.microbatch import ratio
+from learnkit.engine.microbatch import divide
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
 from learnkit.engine.strategy import SingleProcess
@@ -107,7 +107,7 @@ class SeveralProcesses(SingleProcess):
             return 1 if own * size == total else own * size / total
         weights = self.team.sum_weights()
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
-        return ratio(own_weight * size, weights.total())
+        return divide(own_weight * size, weights.total())
 
     def split(self, learn: LoopLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches: as many as on the rank with the most samples."

@@ -80,7 +80,7 @@ def parse_iteration(every: Any) -> int:
 
 
 def check_not_running(learn: LearnerLike) -> None:
-    "Raise `FitError` if a run of the Learner is under way."
+    "Raise `FitError` if the Learner is running already."
     if learn.run.kind:
         raise FitError(
             f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
@@ -89,7 +89,7 @@ def check_not_running(learn: LearnerLike) -> None:
 
 
 class Budget(Callback):
-    """Stop the fit at the end of a batch when its budget is used; `pct_train` is the used share.
+    """Stop the fit at the end of the batch that uses up its budget; `pct_train` is the used share.
 
     `fit('2h')` adds it. The current epoch ends as usual, with its evaluation and its checkpoints. Checkpointed: the
     Learner's total at the start of the fit, the used share at the end of the last epoch, and the number of consecutive
@@ -104,18 +104,18 @@ class Budget(Callback):
 
     def __init__(self, total: str | int | Time = '1ep') -> None:
         self.total = as_time(total, 'ep')
-        self._began = 0.0  # total of the Learner at the start of the fit
-        self._ended = False  # True if this callback has stopped the fit
-        self._last = 0.0  # share at the end of the last epoch
+        self.total_at_start = 0.0  # amount that the Learner had finished at the start of the fit
+        self._has_stopped = False  # True if the budget has stopped the fit
+        self._last_share = 0.0  # used share at the end of the last epoch
         self._n_idle = 0  # number of consecutive epochs that have used nothing
         if self.total.unit == 'sec':
             self.nondeterministic_state = ('began', 'last')
 
     def before_fit(self) -> None:
-        self._began = self.learn.finished(self.total.unit)
+        self.total_at_start = self.learn.finished(self.total.unit)
         self._n_idle = 0
-        self._last = 0.0
-        self._ended = False
+        self._last_share = 0.0
+        self._has_stopped = False
 
     def before_train(self) -> None:
         self.learn.pct_train = min(1.0, self.share())
@@ -125,8 +125,8 @@ class Budget(Callback):
 
     def after_epoch(self) -> None:
         self._update_share()
-        last, self._last = self._last, self.share()
-        self._n_idle = 0 if self._last > last else self._n_idle + 1
+        last, self._last_share = self._last_share, self.share()
+        self._n_idle = 0 if self._last_share > last else self._n_idle + 1
         if self._n_idle > 1:
             raise FitError(
                 f'fit({str(self.total)!r}) would never end: two epochs in a row have used nothing of '
@@ -134,29 +134,31 @@ class Budget(Callback):
             )
 
     def share(self) -> float:
-        "Return the share that has been used."
-        return (self.learn.finished(self.total.unit) - self._began) / self.total.value
+        "Return the used share of the budget; it may exceed 1."
+        return (self.learn.finished(self.total.unit) - self.total_at_start) / self.total.value
 
     def _update_share(self) -> None:
         share = self.share()
         self.learn.pct_train = min(1.0, share)
         if share < 1 or self.learn.run.stopping:
             return
-        self._ended = True
+        self._has_stopped = True
         self.learn.run.stopping = True  # on every rank, because all ranks count the same amount
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            'began': self._began,
-            'last': self._last,
+            'began': self.total_at_start,
+            'last': self._last_share,
             'n_idle': self._n_idle,
-            'ended': self._ended,
+            'ended': self._has_stopped,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self._began = sd['began']
-        self._last = sd['last']
+        self.total_at_start = sd['began']
+        self._last_share = sd['last']
         self._n_idle = sd['n_idle']
-        self._ended = sd['ended']
-        if self._ended and self.share() < 1:
-            self._ended = self.learn.run.stopping = False  # the fit is resumed with a larger budget
+        self._has_stopped = sd['ended']
+        if self._has_stopped and self.share() < 1:
+            self._has_stopped = self.learn.run.stopping = (
+                False  # the fit is resumed with a larger budget
+            )

@@ -1,4 +1,4 @@
-"""Base class of callbacks: handlers of events, with the Learner's attributes readable as their own."""
+"""Base class of callbacks, which handle events and read the Learner's attributes like their own."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
-# prefixes of the methods by which a notebook displays any object: the learner's would be wrong here
+# prefixes of methods that display an object in a notebook; a callback does not take them from the Learner
 SHOWN_ELSEWHERE = ('_repr_', '_ipython_')
 # worded as in fastai
 SHADOWING = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
-_REPR_TYPES = (bool, int, float, str, Path, Time)  # types of the options that a repr shows
+_REPR_TYPES = (bool, int, float, str, Path, Time)  # types of options in a repr
 # names in this package, and the names that other libraries have for the same value
 _FOREIGN_NAMES = {
     'x` or `xb': 'input inputs',
@@ -57,7 +57,7 @@ _FOREIGN_NAMES = {
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
-# attributes that decide which handlers run: the learner's handler tables depend on them
+# attributes that the Learner's handler tables depend on
 _DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 
 
@@ -128,11 +128,11 @@ class Callback:
     `validate()` and `get_preds()`. Raising a Cancel exception skips the rest of its level.
 
     A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
-    All other callbacks are called in that evaluation, the callback itself is not: code that changes the batches then
-    belongs into a separate callback.
+    That evaluation calls all other callbacks, but not the callback itself: put code that changes the batches into a
+    separate callback.
 
     A method `forward_context` (around model and loss) or `backward_context` returns a context manager that is entered
-    in each batch, for example autocast, or None for no context.
+    for each batch, for example autocast, or None for no context.
 
     A subclass that overrides `run_event` (or `__call__`) gets every event there; its methods named after events run
     only if it calls super. `state_dict` and `load_state_dict` hold the state that must survive a checkpoint.
@@ -169,7 +169,7 @@ class Callback:
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
-        # What a callback reads as its own from the Learner, and the events, for editors and type checkers.
+        # attributes that are read from the Learner, and events, for editors and type checkers
         x: Any  # inputs of the batch: a tensor, or a tuple of several
         y: Any  # targets of the batch: a tensor, or a tuple of several
         xb: tuple[Any, ...]
@@ -280,11 +280,11 @@ class Callback:
         "Run the handler of `event_name` if the callback is switched on for this event, and return its value."
         if not self.run or not self._runs_when(event_name, getattr(self.learn, 'training', None)):
             return None
-        handler = own_handler(self, event_name)
+        handler = get_own_handler(self, event_name)
         return handler() if handler else None
 
     def _runs_when(self, event_name: str, training: bool | None) -> bool:
-        "Return True if `run_train` and `run_valid` allow this event; outside a Learner (None), one of them is enough."
+        "Return True if `run_train` or `run_valid` allows this event. Outside of a Learner (None), either is enough."
         if event_name not in INNER_EVENTS:
             return True
         return (self.run_train and training is not False) or (self.run_valid and not training)
@@ -339,10 +339,10 @@ class Callback:
         "Run after a nested run failed: undo what was changed for this run, as the outer run may continue."
 
     def on_run_ended(self) -> None:
-        """Give back what is held of the process (locks, signal handlers) after the `cleanup` of the outermost run.
+        """Release resources of the process (locks, signal handlers) after the `cleanup` of the outermost run.
 
-        Unlike `cleanup`, it is also called if a second Ctrl-C has aborted the cleanup, and called again if it was
-        interrupted itself.
+        Unlike `cleanup`, this method is also called if a second Ctrl-C has aborted the cleanup, and is called again if
+        it was interrupted itself.
         """
 
     def on_run_paused(self) -> None:
@@ -353,14 +353,14 @@ class Callback:
 
     @property
     def name(self) -> str:
-        "Name of the class in snake_case, without a trailing `Callback`: an attribute of the Learner."
+        "Name of the class in snake_case without a trailing `Callback`, under which the Learner has the callback."
         return _shorten_class_name(type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(('__', *SHOWN_ELSEWHERE)):
             raise AttributeError(name, name=name, obj=self)
         if defined_on_class(self, name):
-            return object.__getattribute__(self, name)  # raises its own error again
+            return object.__getattribute__(self, name)  # raises the error of the property again
         learn = self.learn
         if learn is None:
             raise MissingAttribute(name, self, why='It is not part of a Learner yet.')
@@ -399,15 +399,15 @@ class Callback:
         return f'{type(self).__name__}({arguments})' if arguments else type(self).__name__
 
 
-def _sign_with_events() -> inspect.Signature:
-    "Return the constructor's signature with a keyword for each event, which editors complete."
+def _make_signature() -> inspect.Signature:
+    "Return the constructor's signature with a keyword for each event, so that editors complete the names."
     instance, *options, handlers = inspect.signature(Callback.__init__).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY
     events = [inspect.Parameter(name, keyword, default=None) for name in EVENTS]
     return inspect.Signature([instance, *events, *options, handlers], return_annotation='None')
 
 
-Callback.__init__.__signature__ = _sign_with_events()  # type: ignore[attr-defined]
+Callback.__init__.__signature__ = _make_signature()  # type: ignore[attr-defined]
 
 
 def _list_changed_options(cb: Callback) -> Iterator[str]:
@@ -460,7 +460,7 @@ def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
     try:
         signature = inspect.signature(f)
     except (TypeError, ValueError):
-        return  # some builtins have no signature: a wrong one fails when it is called
+        return  # some builtins have no signature
     try:
         signature.bind(cb)
     except TypeError as e:
@@ -479,14 +479,14 @@ def _shorten_class_name(cls: str) -> str:
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
-def defined_events(cb: object) -> set[str]:
+def list_defined_events(cb: object) -> set[str]:
     "Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling."
     scopes = [*(vars(cls) for cls in type(cb).__mro__), getattr(cb, '__dict__', {})]
     return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
 
 
-def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
-    "Return the handler that `cb` itself has for an event, or None; the Learner's attributes are not searched."
+def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
+    "Return the handler of `cb` for an event, or None. The Learner's attributes are not searched."
     for spelling in _SPELLINGS.get(event_name, (event_name,)):
         try:
             handler = object.__getattribute__(cb, spelling)
@@ -540,13 +540,13 @@ class Periodic(Callback):
                 f'{type(self).__name__} does nothing: give `on_every=` or define `on_every(self)`.'
             )
         event = {'ep': 'after_epoch', 'iter': 'after_iteration'}.get(self.every.unit, 'after_batch')
-        self.__dict__[event] = partial(self._track, own_handler(self, event))
+        self.__dict__[event] = partial(self._handle_event, get_own_handler(self, event))
 
     def on_every(self) -> None:
-        "Run each time an interval is over."
+        "Run at the end of each interval."
 
     def before_fit(self) -> None:
-        "Count from the Learner's present time."
+        "Count from the Learner's current time."
         if self.learn.fitting:
             check_countable(self.learn, self.every)
             self._interval.start(self.learn)
@@ -556,10 +556,10 @@ class Periodic(Callback):
         if self.at_eval and not self.learn.fitting:
             self.on_every()
 
-    def _track(self, track: Callable[[], Any] | None) -> None:
-        "Run the subclass's handler of this event, then `on_every` if it is due."
-        if track:
-            track()
+    def _handle_event(self, handler: Callable[[], Any] | None) -> None:
+        "Run the subclass's handler of this event, and then `on_every` if it is due."
+        if handler:
+            handler()
         self._run_if_due()
 
     def _run_if_due(self) -> None:

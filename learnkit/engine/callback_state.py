@@ -49,10 +49,10 @@ __all__ = [
 STATE = '__state__'
 ATTRIBUTES = '__attributes__'
 
-# attributes of a callback that hold copies of its attributes
+# attributes of a callback that hold encoded copies of all its attributes
 _ADDED_KEY = '_as_added'
 _BEGUN_KEY = '_as_begun'
-_NO_DATA = ...  # stands in them for an attribute that is not data; copies of it are the same object
+_NO_DATA = ...  # placeholder in these copies for an attribute that is not data; a singleton
 _NOT_STATE = frozenset(
     {
         'learn',
@@ -83,7 +83,7 @@ _NO_PARTS = (
 _OPENED_TYPES = IOBase, Filterer
 
 
-# States by the callbacks' keys
+# -- states by the callbacks' keys -----------------------------------------------------------------
 
 
 def callback_states(learn: LearnerLike) -> dict[str, Any]:
@@ -135,25 +135,25 @@ def load_callback_states(
 
 
 def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
-    """Return what in the callbacks' states depends on the clock or the machine, by their keys.
+    """Return the parts of callbacks' states that depend on the clock or the machine, by the callbacks' keys.
 
-    '*' is the key of any callback.
+    The key '*' stands for every callback.
     """
     keys = learn.callbacks.keys
     timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
     found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
     measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
     columns = [name for cb in measuring for name in cb.metric_names]
-    # of the Recorder, and of loggers
+    # places of columns in the states of the Recorder and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
     if columns:
-        # the first measurement may come earlier or later, and with it the name in the order of columns
+        # the order of columns depends on the time of the first measurement
         found['*'] = ['logged_names', *(f'{place}.{name}' for name in columns for place in places)]
     return found
 
 
 def _get_state(cb: Any) -> Any:
-    "Return the result of a callback's `state_dict`, or the attributes that changed, or both, or None for no state."
+    "Return the result of a callback's `state_dict`, its changed attributes, or both; None for no state."
     attributes = changed_attributes(cb) if keeps_attributes(cb) else None
     if not has_own_state(cb):
         return attributes
@@ -197,12 +197,12 @@ def _is_from_learnkit(cls: type) -> bool:
     return cls.__module__.partition('.')[0] == 'learnkit'
 
 
-# Attributes
+# -- attributes ------------------------------------------------------------------------------------
 
 
 def note_attributes(cb: Any) -> None:
-    "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
-    own = _own_attributes(cb)
+    "Store a callback's attributes when it is added. An attribute that never changes is an option, not state."
+    own = _get_attributes(cb)
     if _ADDED_KEY not in own:
         own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
 
@@ -214,18 +214,18 @@ def note_beginnings(learn: LearnerLike) -> None:
     """
     for cb in learn.cbs:
         if keeps_attributes(cb):
-            _own_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
+            _get_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
 
 
 def changed_attributes(cb: Any) -> dict[str, Any] | None:
     "Return, as plain data, the attributes that changed since a callback was added, or None if none did."
-    added = _own_attributes(cb).get(_ADDED_KEY, {})
+    added = _get_attributes(cb).get(_ADDED_KEY, {})
     return _find_changes(added, _encode_attributes(cb)) or None
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `changed_attributes` returned, without calling the callback's `__setattr__`."
-    own = _own_attributes(cb)
+    own = _get_attributes(cb)
     changed = _find_changes(_encode_attributes(cb), own.pop(_BEGUN_KEY, {}))
     reset = {name: value for name, value in changed.items() if name in own}
     for name, value in {**reset, **attributes}.items():
@@ -256,7 +256,7 @@ def lost_attributes(cb: Any) -> dict[str, str]:
     "Return the attributes of a callback that no checkpoint holds, with their types."
     return {
         name: type(value).__name__
-        for name, value in _own_attributes(cb).items()
+        for name, value in _get_attributes(cb).items()
         if name not in _NOT_STATE and not _is_recreated(value) and not _is_data(value)
     }
 
@@ -267,7 +267,7 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
     The values are their types. Other attributes that no checkpoint holds came with the callback, or
     are opened or looked up by it: files, loggers, tables of modules, objects of this package.
     """
-    own = _own_attributes(cb)
+    own = _get_attributes(cb)
     added = own.get(_ADDED_KEY, {})
     return {
         name: kind
@@ -276,11 +276,12 @@ def replaced_attributes(cb: Any) -> dict[str, str]:
     }
 
 
-def _own_attributes(cb: Any) -> dict[str, Any]:
+def _get_attributes(cb: Any) -> dict[str, Any]:
     return getattr(cb, '__dict__', {})
 
 
 def _is_opened(value: Any) -> bool:
+    "Return True for objects that a callback opens or looks up itself, and for objects of this package."
     if isinstance(value, dict) and value:
         return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
     return isinstance(value, _OPENED_TYPES) or _is_from_learnkit(type(value))
@@ -315,7 +316,7 @@ def _find_base_names(cls: Any) -> frozenset[str]:
     return frozenset(name for f in functions for name in f.__code__.co_names)
 
 
-# Encoding as plain data
+# -- encoding as plain data ------------------------------------------------------------------------
 
 _ATOMS = (type(None), bool, int, float, complex, str)
 _KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
@@ -451,7 +452,7 @@ def _encode_attributes(
     cls: Any = type(cb)
     base_names = _find_base_names(cls) if _inherits_state(cb) else frozenset[str]()
     encoded = {}
-    for name, value in _own_attributes(cb).items():
+    for name, value in _get_attributes(cb).items():
         if name in _NOT_STATE or name in base_names or not isinstance(name, str):
             continue
         if isinstance(value, Tensor) and _shares_weights(value, cb):
@@ -459,13 +460,13 @@ def _encode_attributes(
         try:
             encoded[name] = _encode_attribute(value)
         except _ENCODE_ERRORS:
-            # an object of some class: it is created with the callback, its random generators move
+            # an object that is created with the callback: only its random generators are saved
             if nested := _find_nested_callbacks(value):
-                # a callback that refers back to its owner is encoded once, as the owner
-                states = [
-                    {} if any(inner is o for o in owners) else _encode_attributes(inner, owners)
-                    for inner in nested
-                ]
+                states: list[dict[str, Any]] = []
+                for inner in nested:
+                    # a callback that refers back to its owner is encoded once, as the owner
+                    is_owner = any(inner is owner for owner in owners)
+                    states.append({} if is_owner else _encode_attributes(inner, owners))
                 encoded[name] = {_KIND: 'callbacks', 'of': states}
             elif not isinstance(value, _NO_PARTS) and own_generators([value]):
                 encoded[name] = {_KIND: 'generator', 'of': capture_own([value])}
@@ -488,7 +489,12 @@ def _find_nested_callbacks(value: Any) -> list[Callback]:
     values = value.values() if isinstance(value, dict) else value
     items = [*values] if isinstance(value, (list, tuple, dict)) else [value]
     held = [item for item in items if isinstance(item, Callback) and not has_own_state(item)]
-    return [cb for cb in held if all(cb is not other for other in getattr(cb.learn, 'cbs', ()))]
+    return [cb for cb in held if not _is_added(cb)]
+
+
+def _is_added(cb: Callback) -> bool:
+    "Return True if a Learner has this callback in `cbs`."
+    return any(cb is other for other in getattr(cb.learn, 'cbs', ()))
 
 
 def _encode_tensor(t: Tensor) -> Any:

@@ -37,7 +37,7 @@ _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
 _BINARY_OF_PROBABILITIES = torch.nn.BCELoss, BCELossFlat
 # functions of two tensors in which a metric would broadcast by mistake
 _COMPARISONS = {'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'sub', 'rsub'}
-LARGE_RATE = 8  # a whole number from here on is hardly a learning rate
+LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
 __all__ = [
     'check_model',
@@ -93,7 +93,7 @@ def _is_optimizer(f: object) -> bool:
 
 
 def _suggest_loss(name: str) -> str:
-    "Return how to write torch's loss of a name, as a part of a message."
+    "Return a hint for a loss function that was given by name, as part of a message."
     words = name.lower().replace('_', '').replace('-', '').removesuffix('loss')
     found = {f.lower().replace('_', '').removesuffix('loss'): f for f in dir(functional)}
     if words in found:
@@ -123,7 +123,7 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
 
 
 def check_mode(mode: object) -> None:
-    "Raise `FitError` for `learn.train(5)`."
+    "Raise `FitError` if the argument of `learn.train` is not a bool, as in `learn.train(5)`."
     if not isinstance(mode, bool):
         raise FitError(f'learn.train({short_repr(mode)}) does not train: `learn.fit(5)` does.')
 
@@ -141,11 +141,8 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
         return None
-    size = (
-        size
-        if isinstance(size, str) and size == 'auto'
-        else check_count('microbatch', size, 1, FitError)
-    )
+    if not (isinstance(size, str) and size == 'auto'):
+        size = check_count('microbatch', size, 1, FitError)
     for name in ('_do_one_batch', 'train_batch', '_do_grad_opt'):
         if getattr(type(learn), name) is not getattr(Loop, name):
             raise FitError(
@@ -167,14 +164,15 @@ def contains_activation(loss_func: Any) -> str:
 def warn_of_activation(learn: LearnerLike) -> None:
     """Warn of a model that ends with the softmax or sigmoid that its loss function contains.
 
-    A last layer is recognized, and on the CPU, where the host need not wait, predictions whose rows sum to 1.
+    Checks the last layer and, on the CPU, where reading values needs no sync, whether the predictions sum to 1.
     """
     kind = contains_activation(learn.loss_func)
     *_, last = learn.model.modules()
     layers = {'softmax': torch.nn.Softmax, 'sigmoid': torch.nn.Sigmoid}
-    if not kind or not (
-        isinstance(last, layers[kind]) or (kind == 'softmax' and _are_probabilities(learn.pred))
-    ):
+    if not kind:
+        return
+    is_last = isinstance(last, layers[kind])
+    if not is_last and not (kind == 'softmax' and _are_probabilities(learn.pred)):
         return
     warn_user(
         f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, which '
@@ -194,7 +192,7 @@ def _are_probabilities(pred: Any) -> bool:
 
 
 def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
-    """Try the metrics on the current training batch; return the values of functions, by name.
+    """Try the metrics on the current training batch; return the values of metric functions by name.
 
     Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
     that fails is therefore tried again on a validation batch, and accepted if no batch is available. Raises
@@ -203,18 +201,18 @@ def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) 
     values: dict[str, Any] = {}
     with preserved_rng():
         for m in train:
-            values[m.name] = _try(m, learn)
+            values[m.name] = _try_metric(m, learn)
         for m in valid:
             try:
-                values[m.name] = _try(m, learn)
+                values[m.name] = _try_metric(m, learn)
             except MetricError:
                 for _ in first_validation_batches(learn):
-                    values[m.name] = _try(m, learn)
+                    values[m.name] = _try_metric(m, learn)
     return values
 
 
-def _try(m: Metric, learn: LearnerLike) -> Any:
-    "Check a metric and the kind of its targets, on copies of them; return the value of a function."
+def _try_metric(m: Metric, learn: LearnerLike) -> Any:
+    "Check a metric and the kind of its targets on copies of the batch; return the value of a metric function."
     pred, yb = map_tensors((learn.pred, learn.yb), lambda t: t.detach().clone())
     if takes_class_numbers(m):
         check_class_numbers(m.name, yb)
@@ -226,7 +224,7 @@ def _try(m: Metric, learn: LearnerLike) -> Any:
     takes_probabilities = isinstance(loss, _BINARY_OF_PROBABILITIES) or (
         loss is functional.binary_cross_entropy
     )
-    if watch.n_sigmoids and takes_probabilities and not is_of_torchmetrics(m):
+    if watch.n_sigmoids and takes_probabilities and not is_torchmetrics_metric(m):
         warn_user(
             f'{m.name} applies a sigmoid to the predictions, which are probabilities already, as {name_of(loss)} takes '
             'them. Pass `sigmoid=False` to the metric.'
@@ -240,15 +238,15 @@ def _try(m: Metric, learn: LearnerLike) -> Any:
     return value
 
 
-def is_of_torchmetrics(metric: Any) -> bool:
-    "Return True for a metric of the package torchmetrics, which applies a sigmoid to logits only."
+def is_torchmetrics_metric(metric: Any) -> bool:
+    "Return True for a metric of torchmetrics, whose metrics apply a sigmoid to logits only."
     while hasattr(metric, 'metric'):
         metric = metric.metric
     return type(metric).__module__.startswith('torchmetrics')
 
 
 class _MetricWatch(TorchFunctionMode):
-    "Note sigmoids, and comparisons that broadcast a column and a row of as many numbers."
+    "Record calls of sigmoid, and comparisons that broadcast a column against a row of the same length."
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +281,7 @@ def first_validation_batches(learn: LearnerLike) -> Iterator[str]:
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
                 batches = iter(dl)
-                # a batch drawn from an iterator would be lost
+                # a batch drawn from an iterator would be missing later
                 batch = None if batches is dl else next(batches, None)
             if batch is None:
                 continue

@@ -1,4 +1,4 @@
-"""What a Learner has finished so far, over all its fits, and intervals of it: `Counters`, `Every`."""
+"""Counters of a Learner's training over all its fits, and intervals in their units: `Counters`, `Every`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from learnkit.core.time import Time, count_multiples
 
 __all__ = ['COUNTER_OF_UNIT', 'Counters', 'Every', 'check_countable', 'counts_tokens']
 
+# attributes of `Counters` by the units of `Time`
 COUNTER_OF_UNIT = {
     'iter': 'iterations',
     'ep': 'epochs',
@@ -27,10 +28,10 @@ COUNTER_OF_UNIT = {
 
 @dataclass
 class Counters:
-    """What is finished so far, over all fits of a Learner: plain numbers, in a checkpoint.
+    """Numbers of epochs, batches, steps, samples and tokens finished over all fits of a Learner.
 
-    `learn.time` is an immutable copy of them, with the optimizer's steps and the seconds of the
-    running fit added.
+    `learn.time` is an immutable copy of the counters, with the optimizer's steps and the seconds of
+    the running fit added. Checkpointed.
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
@@ -41,30 +42,30 @@ class Counters:
     iterations: int = 0
     epochs: int = 0
     batches: int = 0
-    steps: int = 0  # of optimizers that were replaced; the one in use counts its own
+    steps: int = 0  # steps of replaced optimizers; the current optimizer counts its own
     samples: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # in fits that are over
-    fit_began: float | None = None  # by `perf_counter`; None: no fit is running
+    seconds: float = 0.0  # seconds spent in completed fits
+    fit_began: float | None = None  # start of the running fit by `perf_counter`
 
     def elapsed(self) -> float:
-        "Return the seconds spent in fits, the running one included, by this process's clock."
+        "Return the seconds spent in fits, including the running fit, by this process's clock."
         if self.fit_began is None:
             return self.seconds
         return self.seconds + perf_counter() - self.fit_began
 
     def by_unit(self) -> dict[str, int]:
-        "Return the numbers by the units of `Time`, as checkpoints hold them."
+        "Return the counters by the units of `Time`, for checkpoints."
         return {unit: getattr(self, name) for unit, name in COUNTER_OF_UNIT.items()}
 
     def load_units(self, numbers: Mapping[str, int]) -> None:
-        "Restore the numbers of `by_unit`."
+        "Restore the counters that `by_unit` returned."
         for unit, name in COUNTER_OF_UNIT.items():
             setattr(self, name, numbers[unit])
 
 
 class Every:
-    """Interval that is due when the time of a Learner reaches the next multiple of it.
+    """Interval that is due each time a Learner's time reaches a multiple of the interval.
 
     Multiples are counted from the Learner's start, not from the start of a fit; in `dur`, from the start of the fit.
 
@@ -89,7 +90,7 @@ class Every:
     def is_due(
         self,
         learn: LoopLike,
-        ahead: int = 0,  # units that are about to finish
+        ahead: int = 0,  # number of units that are about to finish
     ) -> bool:
         "Return True once per multiple, when it was reached since the last check."
         before, now = self._passed, self._count(learn, ahead)
@@ -125,7 +126,7 @@ def counts_tokens(learn: LoopLike) -> bool:
     dl = learn.dls.train
     with preserved_rng(), preserved_generators(dl):
         batches = iter(dl)
-        # a batch drawn from a plain iterator would be lost to the training
+        # a batch drawn from an iterator would be missing in training
         batch = None if batches is dl else next(batches, None)
     if batch is None:
         return True

@@ -18,7 +18,12 @@ from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.validation import warn_user
-from learnkit.engine.callback import Callback, defined_events, defined_on_class, own_handler
+from learnkit.engine.callback import (
+    Callback,
+    defined_on_class,
+    get_own_handler,
+    list_defined_events,
+)
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
@@ -60,7 +65,7 @@ class CallbackSet:
         return id(cb) in self.switches
 
     def refresh(self) -> None:
-        "Clear the handler tables, which are built again, event by event, when they are next read."
+        "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
         for table in (*self.tables, *self.more_tables):
             table.clear()
@@ -75,12 +80,12 @@ class CallbackSet:
             self.refresh()
 
     def _switch(self, cb: Any, on: bool) -> None:
-        is_held = any(cb is held for held in self.held)
+        is_held = contains_object(self.held, cb)
         self.switches[id(cb)][:] = [True] if on and not is_held else []
 
     def hold(self, cbs: Iterable[Any]) -> list[Any]:
         "Switch callbacks off until `release`, and return the callbacks that were not held before."
-        new = [cb for cb in cbs if not any(cb is held for held in self.held)]
+        new = [cb for cb in cbs if not contains_object(self.held, cb)]
         self.held += new
         for cb in new:
             if cb in self:
@@ -89,7 +94,7 @@ class CallbackSet:
 
     def release(self, cbs: list[Any]) -> None:
         "Switch callbacks that `hold` returned on again, if their `run` is true."
-        self.held = [cb for cb in self.held if not any(cb is o for o in cbs)]
+        self.held = [cb for cb in self.held if not contains_object(cbs, cb)]
         for cb in cbs:
             if cb in self:
                 self._switch(cb, bool(cb.run))
@@ -99,7 +104,7 @@ class CallbackSet:
 
         With its earlier switch, the callback still gets an event that is being dispatched.
         """
-        self.keys[id(cb)] = self._unique_key(cb)
+        self.keys[id(cb)] = self._make_unique_key(cb)
         # added before the item, so that after Ctrl-C here `discard` works
         self.switches[id(cb)] = [] if switch is None else switch
         self._switch(cb, bool(cb.run))
@@ -114,7 +119,7 @@ class CallbackSet:
         del self.switches[id(cb)]
         self.refresh()
 
-    def _unique_key(self, cb: Any) -> str:
+    def _make_unique_key(self, cb: Any) -> str:
         taken = set(self.keys.values())
         key = unique = getattr(cb, 'state_key', None) or cb.name
         n = 1
@@ -137,8 +142,8 @@ class CallbackSet:
         removed = {id(cb) for cb in without}
         remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            for name in defined_events(cb):
-                own_handler(cb, name)  # raises for an attribute that is not callable
+            for name in list_defined_events(cb):
+                get_own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_foreign(cb):
                 lint(cb)
         explicit: dict[str, Any] = {}
@@ -207,14 +212,14 @@ class CallbackHost:
             try:
                 handler()
             except BaseException as e:
-                __tracebackhide__ = True  # set here, where no time is lost without an error
+                __tracebackhide__ = True  # set only here, so that it takes no time without an error
                 self.note_error(e, cb, event_name)
                 raise
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else as_list(event_names)
         for name in names:
-            self(str.__str__(canonical_event(name)))  # a StrEnum's member has another class
+            self(str.__str__(canonical_event(name)))  # a member of a StrEnum is not exactly a str
 
     def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
@@ -235,7 +240,7 @@ class CallbackHost:
             object.__setattr__(cb, 'learn', self)
             self.callbacks.insert(cb)
 
-    def _in_use(self) -> bool:
+    def _is_in_use(self) -> bool:
         "Return True during a run."
         return False
 
@@ -253,7 +258,7 @@ class CallbackHost:
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
         new = [as_callback(cb) for cb in as_list(cbs)]
-        removed = [old for old in self.cbs if not any(old is cb for cb in new)]
+        removed = [cb for cb in self.cbs if not contains_object(new, cb)]
         added = [cb for cb in new if cb not in self.callbacks]
         self.callbacks.check_new(added, removed)
         self.remove_cbs(removed)
@@ -263,7 +268,7 @@ class CallbackHost:
         """Add callbacks, given as instances or classes. If one of them is refused, none is added.
 
         If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
-        definition. A callback with the name of an attribute of the Learner leaves that attribute, with a warning.
+        definition. If the Learner has an attribute with the name of a callback, it keeps the attribute, with a warning.
         Raises `CallbackError`.
 
         >>> from learnkit import EMA, GradientClip
@@ -282,10 +287,10 @@ class CallbackHost:
             self._check_new_cb(cb, new[:i])
         self.callbacks.check_new(new, [old for olds in outdated for old in olds])
         for cb, olds in zip(new, outdated, strict=True):
-            places = [i for i, o in enumerate(self.cbs) if any(o is old for old in olds)]
+            places = [i for i, o in enumerate(self.cbs) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
-            if self._has_own(cb.name):
+            if self._has_own_attribute(cb.name):
                 warn_user(
                     f'`learn.{cb.name}` is not the callback {type(cb).__name__}, but the attribute of the Learner. '
                     f'Find the callback in `learn.cbs`.'
@@ -306,10 +311,10 @@ class CallbackHost:
         return self.add_cbs([cb])
 
     def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
-        if cb in self.callbacks or any(cb is o for o in before):
+        if cb in self.callbacks or contains_object(before, cb):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
 
-    def _has_own(self, name: str) -> bool:
+    def _has_own_attribute(self, name: str) -> bool:
         "Return True if the Learner has an attribute that a callback of this name would hide."
         is_attribute = name in self.__dict__ and self.__dict__[name] not in self.callbacks
         return is_attribute or defined_on_class(self, name)
@@ -323,7 +328,7 @@ class CallbackHost:
             cb.learn.remove_cb(cb)
         cb.learn = cast(LearnerLike, self)
         self.callbacks.insert(cb, at, switch)
-        if not self._has_own(cb.name):
+        if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
         self._open_for_use()
         self.callbacks.notify('on_added', cb)
@@ -337,7 +342,7 @@ class CallbackHost:
     def remove_cb(self, cb: Any) -> Self:
         """Remove a callback, or all instances of a class; it gets no further event.
 
-        A callback or class that is not there is left out. Raises `CallbackError` for anything else, such as a name.
+        A callback or class that the Learner does not have is ignored. Raises `CallbackError` for a name.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -355,8 +360,10 @@ class CallbackHost:
             return self
         self._end_streams()
         try:
-            if self._in_use():
-                self.callbacks.call_one(cb, 'cleanup')  # the end of the run comes too late for it
+            if self._is_in_use():
+                self.callbacks.call_one(
+                    cb, 'cleanup'
+                )  # the callback is not part of the Learner when the run ends
         finally:
             self._detach_cb(cb)
         return self
@@ -370,7 +377,7 @@ class CallbackHost:
             del self.__dict__[name]
             for other in self.cbs:
                 if other.name == name:
-                    setattr(self, name, other)  # was hidden by the removed callback
+                    setattr(self, name, other)  # the removed callback has hidden it
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
@@ -390,7 +397,7 @@ class CallbackHost:
             self.add_cbs(new)
             yield self
         finally:
-            self.remove_cbs([cb for cb in new if not any(cb is old for old in before)])
+            self.remove_cbs([cb for cb in new if not contains_object(before, cb)])
 
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
@@ -400,7 +407,7 @@ class CallbackHost:
         instances = [cb for cb in selectors if not isinstance(cb, type)]
 
         def is_selected(cb: Callback) -> bool:
-            return isinstance(cb, classes) or any(cb is o for o in instances)
+            return isinstance(cb, classes) or contains_object(instances, cb)
 
         self._end_streams()
         switches = self.callbacks.switches
@@ -416,7 +423,7 @@ class CallbackHost:
     def ordered_cbs(
         self,
         event_name: str,
-        training: bool | None = None,  # training or evaluation; None: the Learner's present mode
+        training: bool | None = None,  # mode, training or evaluation; None: the current mode
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
@@ -445,17 +452,22 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
-        if not isinstance(cb, Callback):  # it is fastai's: `as_callback` accepts no other
+        if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
             return foreign_handler(cb, name) if is_event else None
         handler: Callable[[], Any] | None
         if is_event and takes_every_event(cb):
             handler = partial(cb, name)
         else:
-            handler = own_handler(cb, name)
+            handler = get_own_handler(cb, name)
             skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
             if handler is None or skips_rank or not cb._runs_when(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
+
+
+def contains_object(items: Iterable[Any], o: object) -> bool:
+    "Return True if one of the items is `o`; objects that only compare equal do not count."
+    return any(item is o for item in items)
 
 
 def takes_every_event(cb: Any) -> bool:
@@ -465,7 +477,7 @@ def takes_every_event(cb: Any) -> bool:
 
 
 def as_callback(cb: Any) -> Callback:
-    """Return a callback as it is, or an instance of a callback class.
+    """Return a callback unchanged, or an instance of a callback class.
 
     Raises `CallbackError` for anything else.
     """
@@ -512,7 +524,7 @@ def sort_callbacks(cbs: list[Any]) -> list[Any]:
                     f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
                     'by run_before or run_after, but after it by `order`. Change one of the two.'
                 )
-    n_predecessors = [0] * len(cbs)  # not sorted yet
+    n_predecessors = [0] * len(cbs)  # numbers of predecessors that are not sorted yet
     for indices in successors:
         for j in indices:
             n_predecessors[j] += 1
@@ -559,7 +571,7 @@ def as_list(o: Any) -> list[Any]:
 def _is_redefined(old: type, new: type) -> bool:
     """Return True if `new` is a later definition of the class `old`.
 
-    Two classes of one name made by the same function share code objects, and are not redefined.
+    Two classes of one name that the same function has made share code objects, and are not redefinitions.
     """
     if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
         return False
@@ -570,6 +582,6 @@ def _get_code_ids(cls: type) -> set[int]:
     return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
 
 
-def place(learn: LoopLike) -> str:
-    "Return the epoch and batch of a run for a note: `epoch 3, batch 17`."
+def format_place(learn: LoopLike) -> str:
+    "Return the current epoch and batch as a string: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

@@ -1,4 +1,4 @@
-"""When which validation loader is evaluated: at the end of epochs, or in their middle."""
+"""Schedule of evaluations: when each validation loader is evaluated, at the end of epochs or within them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from learnkit.engine.counters import check_countable
 
 __all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs']
 
-AT_EPOCH_ENDS = ('ep', 'iter')
+AT_EPOCH_ENDS = ('ep', 'iter')  # units of intervals that end with an epoch
 
 
 class EvaluationSchedule:
-    "When each validation loader is due, and when it was last evaluated in this fit. Checkpointed."
+    "Interval and last evaluation, in this fit, of each validation loader. Checkpointed."
 
     def __init__(self) -> None:
-        self.every: Time | None = None  # unless a loader has its own interval; None: never
+        self.every: Time | None = None  # interval of loaders without their own; None: never
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
-        self.evaluated_before: dict[str, Timestamp] = {}  # the same, before `due` was last called
+        self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last call of `due`
         self.fit_began = Timestamp()
 
     def every_of(self, learn: LoopLike, name: str) -> Time | None:
-        "Return the interval of a loader, None for never."
+        "Return the interval of a loader, or None for never."
         evaluator = getattr(learn.dls, 'evaluators', {}).get(name)
         if evaluator is None or evaluator.every == 'fit':
             return self.every
@@ -34,7 +34,7 @@ class EvaluationSchedule:
         return interval
 
     def begin(self, learn: LoopLike, per_iteration: int | None) -> list[Callback]:
-        """Count intervals from here, and return the callbacks that evaluate within epochs, if needed.
+        """Start the intervals, and return the callback that evaluates within epochs, if one is needed.
 
         Raises `TimeError` for an interval that cannot be counted.
         """
@@ -53,13 +53,12 @@ class EvaluationSchedule:
         return [EvaluateWithinEpochs()] if within_epochs else []
 
     def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
-        """Return the validation loaders that are due now, by name.
+        """Return the validation loaders that are due now, with their names.
 
-        At the end of the last epoch these are all loaders whose last evaluation is older than the
-        weights.
+        At the end of the last epoch, every loader is due that was not evaluated with the final weights.
         """
         now = learn.time
-        if at_epoch_end:  # the epoch is counted in a moment
+        if at_epoch_end:  # the counters do not include this epoch yet
             share = (learn.epoch + 1) / learn.n_epoch if learn.n_epoch else now.dur
             ends_iteration = learn.ends_iteration()
             now = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration, dur=share)
@@ -80,7 +79,7 @@ class EvaluationSchedule:
         return True
 
     def state_dict(self, before: bool = False) -> dict[str, Any]:
-        "Return the state: as it is, or as it was before the evaluation under way."
+        "Return the present state, or the state before the current evaluation."
         evaluated = self.evaluated_before if before else self.evaluated
         return {
             'evaluated': {name: time.state_dict() for name, time in evaluated.items()},
@@ -88,7 +87,7 @@ class EvaluationSchedule:
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore a state of `state_dict`."
+        "Restore the state that `state_dict` returned."
         evaluated = {name: Timestamp.from_state_dict(t) for name, t in sd['evaluated'].items()}
         self.evaluated, self.evaluated_before = evaluated, dict(evaluated)
         self.fit_began = Timestamp.from_state_dict(sd['fit_began'])
@@ -97,15 +96,16 @@ class EvaluationSchedule:
 class EvaluateWithinEpochs(Callback):
     """Evaluate the loaders that are due after a training batch.
 
-    `fit` adds it if an interval is not one of epochs. The random generators, the mode of each
-    module and the loop's state are restored after the evaluation. No state.
+    `fit` adds this callback if an interval is not in epochs or iterations. The random generators,
+    the mode of each module and the loop's state are restored after the evaluation. No state is
+    checkpointed.
     """
 
     order = 10_000  # after all other handlers of the batch
     run_in, run_valid, remove_on_find = 'fit', False, True
 
     def after_batch(self) -> None:
-        "Evaluate what is due."
+        "Evaluate the loaders that are due."
         learn = self.learn
         due = learn.evaluations.due(learn, at_epoch_end=False)
         if due:

@@ -230,12 +230,12 @@ INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # accepted spellings
 
-# names of handlers in other libraries: their endings, their levels, and names with neither
+# names of handlers in other libraries: their endings, their levels, and names without either
 _PREFIX_OF_ENDING = {
     **dict.fromkeys(('start', 'begin', 'started'), 'before'),
     **dict.fromkeys(('end', 'finish', 'finished'), 'after'),
 }
-_LEVELS = {
+_LEVEL_OF_NAME = {
     'epoch': 'epoch',
     'train': 'fit',
     'training': 'fit',
@@ -315,8 +315,8 @@ def event_like(name: str) -> str | None:
     if name in _EVENT_OF_METHOD:
         return _EVENT_OF_METHOD[name]
     level, _, ending = name.removeprefix('on_').rpartition('_')
-    if ending in _PREFIX_OF_ENDING and level in _LEVELS:
-        return f'{_PREFIX_OF_ENDING[ending]}_{_LEVELS[level]}'
+    if ending in _PREFIX_OF_ENDING and level in _LEVEL_OF_NAME:
+        return f'{_PREFIX_OF_ENDING[ending]}_{_LEVEL_OF_NAME[level]}'
     if not name.startswith(('before_', 'after_')):
         return None
     close = get_close_matches(name, EVENTS, n=1, cutoff=0.85)

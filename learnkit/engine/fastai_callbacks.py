@@ -1,4 +1,4 @@
-"""Run callbacks of fastai itself, which have fastai's base class and exceptions, in a Learner."""
+"""Adapter for fastai's own callbacks, which have fastai's base class and exceptions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import partial
 from typing import Any
 
 from learnkit.core.errors import CancelException
-from learnkit.engine.callback import Callback, own_handler
+from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import LEVELS
 
 __all__ = ['is_foreign', 'foreign_handler']
 
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
+# attributes of fastai's callbacks
 _PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 
 def is_foreign(cb: object) -> bool:
-    "Return True if `cb`, or its class, follows fastai's protocol (called with an event's name) without our base class."
+    "Return True for a callback or class that follows fastai's protocol and does not inherit from `Callback`."
     cls = cb if isinstance(cb, type) else type(cb)
     if issubclass(cls, Callback) or '__call__' not in dir(cls):
         return False
@@ -29,10 +30,11 @@ def foreign_handler(cb: Any, event_name: str) -> Callable[[], Any] | None:
 
     fastai's Cancel exceptions are converted to this package's exceptions of the same name.
     """
-    return partial(_call, cb, event_name) if own_handler(cb, event_name) else None
+    return partial(_run_event, cb, event_name) if get_own_handler(cb, event_name) else None
 
 
-def _call(cb: Any, event_name: str) -> Any:
+def _run_event(cb: Any, event_name: str) -> Any:
+    "Run an event on a foreign callback, and convert its Cancel exceptions."
     try:
         return cb(event_name)
     except Exception as e:

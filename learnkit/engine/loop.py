@@ -1,4 +1,4 @@
-"""The training loop: nested fit, epoch, train, batch, backward and step, each under one wrapper."""
+"""Training loop: the nested levels fit, epoch, train, batch, backward and step, each run by `_with_events`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import COUNTER_OF_UNIT, Counters
-from learnkit.engine.dispatch import CallbackHost, place
+from learnkit.engine.dispatch import CallbackHost, format_place
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import CONTEXTS, LEVELS
 from learnkit.engine.microbatch import (
@@ -77,9 +77,9 @@ from learnkit.engine.run import (
     ContextStack,
     Run,
     Turn,
-    in_use,
+    is_in_use,
+    make_cancel_error,
     preserved_state,
-    stray_cancel,
 )
 from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
@@ -87,7 +87,7 @@ from learnkit.optim.wrapper import Closure, OptimWrapper
 
 __all__ = ['Loop', 'list_overrides', 'token_count', 'sample_count']
 
-# methods of a training batch whose overrides may skip events, from the outermost to the innermost
+# methods of a training batch, outermost first; an override may skip events
 BATCH_METHODS = (
     '_do_one_batch',
     'train_batch',
@@ -98,16 +98,16 @@ BATCH_METHODS = (
     '_with_events',
 )
 
-_END = object()  # what `next` gives when a loader is through
+_END = object()  # marks the end of a loader, as the default of `next`
 
 
 class Loop(CallbackHost):
-    """The loop, its state, and what a batch passes. `Learner` adds what can be done with it.
+    """Training loop with its state. `Learner` adds the methods that users call.
 
-    The methods from `_do_fit` to `_with_events` are the whole loop. Training of an unusual kind
-    (two networks, two passes) overrides `train_batch`; `_do_one_batch`, `_do_grad_opt`, `_backward`
-    and `_step` may be overridden, as in fastai. Methods that say nothing of where a run is are left
-    out of a notebook's tracebacks (`__tracebackhide__`).
+    The methods from `_do_fit` to `_with_events` are the whole loop. Custom training (two networks,
+    two forward passes) overrides `train_batch`; `_do_one_batch`, `_do_grad_opt`, `_backward` and
+    `_step` may be overridden, as in fastai. Methods that do not show where a run is are hidden from
+    the tracebacks of notebooks (`__tracebackhide__`).
     """
 
     model: nn.Module
@@ -126,16 +126,16 @@ class Loop(CallbackHost):
     size_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None = None
     weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | str | None
 
-    batch_form: BatchForm | None = None  # how batches of the loader at hand are split
-    loader_name: str | None = None  # the loader's name in `dls`, if `dl_name` is another one
-    auto_microbatch: int | None = None  # the size that memory holds, with microbatch='auto'
-    # called in place of `train_batch`, which it may call: `compile(step=True)` sets it
+    batch_form: BatchForm | None = None  # how batches of the current loader are split
+    loader_name: str | None = None  # name of the loader in `dls`, if `dl_name` differs
+    auto_microbatch: int | None = None  # size that fits into memory, with microbatch='auto'
+    # called instead of `train_batch`, which it may call; set by `compile(step=True)`
     whole_step: Callable[[], None] | None = None
-    _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
-    _pairing_known = True  # from the first loss of a pass on: shapes of predictions and targets fit
-    _pairing: list[Any] | None = None  # loss function and shapes of a sample that were checked
-    _loss_known = True  # from the first loss of a fit on: the loss function was checked
-    _batch_known = True  # from the first training batch of a fit on: it was checked
+    _takes_alone_cache: tuple[Any, str] = None, ''  # loss function, and result of `takes_alone`
+    _has_checked_pairing = True  # False until a pass has checked predictions against targets
+    _checked_pairing: list[Any] | None = None  # loss function and sample shapes of the last check
+    _has_checked_loss = True  # False until a fit has checked the loss function
+    _has_checked_batch = True  # False until a fit has checked its first training batch
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,16 +146,17 @@ class Loop(CallbackHost):
         self.passes = TrainingPasses()
         self.loss_weights = LossWeights()
         self.timings = Timings()
-        self.world: Comm = SINGLE_RANK  # the processes that train together
-        self.replica: nn.Module | None = None  # called in the model's place in training
-        self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
-        self.resumed = False  # events are fired again, at which a resumed fit begins
+        self.world: Comm = SINGLE_RANK  # processes that train together
+        self.replica: nn.Module | None = None  # called instead of the model in training
+        self.training, self.fitting = False, False
+        self.phase, self.dl_name = 'train', 'train'
+        self.resumed = False  # True while a resumed fit fires its first events again
         self.n_epoch: int | None = 1
         self.epoch, self.iter = 0, 0
         self.n_iter: int | None = None
         self.train_iter, self.pct_train = 0, 0.0
         self.epochs_per_iteration: int | None = None
-        self.turn: str | None = None  # the optimizer that `optimize(only=)` trains; None: all
+        self.turn: str | None = None  # optimizer that `optimize(only=)` trains; None: all
         self.error: BaseException | None = None
         self._end_cleanup()
 
@@ -163,9 +164,9 @@ class Loop(CallbackHost):
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
-        self._loss_known = self._batch_known = False
-        self._pairing = None
-        for epoch in self._epochs():
+        self._has_checked_loss = self._has_checked_batch = False
+        self._checked_pairing = None
+        for epoch in self._iterate_epochs():
             self.epoch = epoch
             if self._starts_iteration():
                 self('before_iteration')
@@ -217,7 +218,7 @@ class Loop(CallbackHost):
                     break
 
     def one_batch(self, i: int, b: Any) -> None:
-        "Train or evaluate on one batch."
+        "Train or evaluate on batch `b`, number `i` of its loader."
         self.iter = i
         self.clear_pass()
         self._split(self._set_device(b))
@@ -228,7 +229,7 @@ class Loop(CallbackHost):
         if not self.training:
             self.evaluate_batch()
             return
-        if not self._batch_known:
+        if not self._has_checked_batch:
             self._check_first_batch()
         if self.whole_step is None:
             self.train_batch()
@@ -236,10 +237,10 @@ class Loop(CallbackHost):
             self.whole_step()
 
     def train_batch(self) -> None:
-        """Train on the batch at hand: the method that a loop of your own overrides.
+        """Train on the current batch. Custom loops override this method.
 
-        This one runs forward, loss, backward and step on `self.xb` and `self.yb`, in microbatches
-        if `microbatch` is set. Another one is written with `forward`, `compute_loss` and
+        The default runs forward, loss, backward and step on `self.xb` and `self.yb`, in
+        microbatches if `microbatch` is set. An override calls `forward`, `compute_loss` and
         `optimize`, each as often as needed: two networks, two passes, several steps.
 
         >>> from torch import nn
@@ -264,9 +265,9 @@ class Loop(CallbackHost):
         self._do_grad_opt()
 
     def evaluate_batch(self) -> None:
-        """Evaluate the batch at hand, or predict on it: `pred`, and `loss` if there are targets.
+        """Evaluate the current batch, or predict on it: set `pred`, and `loss` if there are targets.
 
-        A loop of your own may override it, with `forward` and `report_loss`.
+        Custom loops may override this method, with `forward` and `report_loss`.
 
         >>> from learnkit import Learner
         >>> from learnkit.testing import RegModel, synth_dls
@@ -290,7 +291,7 @@ class Loop(CallbackHost):
             self._do_loss(own_loss)
         self('after_loss')
         if self.training and 'loss_grad' not in self.__dict__:
-            raise self._no_loss()
+            raise self._make_no_loss_error()
 
     def _do_grad_opt(self) -> None:
         self._with_events(self._backward, 'backward', CancelBackwardException)
@@ -304,6 +305,7 @@ class Loop(CallbackHost):
         ex: type[Exception],
         final: Callable[[], Any] = noop,
     ) -> None:
+        "Run `f` in a level of the loop: fire the level's events, and catch its Cancel exception `ex`."
         __tracebackhide__ = True
         level, run = LEVELS[event_type], self.run
         outer, cancelled = run.levels, False
@@ -322,10 +324,10 @@ class Loop(CallbackHost):
 
     @contextmanager
     def open_level(self, event_type: str) -> Iterator[None]:
-        """Open a level for a with-block, which fires its first event; fire the others at the end.
+        """Open a level of the loop within a context: fire its first event, and at the end the others.
 
-        A function runs in `_with_events`, which takes less time, and has dropped the Cancel
-        exception, with the tensors of its frames, when the handlers of `after_cancel_*` run.
+        For a function, `_with_events` takes less time. It also drops the Cancel exception, with
+        the tensors of its frames, before the handlers of `after_cancel_*` run.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -362,6 +364,7 @@ class Loop(CallbackHost):
         self.xb, self.yb = form.split(b, self.phase == 'predict')
 
     def _do_pred(self) -> tuple[Any, Any]:
+        "Call the model, and return its predictions and the loss that it computes itself, or None."
         model = self.model if self.replica is None or not self.training else self.replica
         try:
             if self.run.takes_batches:
@@ -370,16 +373,17 @@ class Loop(CallbackHost):
         except Exception as e:
             __tracebackhide__ = True
             if not isinstance(self.xb, (tuple, list)):
-                raise self._not_a_tuple('xb', 'x') from e
+                raise self._make_tuple_error('xb', 'x') from e
             hint = model_hint(self.xb, self.model, e)
             add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{hint}')
             raise
 
     def _do_loss(self, own_loss: Tensor | None) -> None:
+        "Set `loss_grad` and `loss`, from the loss function or the model's own loss."
         try:
             has_targets = bool(self.yb)
-        except RuntimeError as e:  # it is a tensor
-            raise self._not_a_tuple('yb', 'y') from e
+        except RuntimeError as e:  # `yb` is a tensor
+            raise self._make_tuple_error('yb', 'y') from e
         if self.loss_func is not None and has_targets:
             loss = self.loss_of(self.pred)
         elif own_loss is not None:
@@ -396,7 +400,7 @@ class Loop(CallbackHost):
         self.loss = loss.detach().clone()
 
     def loss_of(self, pred: Any) -> Any:
-        """Return what the loss function gives for predictions and the targets of the batch.
+        """Return the result of the loss function for predictions and the targets of the batch.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(loss_func=torch.nn.MSELoss())
@@ -404,37 +408,37 @@ class Loop(CallbackHost):
         >>> learn.loss_of(torch.ones(4))
         tensor(1.)
         """
-        if not (self._pairing_known and self._loss_known):
+        if not (self._has_checked_pairing and self._has_checked_loss):
             self._check_loss(pred)
         try:
             return self.loss_func(pred, *self.yb)
         except Exception as e:
             if not isinstance(self.yb, (tuple, list)):
-                raise self._not_a_tuple('yb', 'y') from e
+                raise self._make_tuple_error('yb', 'y') from e
             what = f'{describe(pred)} and the targets {describe(self.yb)}'
             hint = loss_hint(self.loss_func, pred, self.yb, e)
             add_note(e, f'{name_of(self.loss_func)} got {what}{hint}')
             raise
 
     def _check_loss(self, pred: Any) -> None:
-        "Check shapes at the first loss of a pass, and the loss function at the first of a fit."
-        # a single number is compared with a single one in any case
-        self._pairing_known = not isinstance(pred, Tensor) or pred.numel() > 1
+        "Check shapes at the first loss of a pass, and the loss function at the first loss of a fit."
+        # a single prediction fits any shape, so that the next loss is checked too
+        self._has_checked_pairing = not isinstance(pred, Tensor) or pred.numel() > 1
         shapes = [t.shape[1:] for t in (pred, *self.yb) if isinstance(t, Tensor)]
         pairing = [id(self.loss_func), *shapes]
-        if pairing != self._pairing:
+        if pairing != self._checked_pairing:
             check_pairing(self.loss_func, pred, self.yb)
-            self._pairing = pairing if self._pairing_known else None
-        if self._loss_known:
+            self._checked_pairing = pairing if self._has_checked_pairing else None
+        if self._has_checked_loss:
             return
-        self._loss_known = True
+        self._has_checked_loss = True
         check_class_scores(self.loss_func, pred, self.yb)
         warn_of_order(self.loss_func)
         if self.training and (self.microbatch or self.world.size > 1):
             check_is_mean(self, pred)
 
     def total_loss(self, parts: Any) -> Tensor:
-        """Record the named parts of a loss, and return its `loss` entry or their sum.
+        """Log the named parts of a loss, and return the part `loss`, or else the sum of all parts.
 
         >>> from torch.nn import functional as F
         >>> from learnkit.testing import synth_learner
@@ -465,17 +469,17 @@ class Loop(CallbackHost):
     def _needs_no_targets(self) -> bool:
         """Return True for a loss function of the predictions alone, as in self-supervised learning.
 
-        In predictions a loss that could also take targets is not called: their samples may have
-        none yet.
+        While predicting, a loss function that could also take targets is not called: the samples
+        may not have targets yet.
         """
-        func, takes = self._takes_alone
+        func, takes = self._takes_alone_cache
         if func is not self.loss_func:
             takes = takes_alone(self.loss_func)
-            self._takes_alone = self.loss_func, takes
+            self._takes_alone_cache = self.loss_func, takes
         return takes == 'only' or (takes == 'also' and self.phase != 'predict')
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        "Average a named value over the epoch; `Learner` passes it to its recorder."
+        "Average a named value over the epoch. `Learner` passes the value to its recorder."
 
     def _backward(self) -> None:
         try:
@@ -496,7 +500,7 @@ class Loop(CallbackHost):
                 if hint:
                     add_note(e, f'The targets are {describe(self.yb)}{hint}')
                 raise
-            raise LossError(self._why_no_backward()) from e
+            raise LossError(self._explain_no_backward()) from e
 
     def _step(self) -> None:
         if self.opt.takes_closure:
@@ -505,7 +509,7 @@ class Loop(CallbackHost):
             self.opt.step(only=self.turn)
 
     def _step_with_closure(self) -> None:
-        "Let the optimizer evaluate the batch repeatedly; its first evaluation is done already."
+        "Step an optimizer that evaluates the loss repeatedly; the first evaluation is done already."
         before = {name: self.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         is_expected = self.opt.needs_closure
 
@@ -521,14 +525,14 @@ class Loop(CallbackHost):
         try:
             self.opt.step(closure, only=self.turn)
         except BaseException:
-            self.opt.clear_state(closures=True)  # half a line search is no state to continue from
+            self.opt.clear_state(closures=True)  # an unfinished line search cannot be continued
             raise
         finally:
             self.run.repeating = False
-        self.__dict__.update(before)  # what is recorded is of the weights that the batch met
+        self.__dict__.update(before)  # record the evaluation before the step
 
     def repeat_passes(self) -> None:
-        "Run forward and backward over the batch again, without the step."
+        "Run the forward and backward passes of the batch again, without the step."
         if self.run.turn is not None:
             self.repeat_turn()
         elif self.microbatch:
@@ -539,7 +543,7 @@ class Loop(CallbackHost):
             self._with_events(self._backward, 'backward', CancelBackwardException)
 
     def repeat_turn(self) -> None:
-        "Run the passes of the `optimize` under way again."
+        "Run the passes of the current `optimize` call again."
 
     # -- microbatches ----------------------------------------------------------------------------
 
@@ -550,7 +554,7 @@ class Loop(CallbackHost):
                 train_within_memory(self, pending)
             else:
                 self.run_microbatches(size)
-        except CancelBatchException:  # part of a batch's gradient means nothing
+        except CancelBatchException:  # the gradient of a part of the batch is useless
             restore_gradients(self, pending)
             self.__dict__.pop('loss_grad', None)
             raise
@@ -558,7 +562,7 @@ class Loop(CallbackHost):
         self.opt.zero_grad()
 
     def run_microbatches(self, size: int | str) -> None:
-        "Add up the microbatches' gradients, weighted so that the sum is the whole batch's gradient."
+        "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
         xb, yb, run, weights = self.xb, self.yb, self.run, None
         if isinstance(size, str):  # 'auto'
             n = count_samples(self)
@@ -577,31 +581,31 @@ class Loop(CallbackHost):
                 run.microbatch_share = weigh(weight, weights, self.loss.dtype)
                 loss = weighted_loss(self.loss, run.microbatch_share)
                 total = loss if total is None else total + loss
-                self._with_events(self._backward_of_share, 'backward', CancelBackwardException)
+                self._with_events(self._backward_microbatch, 'backward', CancelBackwardException)
         finally:
             self.xb, self.yb = xb, yb
             run.is_last_microbatch, run.microbatch_share = True, 1.0
         self.loss = total
 
-    def _backward_of_share(self) -> None:
-        "Run backward on the microbatch's share, which also weighs what callbacks add to its loss."
+    def _backward_microbatch(self) -> None:
+        "Run backward on the weighted loss of a microbatch; the weight also applies to terms that callbacks added."
         self.loss_grad = self.loss_grad * self.run.microbatch_share
         self._backward()
 
     # -- loaders ---------------------------------------------------------------------------------
 
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
-        "Yield the batches of `self.dl` with their numbers, between `before_draw` and `after_draw`."
+        "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
         self.n_iter, limit = epoch_length(self.dls, self.dl)
         self.run.device = model_device(self.model, self.dls)
         self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
         first, batches = self._open_loader()
         if batches is None:
             return
-        self._pairing_known = False
+        self._has_checked_pairing = False
         if self.training and self.fitting:
-            # what callbacks have unfrozen or replaced at `before_train`
-            cover_params(self)  # type: ignore[arg-type]  # a fit has a Learner
+            # callbacks may have unfrozen or replaced parameters in `before_train`
+            cover_params(self)  # type: ignore[arg-type]  # in a fit it is a Learner
         timings = self.timings
         try:
             for i in count(first) if limit is None else range(first, limit):
@@ -624,13 +628,13 @@ class Loop(CallbackHost):
                 self('after_draw')
                 yield i, self.batch
         finally:
-            del batches  # a traceback would keep its worker processes running
+            del batches  # or else a traceback keeps its worker processes running
             if self.training:
                 self.passes.n_drawn = self.iter + 1
                 timings.stop(self)
 
     def _open_loader(self) -> tuple[int, Iterator[Any] | None]:
-        "Return the number of the first batch and the iterator; None if no batch is to come."
+        "Return the number of the first batch, and the iterator, or None if no batch is left."
         device = self.run.device
         assert device is not None  # `draw_batches` has set it
         if not (self.training and self.fitting):
@@ -640,7 +644,7 @@ class Loop(CallbackHost):
         return 0, self.passes.open(self)
 
     def _check_drawn(self, n: int) -> None:
-        "Set `iter` to the last of the `n` batches that were drawn; raise `EmptyLoaderError` for none."
+        "Set `iter` to the last of the `n` batches that were drawn; raise `EmptyLoaderError` if `n` is 0."
         self.iter = max(0, n - 1)
         if not n:
             hint = ''
@@ -659,13 +663,13 @@ class Loop(CallbackHost):
     # -- evaluation ------------------------------------------------------------------------------
 
     def do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
-        "Evaluate validation loaders, by name; None: all of them."
+        "Evaluate validation loaders, given with their names. None: all of them."
         __tracebackhide__ = True
         if loaders is None:
             loaders = evaluation_loaders(self.dls)
         if not loaders:
             return
-        outer = self.run.evaluating  # of the evaluation in which a callback starts this one
+        outer = self.run.evaluating  # True if a callback starts this evaluation in another one
         with preserved_rng():
             self.run.evaluating = True
             try:
@@ -679,7 +683,7 @@ class Loop(CallbackHost):
                 self.run.evaluating = outer
 
     def evaluate_within_epoch(self, loaders: list[tuple[str, Any]]) -> None:
-        "Evaluate between two training batches, and restore what the evaluation changes."
+        "Evaluate between two training batches, and restore the state that the evaluation changes."
         with preserved_state(self):
             try:
                 self.do_evaluation(loaders)
@@ -688,7 +692,7 @@ class Loop(CallbackHost):
                 raise
 
     def set_loader(self, dl: Any) -> None:
-        "Set the loader that is evaluated or predicted on."
+        "Set the loader to evaluate or predict on."
         self.dl = dl
         if self.phase == 'train':
             self.phase = 'valid'
@@ -696,12 +700,12 @@ class Loop(CallbackHost):
             self.dl_name = 'valid'
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        "Return a context in which the weights are those that the optimizer wants evaluated."
+        "Return a context in which the model has the weights that its optimizer provides for evaluation."
         return self.opt.evaluating() if isinstance(self.opt, OptimWrapper) else nullcontext()
 
     @property
     def eval_every(self) -> Any:
-        """The interval of evaluations, for loaders without one of their own; None for never.
+        """Interval of evaluations, for loaders without their own interval. None: never.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -717,7 +721,7 @@ class Loop(CallbackHost):
 
     # -- epochs and iterations -------------------------------------------------------------------
 
-    def _epochs(self) -> Iterable[int]:
+    def _iterate_epochs(self) -> Iterable[int]:
         if self.run.resume is not None:
             return resumed_epochs(self)
         return count() if self.n_epoch is None else range(self.n_epoch)
@@ -729,7 +733,7 @@ class Loop(CallbackHost):
         return self.epoch % per_iteration == 0 or self.resumed
 
     def ends_iteration(self) -> bool:
-        "Return True if the epoch at hand is the last one of an iteration."
+        "Return True if the current epoch is the last epoch of an iteration."
         per_iteration, done = self.epochs_per_iteration, self.epoch + 1
         if per_iteration is None:
             return False
@@ -741,7 +745,7 @@ class Loop(CallbackHost):
         self.fire_checkpoint('iteration')
 
     def fire_checkpoint(self, level: str) -> None:
-        "Fire the event at which the run can be saved: of a 'batch', an 'epoch' or an 'iteration'."
+        "Fire the checkpoint event of a level: 'batch', 'epoch' or 'iteration'. The run can be saved there."
         self.run.checkpoint_event = level
         self(_CHECKPOINT_EVENTS[level])
         self.run.checkpoint_event = ''
@@ -750,16 +754,16 @@ class Loop(CallbackHost):
 
     @property
     def x(self) -> Any:
-        "The input of the batch, or the tuple of several inputs; assign `xb` to change it."
+        "Input of the batch, or a tuple of several inputs. Assign `xb` to change it."
         return detuplify(self.xb)
 
     @x.setter
     def x(self, value: Any) -> None:
-        raise _read_only('x')
+        raise _make_read_only_error('x')
 
     @property
     def y(self) -> Any:
-        """The target of the batch, or the tuple of several targets; assign `yb` to change it.
+        """Target of the batch, or a tuple of several targets. Assign `yb` to change it.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -772,13 +776,13 @@ class Loop(CallbackHost):
 
     @y.setter
     def y(self, value: Any) -> None:
-        raise _read_only('y')
+        raise _make_read_only_error('y')
 
     @property
     def time(self) -> Timestamp:
-        "What is finished so far, over all fits of this Learner."
+        "Epochs, batches, steps, samples, tokens and seconds finished so far, over all fits of this Learner."
         counters = self.counters
-        # a sum of shares may pass 1 by a rounding
+        # rounding may bring a sum of shares above 1
         share = min(self.pct_train, 1.0) if self.fitting else None
         return Timestamp(
             iter=counters.iterations,
@@ -792,7 +796,7 @@ class Loop(CallbackHost):
         )
 
     def finished(self, unit: str) -> Any:
-        """Return what is finished so far in one unit of `learn.time`, as a plain number.
+        """Return the amount finished so far in one unit of `learn.time`, as a plain number.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -808,11 +812,11 @@ class Loop(CallbackHost):
 
     @property
     def step_parameters(self) -> list[nn.Parameter]:
-        "The parameters that the step at hand is for: of the optimizer whose turn it is, or of all."
+        "Parameters that the current step updates: the parameters of one optimizer (`turn`), or of all."
         return list(self.opt.parameters(self.turn))
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
-        """Return what the callbacks put around a part of a batch.
+        """Return the contexts of callbacks around a part of a batch, as one context.
 
         `part` is 'forward' (from the model to the loss) or 'backward'.
 
@@ -833,7 +837,7 @@ class Loop(CallbackHost):
     # -- runs ------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the fit after the current batch or epoch; every `after_*` and checkpoint event fires.
+        """End the fit after the current batch or epoch; every `after_*` and checkpoint event still fires.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -843,14 +847,14 @@ class Loop(CallbackHost):
         >>> learn.train_iter, len(learn.history)
         (15, 2)
 
-        If several processes train together, they end once they have agreed on it
+        Several processes that train together end once all of them have agreed to end
         (`DistributedTraining`).
         """
         self.strategy.stop(self)
 
     @contextmanager
     def taking(self, turn: Turn) -> Iterator[None]:
-        "Let one optimizer, or all, have their turn for the length of a context."
+        "Set the current `optimize` call, and the optimizer that it steps, within a context."
         before = self.run.turn, self.turn
         self.run.turn, self.turn = turn, turn.only
         try:
@@ -859,10 +863,10 @@ class Loop(CallbackHost):
             self.run.turn, self.turn = before
 
     def forget_run(self) -> None:
-        "Release every tensor of a failed run."
+        "Release the tensors of a failed run, and the persistent workers of its loaders."
         for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
             forget_workers(dl)
-        self.passes.stream = None  # its iterator may have ended with the error
+        self.passes.stream = None  # the error may have ended its iterator
         self._end_cleanup()
         if self.opt is not None:
             self.opt.zero_grad()
@@ -876,45 +880,47 @@ class Loop(CallbackHost):
             self.end_resume()
 
     def end_resume(self) -> None:
-        "Forget the checkpoint that the fit was resumed from."
+        "Clear the checkpoint that the fit was resumed from."
         self.run.resume, self.resumed, self.run.resumes_at = None, False, 0
 
-    def _in_use(self) -> bool:
-        return in_use(self)
+    def _is_in_use(self) -> bool:
+        return is_in_use(self)
 
     def is_open(self, level: str) -> bool:
         "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
-        keeps_none = (
-            type(self)._with_events is not Loop._with_events
-        )  # an override may not keep them
-        return level in self.run.levels or keeps_none
+        # an override of `_with_events` may not update `run.levels`
+        is_overridden = type(self)._with_events is not Loop._with_events
+        return level in self.run.levels or is_overridden
 
     def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
-        "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
+        """Add a note to an exception: the callback, the event, epoch and batch.
+
+        Raises `CancelError` for a Cancel exception whose level is not open.
+        """
         evaluation = ', in an evaluation' if self.is_open('validate') else ''
-        where = f'{type(cb).__name__}.{event_name} ({place(self)}{evaluation})'
+        where = f'{type(cb).__name__}.{event_name} ({format_place(self)}{evaluation})'
         if not isinstance(e, CancelException):
             add_note(e, f'in {where}')
         elif not self.is_open(e.level):
-            raise stray_cancel(e, f'in {where}', self.run.levels) from e
+            raise make_cancel_error(e, f'in {where}', self.run.levels) from e
 
-    # -- what is checked, and errors -------------------------------------------------------------
+    # -- checks and errors -----------------------------------------------------------------------
 
     def _check_first_batch(self) -> None:
-        "Raise for a fit's first training batch if its samples are counted, or split, and cannot be."
-        self._batch_known = True
-        asked, self.run.counts_samples = self.run.counts_samples, None
+        "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
+        self._has_checked_batch = True
+        amount, self.run.counts_samples = self.run.counts_samples, None
         if self.microbatch:
             n = count_samples(self)
             cut_batch(self.xb, self.yb, n, [slice(0, n)])
         try:
             n = count_samples(self)
         except BatchError as e:
-            if asked is None:
+            if amount is None:
                 return
-            raise TimeError(f'{asked}: samples are not counted. {e}') from None
-        if n < 1 and asked is not None:
-            raise TimeError(f'{asked}: the first batch has {n} samples, {describe(self.xb)}.')
+            raise TimeError(f'{amount}: samples are not counted. {e}') from None
+        if n < 1 and amount is not None:
+            raise TimeError(f'{amount}: the first batch has {n} samples, {describe(self.xb)}.')
         if self.size_func is None and not has_certain_size(self.xb, self.yb):
             warn_user(
                 f'The batch {describe((*self.xb, *self.yb))} is counted as {n} samples, one for '
@@ -923,13 +929,13 @@ class Loop(CallbackHost):
                 '`lambda xb, yb: len(xb[0])`.'
             )
 
-    def _not_a_tuple(self, name: str, entry: str) -> BatchError:
+    def _make_tuple_error(self, name: str, entry: str) -> BatchError:
         return BatchError(
             f'`{name}` is {describe(getattr(self, name))}, not a tuple: write '
             f'`self.learn.{name} = ({entry},)`.'
         )
 
-    def _no_loss(self) -> LossError | BatchError:
+    def _make_no_loss_error(self) -> LossError | BatchError:
         if self.loss_func is None:
             return LossError(
                 f'No loss function: {type(self.model).__name__} gave {describe(self.pred)}, '
@@ -941,7 +947,7 @@ class Loop(CallbackHost):
             'learn from. Give (input, target) batches, or set `self.learn.yb` in before_batch.'
         )
 
-    def _why_no_backward(self) -> str:
+    def _explain_no_backward(self) -> str:
         if self.loss_grad.numel() != 1:
             return (
                 f'The loss has shape {tuple(self.loss_grad.shape)}; one number is needed to learn '
@@ -957,12 +963,12 @@ class Loop(CallbackHost):
 _CHECKPOINT_EVENTS = {level: f'{level}_checkpoint' for level in ('batch', 'epoch', 'iteration')}
 
 
-def _read_only(name: str) -> AttributeError:
+def _make_read_only_error(name: str) -> AttributeError:
     return AttributeError(f'`{name}` is read only: write `self.learn.{name}b = ({name},)`.')
 
 
 def token_count(learn: LoopLike) -> int:
-    "Return the number of tokens of a batch, by `token_func` or its `input_ids`; 0 if it has none."
+    "Return the number of tokens of a batch, from `token_func` or its `input_ids`, or 0 without these."
     if learn.token_func is not None:
         return int(learn.token_func(learn.xb, learn.yb))
     ids = learn.xb[0].get('input_ids') if learn.xb and isinstance(learn.xb[0], Mapping) else None
@@ -970,7 +976,7 @@ def token_count(learn: LoopLike) -> int:
 
 
 def sample_count(learn: LoopLike) -> int:
-    "Return the number of samples of a batch, 0 if it is not known."
+    "Return the number of samples of a batch, or 0 if it is unknown."
     try:
         return count_samples(learn)
     except BatchError:
@@ -978,5 +984,5 @@ def sample_count(learn: LoopLike) -> int:
 
 
 def list_overrides(learn: LoopLike) -> list[str]:
-    "Return the methods of a training batch that the class of a Learner overrides."
+    "Return the names in `BATCH_METHODS` that the class of a Learner overrides."
     return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]

@@ -1,4 +1,4 @@
-"""Microbatches: the share of each in the loss of its batch, and the size that memory allows."""
+"""Microbatches: weight of each in the loss of its batch, and the size that fits into memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ['restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
 
 
 def weigh(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
-    "Return a part's share in the loss of its batch, in the loss's precision, without a sync."
+    "Return a microbatch's share in the loss of its batch, in the loss's precision, without a device sync."
     if weights is None:
         return 1.0
     if isinstance(weight, Tensor):
         weight = weight.to(dtype)
-    return ratio(weight, sum(weights))
+    return divide(weight, sum(weights))
 
 
-def ratio(part: Any, whole: Any) -> Any:
+def divide(part: Any, whole: Any) -> Any:
     """Return `part / whole`, and 0 if both are 0. Tensors stay on their device.
 
-    >>> ratio(1, 4), ratio(0, 0), ratio(torch.tensor(0.), torch.tensor(0.))
+    >>> divide(1, 4), divide(0, 0), divide(torch.tensor(0.), torch.tensor(0.))
     (0.25, 0.0, tensor(0.))
     """
     if isinstance(whole, Tensor):
@@ -40,17 +40,17 @@ def ratio(part: Any, whole: Any) -> Any:
 
 
 def weighted_loss(loss: Tensor, share: Any) -> Tensor:
-    "Return a loss times its share; 0 without a share, as the mean of nothing is nan."
+    "Return a loss times its share. A share of 0 gives 0, because the mean loss of no samples is nan."
     if isinstance(share, Tensor):
         return torch.where(share == 0, torch.zeros_like(loss), loss * share)
     return loss * share if share else torch.zeros_like(loss)
 
 
-# -- the size that memory allows -------------------------------------------------------------------
+# -- size that fits into memory --------------------------------------------------------------------
 
 
 def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
-    "Train on the whole batch; when memory runs out, restore everything and halve the size."
+    "Train on the whole batch. Out of memory, restore the state before the batch and halve the microbatch size."
     rng = capture_rng()
     buffers = [
         (module, key, buffer, buffer.clone())
@@ -72,11 +72,11 @@ def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -
                 sizes = ', '.join(map(str, tried))
                 add_note(e, f"microbatch='auto': not even one sample fits; tried {sizes}")
                 raise
-        # only here is the exception gone, and with it the frames that hold the failed pass's tensors
+        # outside of `except`, where the frames that hold the failed pass's tensors are released
         restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])
         learn.clear_pass()
         for module, key, buffer, value in buffers:
-            module._buffers[key] = buffer.copy_(value)  # a forward pass may replace them
+            module._buffers[key] = buffer.copy_(value)  # a forward pass may replace buffers
         restore_rng(rng)
         if learn.run.device is not None and learn.run.device.type == 'cuda':
             torch.cuda.empty_cache()
@@ -85,7 +85,7 @@ def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -
 
 
 def warn_of_batch_norm(learn: LoopLike) -> None:
-    "Warn if the model's batch norm layers would see the microbatches, and not the batch."
+    "Warn if the model has batch norm layers, which normalize each microbatch separately."
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         warn(
             f"microbatch='auto': memory holds {learn.auto_microbatch} samples at a time. Batch norm "
@@ -96,13 +96,13 @@ def warn_of_batch_norm(learn: LoopLike) -> None:
 
 
 def restore_gradients(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
-    "Restore the gradients that were there before a batch."
+    "Restore the gradients from before a batch."
     learn.opt.zero_grad()
     for p, grad in pending:
         p.grad = grad
 
 
-# parts of messages of plain RuntimeErrors: of the CPU's allocator, and of libraries that allocate on a GPU
+# parts of messages of plain RuntimeErrors, from the CPU's allocator and from libraries that allocate on a GPU
 OUT_OF_MEMORY_MESSAGES = (
     'DefaultCPUAllocator',
     'CUBLAS_STATUS_ALLOC_FAILED',

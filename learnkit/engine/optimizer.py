@@ -42,7 +42,7 @@ __all__ = [
     'unfreeze',
 ]
 
-MAX_NAMES = 5  # in a warning
+MAX_NAMES = 5  # number of parameters that a warning names
 
 
 def make_optimizer(learn: LearnerLike) -> OptimWrapper:
@@ -173,7 +173,7 @@ def check_options(opt_func: Any) -> None:
 
 
 def suggest_optimizer(name: Any) -> str:
-    "Return how to write the torch optimizer of a name, as a part of a message, or an empty string."
+    "Return a hint for an optimizer that was given by name, as part of a message, or an empty string."
     found = {cls.lower(): cls for cls in dir(torch.optim) if cls[0].isupper()}
     cls = found.get(name.lower()) if isinstance(name, str) else None
     return f'write `torch.optim.{cls}`' if cls else ''
@@ -293,7 +293,7 @@ def cover_params(learn: LearnerLike) -> None:
 
 
 def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
-    "Drop parameters that are not in `current` any more from the optimizer, and add new ones."
+    "Drop parameters that are no longer in `current` from the optimizer, and add new ones."
     opt = learn.opt
     removed = opt.seen.intersection(opt.parameters()) - current
     candidates = find_candidates(opt, current)
@@ -333,7 +333,8 @@ def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
     if learn.train_bn:
         opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
     wanted = new.union(opt.parameters())
-    groups = [[p for p in params if p in wanted] for params in groups]
+    for i, params in enumerate(groups):
+        groups[i] = [p for p in params if p in wanted]
     if not opt.set_params(groups):
         return
     opt.begin_states()

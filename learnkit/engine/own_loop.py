@@ -1,7 +1,7 @@
 """Building blocks of a custom training loop: `forward`, `compute_loss`, `optimize`, `report_loss`.
 
-A subclass of the Learner overrides `train_batch`, and `evaluate_batch` if an evaluation needs
-another loss than `loss_func`:
+A subclass of the Learner overrides `train_batch`, and also `evaluate_batch` if evaluations need a
+loss other than `loss_func`:
 
     class GAN(Learner):
         def train_batch(self):
@@ -15,7 +15,7 @@ backward and step. Each call is one forward pass, or one turn of an optimizer: a
 clipping and accumulation apply to the parameters of the optimizer that steps (`turn`,
 `step_parameters`).
 
-Callbacks act in such a loop as in the ordinary one. A loop that calls the model and `backward`
+Callbacks work in such a loop as in the default loop. A loop that calls the model and `backward`
 itself is checked in its first batches, and a warning names the callbacks that have no effect in it.
 """
 
@@ -58,8 +58,8 @@ __all__ = [
     'make_repeat_error',
 ]
 
-# events and contexts of a training batch, each with the event that proves that its part ran
-SHOWN_BY = {
+# events and contexts of a training batch, each with the event that proves that this part of the batch ran
+PROVING_EVENT = {
     'before_pred': 'before_pred',
     'after_pred': 'after_pred',
     'after_loss': 'after_loss',
@@ -159,6 +159,7 @@ def _bypass_wrappers(learn: LearnerLike) -> Iterator[None]:
 
 
 def _count_loss(learn: LearnerLike) -> None:
+    "Add the loss to the sum of the losses of the batch."
     total = learn.optimized_loss_sum
     learn.optimized_loss_sum = learn.loss if total is None else total + learn.loss
     learn.n_optimized_losses += 1
@@ -177,6 +178,7 @@ def _backward_and_step(learn: LearnerLike) -> bool:
 
 
 def _backward_for_turn(learn: LearnerLike) -> None:
+    "Run the backward pass of the turn; parameters of other optimizers keep their gradients."
     learn.run.retains_graph = learn.run.turn.retain_graph
     try:
         if learn.turn is None:
@@ -189,7 +191,7 @@ def _backward_for_turn(learn: LearnerLike) -> None:
 
 
 def make_repeat_error(caller: str) -> LossError:
-    "Return the error for a loss that must be computed again, and was passed as a tensor."
+    "Return the error for a loss that must be computed again but was passed as a tensor."
     return LossError(
         f'{caller} computes the loss again, and optimize() was given a tensor: give it a function '
         'that computes it, `self.optimize(lambda: ...)`.'
@@ -210,7 +212,7 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
             p.grad = grad
 
 
-# ------------------------------------------------ callbacks that have no effect in a custom loop
+# -- callbacks that have no effect in a custom loop ------------------------------------------------
 
 
 def replaces_batch(learn: LearnerLike) -> bool:
@@ -238,20 +240,20 @@ class RecordingTable(HandlerTable):
 
 
 class EventCheck(Callback):
-    """Callback that warns of callbacks whose events or contexts a custom loop does not fire.
+    """Warn of callbacks whose events or contexts a custom loop does not fire.
 
-    `fit` adds it for a Learner that overrides a method of the batch. The check covers the batches
-    up to the first step, or one epoch if no step is counted; later batches have no overhead. No
-    state is checkpointed.
+    `fit` adds this callback for a Learner that overrides a method of the batch. The check covers
+    the batches up to the first step, or one epoch if no step is counted; later batches have no
+    overhead. No state is checkpointed.
     """
 
     order, run_valid, remove_on_find = 10_000, False, True
 
     def __init__(self) -> None:
         self._table: RecordingTable | None = None
-        self._is_over = False  # this fit has been checked
-        self._n_steps = 0  # steps of the optimizer before the recording
-        self._n_whole = 0  # number of batches that were not cancelled
+        self._has_checked = False  # True once this fit was checked
+        self._n_steps = 0  # number of optimizer steps before the recording
+        self._n_complete = 0  # number of batches that were not cancelled
 
     def before_fit(self) -> None:
         "Raise `OptimizerError` for an optimizer with a closure, if the loop cannot repeat its passes."
@@ -270,36 +272,37 @@ class EventCheck(Callback):
     def before_train(self) -> None:
         "Start recording in the first epoch of a fit."
         learn = self.learn
-        if self._is_over or not learn.fitting or learn.tables is not learn.callbacks.tables:
+        if self._has_checked or not learn.fitting or learn.tables is not learn.callbacks.tables:
             return
         self._table = RecordingTable(learn.tables[True])
         self._n_steps = learn.opt.n_steps
-        self._n_whole = 0
+        self._n_complete = 0
         learn.tables = learn.tables[False], self._table
 
     def after_batch(self) -> None:
         "Warn after the first step."
         if self._table is None:
             return
-        self._n_whole += 'after_cancel_batch' not in self._table.seen
+        self._n_complete += 'after_cancel_batch' not in self._table.seen
         self._table.seen.discard('after_cancel_batch')
         if self.learn.opt.n_steps > self._n_steps:
-            self._report()
+            self._warn_of_missing_events()
 
     def after_train(self) -> None:
         "Warn at the end of an epoch, if no step was counted."
-        if self._n_whole:
-            self._report()
+        if self._n_complete:
+            self._warn_of_missing_events()
         else:
-            self._stop()
+            self._stop_recording()
 
-    def _report(self) -> None:
+    def _warn_of_missing_events(self) -> None:
+        "Stop recording, and warn of callbacks that handle events that did not fire."
         if self._table is None:
             return
-        seen = self._stop()
-        self._is_over = True
+        seen = self._stop_recording()
+        self._has_checked = True
         waiting: dict[str, list[str]] = {}
-        for event, shown_by in SHOWN_BY.items():
+        for event, shown_by in PROVING_EVENT.items():
             if seen & {event, shown_by}:
                 continue
             for _, switch, cb in self.learn.callbacks.tables[True][event]:
@@ -319,7 +322,7 @@ class EventCheck(Callback):
             '`train_batch`, with `self.forward(...)` and `self.optimize(...)`.'
         )
 
-    def _stop(self) -> set[str]:
+    def _stop_recording(self) -> set[str]:
         "Restore the loop's own tables, and return the events that were looked up."
         learn = self.learn
         table, self._table = self._table, None
@@ -331,8 +334,8 @@ class EventCheck(Callback):
 
     def cleanup(self) -> None:
         "Stop recording."
-        self._stop()
-        self._is_over = False
+        self._stop_recording()
+        self._has_checked = False
 
 
 def waits_for_events(cb: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The passes of a fit over its training loader: where each begins, and where the present one is."""
+"""Passes of a fit over its training loader, with the position in the current pass."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _END = object()  # marks the end of a loader, as the default of `next`
 
 
 class TrainingPasses:
-    """The passes over a training loader, as a checkpoint needs them.
+    """Passes over a training loader, and the position in the current pass for checkpoints.
 
-    An epoch is a pass, except when `n_iter` cuts epochs out of a loader without a length: then one
-    pass, a `Stream`, lasts over all of them.
+    Each epoch is a pass, except when `n_iter` cuts a loader without a length into epochs: these
+    epochs share one pass, a `Stream`.
     """
 
     def __init__(self) -> None:
-        self.position: LoaderPosition | None = None  # of the present pass
-        self.stream: Stream | None = None
-        self.n_drawn = 0  # the batches of the last pass
+        self.position: LoaderPosition | None = None  # position in the current pass
+        self.stream: Stream | None = None  # pass that all epochs share
+        self.n_drawn = 0  # number of batches that the last pass has drawn
 
     def __getstate__(self) -> dict[str, Any]:
-        "Leave out the present pass, whose iterator cannot be copied: a copy begins a new one."
+        "Return the attributes without the current pass, whose iterator cannot be copied."
         return {**self.__dict__, 'position': None, 'stream': None}
 
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
-        "Return the batches of the next epoch, or the rest of a resumed one."
+        "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl, device = learn.dl, learn.run.device
         if is_stream(learn.dls):
             if self.stream is None or self.stream.dl is not dl:
@@ -47,16 +47,16 @@ class TrainingPasses:
         return read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
 
     def _next_position(self, dl: Any) -> LoaderPosition:
-        "Return the position at which the next epoch begins."
+        "Return the position of the start of the next epoch."
         last = self.position
         if last is None:
             return LoaderPosition(dl)
         if last.start is None:
-            return last  # a checkpoint left it there, between two epochs
+            return last  # restored from a checkpoint between two epochs
         return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
-        "Let the next pass begin at a checkpoint's position."
+        "Start the next pass at the position of a checkpoint."
         if position is None:
             return
         resumed = LoaderPosition.resume(dls.train, position)
@@ -66,7 +66,7 @@ class TrainingPasses:
             self.position = resumed
 
     def indices(self, learn: LoopLike) -> list[Any] | None:
-        "Return the data set's indices of the training batch at hand, None if they are not known."
+        "Return the data set's indices of the current training batch, or None if they are unknown."
         if not learn.training:
             return None
         if is_stream(learn.dls):
@@ -77,9 +77,9 @@ class TrainingPasses:
     def state_dict(
         self,
         learn: LoopLike,
-        within_epoch: bool,  # a batch of the epoch was the last thing that was done
+        within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> dict[str, Any] | None:
-        "Return the position as a checkpoint holds it; None if the loop drew batches by itself."
+        "Return the position for a checkpoint, or None if an overridden loop has drawn the batches itself."
         train = learn.dls.train
         if is_stream(learn.dls):
             stream = self.stream
@@ -93,9 +93,9 @@ class TrainingPasses:
     def warn_of_lost_state(
         self,
         learn: LoopLike,
-        within_epoch: bool,  # a batch of the epoch was the last thing that was done
+        within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> None:
-        "Warn of what of the present pass a checkpoint cannot hold."
+        "Warn of state of the current pass that a checkpoint cannot hold."
         if self.stream is not None:
             self.stream.position.warn_of_lost_state(self.stream.n)
         elif self.position is not None:

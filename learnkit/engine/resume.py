@@ -1,4 +1,4 @@
-"""How a fit continues from a checkpoint: where a run can be saved, and how the loop gets there."""
+"""Resume a fit from a checkpoint: places at which a run can be saved, and how the loop reaches them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from learnkit.engine.evaluation import EvaluateWithinEpochs
 
 __all__ = ['LOOP_PLACES', 'ResumeState', 'open_resumed', 'resume_at', 'resumed_epochs']
 
-# the place of a checkpoint, and the place of the loop at which it is restored
+# place of a checkpoint, and the place of the loop at which it is restored
 LOOP_PLACES = {
     'batch': 'batch',  # after a training batch
-    'within': 'batch',  # the same, with an evaluation that is due
-    'evaluation': 'evaluation',  # after an epoch's training, with an evaluation that is due
+    'within': 'batch',  # after a training batch, before an evaluation that is due
+    'evaluation': 'evaluation',  # after an epoch's training, before an evaluation that is due
     'epoch': 'epoch',  # after an epoch
     'iteration': 'epoch',  # after an epoch that ended an iteration
 }
@@ -26,33 +26,33 @@ LOOP_PLACES = {
 
 @dataclass
 class ResumeState:
-    """A checkpoint that a fit continues from, until all of it is restored.
+    """Checkpoint that a fit resumes from, until it is completely restored.
 
     A resumed fit fires `before_fit`, and within an epoch also `before_epoch` and `before_train`
-    (within an iteration `before_iteration`), with `resumed` True. Only then is everything restored,
-    so that what those handlers set up is replaced.
+    (within an iteration `before_iteration`), with `resumed` True. The checkpoint is restored after
+    these events, so that it replaces the state that their handlers set up.
     """
 
     state: Mapping[str, Any]
-    restorer: Callable[[Any, ResumeState], None]  # restores it in a Learner
-    path: Path | None = None  # its file
-    info: dict[str, Any] = field(default_factory=dict)  # metadata of its file
-    before: dict[str, Any] | None = None  # the weights and optimizers that it replaces
+    restorer: Callable[[Any, ResumeState], None]  # restores the checkpoint in a Learner
+    path: Path | None = None  # file of the checkpoint
+    info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
+    before: dict[str, Any] | None = None  # weights and optimizers that the checkpoint replaces
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        "The loop's part of the state."
+        "State of the loop."
         loop: Mapping[str, Any] = self.state['loop']
         return loop
 
     @property
     def at(self) -> str:
-        "The place of the loop at which it is restored."
+        "Place of the loop at which the checkpoint is restored."
         return LOOP_PLACES[self.loop['place']]
 
     @property
     def stage(self) -> int:
-        "Which of the fits of `fine_tune` it is of."
+        "Index of the fit of `fine_tune` in which the checkpoint was taken; raise `CheckpointError` for other fits."
         stage: int | None = self.loop['stage']
         if stage is not None:
             return stage
@@ -60,21 +60,21 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
     def restore(self, learn: LoopLike) -> None:
-        "Restore everything in a Learner."
+        "Restore the checkpoint in a Learner."
         self.restorer(learn, self)
 
 
 def resumed_epochs(learn: LoopLike) -> Iterable[int]:
-    "Return the numbers of the epochs that are still to be trained."
+    "Return the numbers of the epochs that remain to be trained."
     r = learn.run.resume
-    first = first_epoch(learn, r)
+    first = find_first_epoch(learn, r)
     if r.at == 'epoch' and learn.run.stopping:
         return ()  # the checkpoint is of a fit that was stopped
     return count(first) if learn.n_epoch is None else range(first, learn.n_epoch)
 
 
-def first_epoch(learn: LoopLike, r: ResumeState) -> int:
-    "Return the epoch that a resumed fit begins with: the one that was under way, or the next."
+def find_first_epoch(learn: LoopLike, r: ResumeState) -> int:
+    "Return the first epoch of a resumed fit. A checkpoint taken after an epoch is restored here."
     epoch: int = r.loop['epoch']
     per_iteration = learn.epochs_per_iteration
     if r.at != 'epoch':
@@ -90,13 +90,13 @@ def first_epoch(learn: LoopLike, r: ResumeState) -> int:
 
 
 def resume_at(learn: LoopLike, place: str) -> None:
-    "Restore the checkpoint if it was taken at this place; raise if its own place was passed over."
+    "Restore the checkpoint if it was taken at this place; raise `CheckpointError` if its place was missed."
     r = learn.run.resume
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.at == place:
         if place == 'evaluation':
-            learn.passes.resume(learn.dls, r.state['position'])  # of the epoch that comes next
+            learn.passes.resume(learn.dls, r.state['position'])  # position of the next epoch
         r.restore(learn)
         return
     if place == 'evaluation' or not is_its_epoch:
@@ -109,7 +109,7 @@ def resume_at(learn: LoopLike, place: str) -> None:
 
 
 def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
-    "Return the number of the next batch and the rest of the batches, None if no batch is to come."
+    "Return the number of the next batch, and the remaining batches, or None if no batch is left."
     r = learn.run.resume
     if r.at == 'evaluation':
         return 0, None
@@ -117,12 +117,12 @@ def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
     learn.passes.resume(learn.dls, r.state['position'])
     batches = learn.passes.open(learn, continued=True)
     if r.loop['place'] == 'within':
-        evaluate_as_due(learn)
+        repeat_evaluation(learn)
     return r.loop['n_drawn'], None if learn.run.stopping else batches
 
 
-def evaluate_as_due(learn: LoopLike) -> None:
-    "Do the evaluation that was broken off after a batch, and what comes after it."
+def repeat_evaluation(learn: LoopLike) -> None:
+    "Repeat the interrupted evaluation after a batch, and fire the checkpoint event of the batch."
     for cb in learn.cbs:
         if isinstance(cb, EvaluateWithinEpochs):
             cb.after_batch()

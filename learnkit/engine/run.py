@@ -1,4 +1,4 @@
-"""Runs: what surrounds the loop from the first event to the cleanup, whatever happens between."""
+"""Runs of a Learner: open a fit, evaluation or prediction, and always end it with its cleanup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from learnkit.core.model import preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import CallbackHost, place, takes_every_event
+from learnkit.engine.dispatch import CallbackHost, contains_object, format_place, takes_every_event
 from learnkit.engine.events import CONTEXTS, LEVELS
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 NO_CONTEXT = nullcontext()
 
-# what an evaluation restores
+# attributes of the loop that an evaluation restores
 STATE = (
     'training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad',
     'batch_form', 'loader_name',
@@ -45,45 +45,45 @@ STATE = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    "One call of `optimize`."
+    "Arguments of the current `optimize` call."
 
-    only: str | None = None  # the optimizer that steps; None: all of them
-    compute: Callable[[], Any] | None = None  # computes the loss again; None: it was a tensor
+    only: str | None = None  # optimizer that steps; None: all of them
+    compute: Callable[[], Any] | None = None  # computes the loss; None: a tensor was given
     retain_graph: bool = False
 
 
 @dataclass
 class Run:
-    """The run under way, and where it is: `learn.run`.
+    """State of the current run: `learn.run`.
 
-    A run is a fit, a stand-alone validation or prediction, or one of them inside another. Each has
-    its own levels, so that no Cancel exception crosses out of it.
+    A run is a fit, a stand-alone validation or prediction, or one of these inside another run. Each
+    run has its own levels, so that no Cancel exception leaves it.
     """
 
-    kind: str = ''  # 'fit', 'evaluation', or '' for none
-    depth: int = 0  # how many runs are open: 1 in a fit, 2 in a validate() inside it
-    levels: tuple[str, ...] = ()  # the open levels of the current run, outermost first
-    stopping: bool = False  # the fit ends after the batch or the epoch at hand
+    kind: str = ''  # 'fit', 'evaluation', or '' for no run
+    depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
+    levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
+    stopping: bool = False  # the fit ends after the current batch or epoch
     ending: bool = False  # the outermost run is being cleaned up
-    evaluating: bool = False  # from before_eval to after_eval
+    evaluating: bool = False  # True from before_eval to after_eval
     repeating: bool = False  # an optimizer evaluates the batch again
-    checkpoint_event: str = ''  # 'batch', 'epoch', 'iteration' while that checkpoint event fires
-    resume: Any = None  # the `ResumeState` of the checkpoint that is still to be restored
-    resumes_at: int = 0  # the next batch of the epoch in which a checkpoint was taken
-    stage: int | None = None  # which of the fits of `fine_tune` this is
+    checkpoint_event: str = ''  # 'batch', 'epoch' or 'iteration' while its checkpoint event fires
+    resume: Any = None  # `ResumeState` of a checkpoint that is not restored yet
+    resumes_at: int = 0  # number of the next batch, in the epoch of the checkpoint
+    stage: int | None = None  # index of the fit in `fine_tune`
     takes_batches: bool = False  # the model is called with whole batches
-    device: torch.device | None = None  # where the batches of the loader at hand go
-    turn: Turn | None = None  # the call of `optimize` that is under way
-    retains_graph: bool | None = None  # whether a backward pass keeps its graph for another one
-    calls_modules: bool = False  # `forward` calls modules themselves, without their wrapper
-    counts_samples: str | None = None  # what of this fit counts samples: '60sp'
-    microbatch: int = 0  # the number of the microbatch at hand
+    device: torch.device | None = None  # device of the batches of the current loader
+    turn: Turn | None = None  # current call of `optimize`
+    retains_graph: bool | None = None  # whether backward keeps the graph for another pass
+    calls_modules: bool = False  # `forward` calls modules directly, without their wrapper
+    counts_samples: str | None = None  # amount of this fit that is counted in samples: '60sp'
+    microbatch: int = 0  # number of the current microbatch
     is_last_microbatch: bool = True
-    microbatch_share: Any = 1.0  # the share of the microbatch in the loss of its batch
+    microbatch_share: Any = 1.0  # weight of the microbatch in the loss of its batch
 
 
-def in_use(learn: LoopLike) -> bool:
-    "Return True while a run is under way that is not being cleaned up."
+def is_in_use(learn: LoopLike) -> bool:
+    "Return True during a run, until its cleanup begins."
     return learn.run.depth > 0 and not learn.run.ending
 
 
@@ -92,7 +92,7 @@ def open_run(
     learn: LoopLike,
     kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
 ) -> Iterator[None]:
-    "Open a run; the outermost one ends with `after_error`, `cleanup` and a Learner as before."
+    "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
     run, counters = learn.run, learn.counters
     with learn.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
@@ -106,12 +106,12 @@ def open_run(
                 counters.fit_began = began
             if run.depth == 1:
                 run.takes_batches = takes_batches(learn.model)
-                learn.callbacks.refresh()  # classes may have got new handlers since
+                learn.callbacks.refresh()  # classes may have new handlers
                 learn._open_for_use()
             try:
                 yield
             except CancelException as e:
-                raise stray_cancel(e, f'({place(learn)})', ()) from e
+                raise make_cancel_error(e, f'({format_place(learn)})', ()) from e
         except BaseException as e:
             if run.depth == 1:
                 learn.strategy.end_run(learn, e)
@@ -127,13 +127,12 @@ def open_run(
             learn.callbacks.hold(released)
             if kind == 'fit':
                 counters.seconds, counters.fit_began = learn.finished('sec'), None
-            torch.set_grad_enabled(
-                grad
-            )  # a signal inside torch's own contexts may have switched it
+            # a signal inside a context of torch may have switched it
+            torch.set_grad_enabled(grad)
 
 
 def end_run(learn: LoopLike, error: BaseException | None) -> None:
-    "Fire `after_error` and `cleanup`; the run's first error stays first, and gets notes of others."
+    "Fire `after_error` and `cleanup`. The first error of the run gets notes about later errors."
     run = learn.run
     learn.error, run.ending = error, True
     raised: list[BaseException] = []
@@ -141,20 +140,20 @@ def end_run(learn: LoopLike, error: BaseException | None) -> None:
     try:
         if error is not None:
             if not any(note.startswith('in ') for note in getattr(error, '__notes__', ())):
-                add_note(error, f'in {learn.phase} ({place(learn)})')
+                add_note(error, f'in {learn.phase} ({format_place(learn)})')
             raised += call_each(learn, 'after_error', interrupted)
         interrupted = interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised)
         raised += call_each(learn, 'cleanup', interrupted)
     finally:
         try:
-            run_all([partial(_settle, learn, error), *_releases(learn)])
+            run_all([partial(_reset_run, learn, error), *_list_releases(learn)])
         except Exception as e:
             raised.append(e)
     raise_first(error, raised)
 
 
-def _settle(learn: LoopLike, error: BaseException | None) -> None:
-    "Reset the state of the run that ends."
+def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
+    "Reset the state of the run that has ended."
     run = learn.run
     if error is not None:
         learn.forget_run()
@@ -164,16 +163,16 @@ def _settle(learn: LoopLike, error: BaseException | None) -> None:
             cb.run = True
 
 
-def _releases(learn: LoopLike) -> list[Callable[[], object]]:
-    "Return the functions that give back what callbacks hold of the process."
+def _list_releases(learn: LoopLike) -> list[Callable[[], object]]:
+    "Return the functions of callbacks that release resources of the process."
     return [cb.on_run_ended for cb in learn.callbacks if isinstance(cb, Callback)]
 
 
 def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
-    """Run every handler of an event, also after one has failed, and return what they raised.
+    """Run every handler of an event, also if one of them raises, and return the exceptions.
 
-    The second Ctrl-C of a run ends it. Callbacks that were switched off are called too: they may
-    have something to undo.
+    A second Ctrl-C is raised at once. Callbacks that were switched off are called too, because
+    they may have changes to undo.
     """
     raised: list[BaseException] = []
     for handler, switch, cb in learn.tables[learn.training][event_name]:
@@ -202,7 +201,7 @@ def call_handler(handler: Callable[[], Any]) -> None:
 
 @contextmanager
 def preserved_state(learn: LoopLike) -> Iterator[None]:
-    "Restore what an evaluation changes: RNGs, the mode of each module, and the loop's state."
+    "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
     try:
         with preserved_modes(learn.model), preserved_rng():
@@ -214,16 +213,16 @@ def preserved_state(learn: LoopLike) -> Iterator[None]:
 
 
 class ContextStack(ExitStack):
-    "Contexts that are made and entered, in order, when this one is entered."
+    "Context manager that creates and enters several contexts in order."
 
-    def __init__(self, makers: list[Callable[[], Any]]) -> None:
+    def __init__(self, factories: list[Callable[[], Any]]) -> None:
         super().__init__()
-        self._makers = makers
+        self._factories = factories
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            for make in self._makers:
-                context = make()
+            for create in self._factories:
+                context = create()
                 if context is not None:
                     entered.enter_context(context)
             self.push(entered.pop_all())
@@ -232,32 +231,32 @@ class ContextStack(ExitStack):
 
 # -- callbacks that start a run --------------------------------------------------------------------
 
-# functions that call handlers, with the names of the Learner and the callback in them
-_DISPATCHES = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'learn'}
+# code of the functions that call handlers, with the name of their variable for the Learner
+_DISPATCHERS = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'learn'}
 
-# events whose handlers, and contexts, can change the loss and the metrics of an evaluation
+# events and contexts that can change the loss and the metrics of an evaluation
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
 def hold_others(learn: LoopLike, kind: str) -> list[Any]:
-    """Switch off the callbacks that have no part in a run, and return them.
+    """Switch off the callbacks that take no part in a run, and return them.
 
-    These are callbacks whose `run_in` excludes it, and, in an evaluation, callbacks that start it
-    from one of their handlers. Otherwise the evaluation would call the same handler, which would
-    start the next evaluation, without an end.
+    These are callbacks whose `run_in` excludes the run, and, in an evaluation, callbacks whose
+    handlers started it: the evaluation would call the same handler, which would start another
+    evaluation, endlessly.
     """
     excluded = 'evaluation' if kind == 'fit' else 'fit'
     others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
-        callers = running_handlers(learn)
+        callers = find_running_handlers(learn)
         for cb, event_name in callers:
-            warn_of_held_inputs(learn, cb, event_name)
+            warn_of_switched_off(learn, cb, event_name)
         others += [cb for cb, _ in callers]
     return learn.callbacks.hold(others) if others else []
 
 
 def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
-    "Switch on the callbacks of fits that an outer run, such as `with learn:`, holds; return them."
+    "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
     if kind != 'fit':
         return []
     waiting = [cb for cb in learn.callbacks.held if getattr(cb, 'run_in', 'any') == 'fit']
@@ -265,15 +264,15 @@ def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
     return waiting
 
 
-def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:
-    """Return the callbacks of `learn` whose handlers are running now, with their events, innermost first.
+def find_running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:
+    """Return the callbacks of `learn` whose handlers are running, with their events, innermost first.
 
-    The call stack knows them already, so that an event that starts no run pays nothing for it.
+    They are found in the call stack, so that events have no overhead.
     """
     found: list[tuple[Any, str]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = _DISPATCHES.get(frame.f_code)
+        owner = _DISPATCHERS.get(frame.f_code)
         if owner is not None:
             names = frame.f_locals
             if names[owner] is learn and names.get('cb') is not None:
@@ -282,14 +281,15 @@ def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:
     return found
 
 
-def warn_of_held_inputs(learn: LoopLike, cb: Any, event_name: str) -> None:
-    "Warn if a callback that is switched off would have changed the batches of the evaluation."
-    if any(cb is held for held in learn.callbacks.held) or takes_every_event(cb):
+def warn_of_switched_off(learn: LoopLike, cb: Any, event_name: str) -> None:
+    "Warn if a callback that was switched off would have changed the batches of the evaluation."
+    if contains_object(learn.callbacks.held, cb) or takes_every_event(cb):
         return
     if getattr(cb, 'observer', False):
         return
     table = learn.callbacks.tables[False]
-    changing = [n for n in _INPUTS if n != event_name and any(o is cb for _, _, o in table[n])]
+    handled = [n for n in _INPUTS if any(owner is cb for _, _, owner in table[n])]
+    changing = [n for n in handled if n != event_name]
     if changing:
         name = type(cb).__name__
         warn_user(
@@ -303,7 +303,7 @@ def warn_of_held_inputs(learn: LoopLike, cb: Any, event_name: str) -> None:
 
 
 def raise_first(error: BaseException | None, raised: list[BaseException]) -> None:
-    "Raise the first of several errors unless there is one already; the first gets notes of the others."
+    "Raise the first error, unless `error` is being raised already. It gets notes about the other errors."
     first = error or (raised[0] if raised else None)
     for e in raised:
         if e is first:
@@ -318,8 +318,8 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
         raise first
 
 
-def stray_cancel(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
-    "Make the error for a Cancel exception without an open level of its kind."
+def make_cancel_error(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
+    "Return the error for a Cancel exception that was raised outside of its level."
     level, legal = LEVELS.get(e.level), ''
     if level:
         end = f'`{level.after_cancel}` or `{level.after}` fires'

@@ -1,4 +1,4 @@
-"""Where training in several processes differs from training in one: the methods of a strategy."""
+"""Strategy of training in one process: operations that training in several processes replaces."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ['SingleProcess']
 
 
 class SingleProcess:
-    """Training in one process: what the loop asks wherever several processes differ.
+    """Strategy for training in one process.
 
-    `learn.strategy` is one of these. `DistributedTraining` sets another one for as long as several
-    processes train together.
+    The loop calls the methods of `learn.strategy` for everything that depends on the number of
+    processes. `DistributedTraining` replaces the strategy while several processes train together.
     """
 
-    team: Any = None  # the `DistributedTraining` of several processes
-    has_samples = True  # False on a rank without samples in the batch, which joins in
+    team: Any = None  # `DistributedTraining` of several processes
+    has_samples = True  # False on a rank without samples in the batch
 
     @contextmanager
     def run(
@@ -39,7 +39,7 @@ class SingleProcess:
         "Open a run."
         n_started = os.environ.get('WORLD_SIZE', '1')
         if kind == 'fit' and n_started != '1' and not has_joined():
-            warn_of_others(n_started)
+            warn_of_other_processes(n_started)
         with open_run(learn, kind):
             yield
 
@@ -58,12 +58,12 @@ class SingleProcess:
     # -- a batch ---------------------------------------------------------------------------------
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
-        "Return the loss of the batch over all processes, by which an optimizer decides."
+        "Return the loss of the batch over all ranks, for optimizers that compare losses."
         loss: Tensor = learn.loss
         return loss
 
     def gradient_share(self, learn: LoopLike) -> Any:
-        "Return the factor of this process's loss in the mean over processes."
+        "Return the factor of this rank's loss in the mean over ranks."
         return 1
 
     def split(self, learn: LoopLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
@@ -71,11 +71,11 @@ class SingleProcess:
         return microbatches(xb, yb, size, find_bs(xb, yb, learn.size_func))
 
     def count_samples(self, learn: LoopLike) -> int:
-        "Return the number of samples of the batch over all processes."
+        "Return the number of samples of the batch over all ranks."
         return count_samples(learn)
 
     def total_weight(self, learn: LoopLike) -> Any:
-        "Return the weight of the batch over all processes; None for a loss that is a sum."
+        "Return the weight of the batch over all ranks; None for a loss that is a sum."
         weights = learn.loss_weights
         return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
 
@@ -84,29 +84,29 @@ class SingleProcess:
     def find_checkpoint(
         self,
         learn: LoopLike,
-        resume: Any,  # what was given to `fit(resume=...)`
-        find: Callable[[Any], ResumeState | None],  # finds it in this process
+        resume: Any,  # argument of `fit(resume=...)`
+        find: Callable[[Any], ResumeState | None],  # finds it on this rank
     ) -> ResumeState | None:
-        "Return the checkpoint that all processes resume from, None where there is none."
+        "Return the checkpoint that all ranks resume from, or None."
         return find(resume)
 
     def add_own_state(self, learn: LoopLike, state: dict[str, Any]) -> dict[str, Any]:
-        "Return the state of a checkpoint with what is each process's own."
+        "Return the state of a checkpoint with each rank's own state added."
         return state
 
     def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
-        "Return a checkpoint with what is this process's own in the places of what is the first one's."
+        "Return a checkpoint in which this rank's own state replaces the first rank's."
         return resume
 
     def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
-        "Complete what was restored from a checkpoint."
+        "Restore what depends on the processes, after the rest of a checkpoint was restored."
 
 
 @cache
-def warn_of_others(
-    n: str,  # number of processes that a launcher reports
+def warn_of_other_processes(
+    n: str,  # number of processes, as reported by the launcher
 ) -> None:
-    "Warn once of other processes, which this one does not train with."
+    "Warn once that this process trains alone, although a launcher started several."
     if n.isdigit() and int(n) > 1:
         warn_user(
             f'{n} processes were started (WORLD_SIZE), and this one trains alone, on all of the '

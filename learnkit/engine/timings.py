@@ -32,7 +32,7 @@ PARTS = {
     ('before_batch', 'after_batch'): 'compiled step',
 }
 MODEL = 'data and model'  # legend of these parts in a plot
-ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')
+ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')  # parts that run on a GPU
 
 
 class Timings:
@@ -51,9 +51,9 @@ class Timings:
         self.n = 0  # number of measured steps
         self._sums: defaultdict[str, float] = defaultdict(float)  # seconds by part
         self._pending: list[tuple[str, Any, Any]] = []  # parts on a GPU, with their CUDA events
-        self._last_event = ''  # event whose handlers ran last
-        self._last_time = 0.0  # time at its end
-        self._last_mark: Any = None  # CUDA event at its end
+        self._last_event = ''  # last event whose handlers have run
+        self._last_time = 0.0  # time at the end of its handlers
+        self._last_mark: Any = None  # CUDA event at the end of its handlers
         self._is_measuring = False
         self.device: torch.device | None = None  # device of the model, set before a step
         self.steps_left = FIRST  # number of steps until the next measured one
@@ -127,7 +127,7 @@ class Timings:
         return begin, end
 
     def time_handler(self, handler: Callable[[], Any], part: str) -> Callable[[], None]:
-        "Return a handler whose time is added to a part, its callback's name."
+        "Return a handler whose time is added to a part, which has the name of the callback's class."
         sums = self._sums
 
         def run() -> None:
@@ -215,7 +215,7 @@ class Timings:
         )
         ax.bar_label(
             bars,
-            [f'{_format(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()],
+            [f'{_format_number(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()],
             padding=3,
             fontsize='small',
         )
@@ -223,13 +223,13 @@ class Timings:
         ax.margins(x=0.3)
         ax.set(
             xlabel=f'{unit} a step',
-            title=f'a step takes {_format(total * scale)} {unit} ({self.n} measured)',
+            title=f'a step takes {_format_number(total * scale)} {unit} ({self.n} measured)',
         )
         ax.legend(loc='lower right')
         return ax
 
 
-def _format(number: float) -> str:
+def _format_number(number: float) -> str:
     return f'{number:,.0f}' if number >= 100 else f'{number:.3g}'
 
 
@@ -242,17 +242,17 @@ def _get_kind(part: str) -> str:
 class TimedTable(HandlerTable):
     "Handlers of training that read the clock before and after each event and each handler."
 
-    def __init__(self, own: HandlerTable, timings: Timings) -> None:
-        super().__init__(own.callbacks, own.training)
-        self.own, self.timings = own, timings
+    def __init__(self, base: HandlerTable, timings: Timings) -> None:
+        super().__init__(base.callbacks, base.training)
+        self.base, self.timings = base, timings
 
     def __missing__(self, name: str) -> list[Entry]:
-        own = self.own[name]
+        entries = self.base[name]
         if name in CONTEXTS.values():
-            return own
+            return entries
         begin, end = self.timings.make_probes(name)
         time_handler = self.timings.time_handler
-        timed = [(time_handler(f, type(cb).__name__), switch, cb) for f, switch, cb in own]
+        timed = [(time_handler(f, type(cb).__name__), switch, cb) for f, switch, cb in entries]
         always_on = [True]
         self[name] = [(begin, always_on, None), *timed, (end, always_on, None)]
         return self[name]

@@ -37,10 +37,10 @@ class TrainEvalCallback(Callback):
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False  # the warning about `learn.loss` was issued
-    _loss_before: Any = None  # weak references to the current losses, with their versions
-    _modes: list[tuple[nn.Module, bool]] = []  # modes in training, while an evaluation changes them
-    _starting = True  # True before the first epoch of a fit
-    _trained = False  # True once this epoch's training has started
+    _loss_before: Any = None  # weak references to `loss` and `loss_grad`, with their versions
+    _modes: list[tuple[nn.Module, bool]] = []  # training modes of the modules, during an evaluation
+    _is_starting = True  # True before the first epoch of a fit
+    _has_trained = False  # True once this epoch's training has started
 
     def after_create(self) -> None:
         self.learn.n_epoch = 1
@@ -50,7 +50,7 @@ class TrainEvalCallback(Callback):
         learn.loss = torch.tensor(0.0)
         if learn.fitting or not learn.run.depth:
             learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.0
-            self._starting, self._modes = True, []
+            self._is_starting, self._modes = True, []
         move_to_device(learn)
         reset: Any = getattr(learn.model, 'reset', None)
         if reset is not None:
@@ -68,7 +68,7 @@ class TrainEvalCallback(Callback):
             self.after_loss, self.before_backward = self._record_loss, self._check_loss  # type: ignore[method-assign]
 
     def _list_user_callbacks(self, *events: str) -> list[str]:
-        "Return the classes of callbacks from outside the package that act on training at these events."
+        "Return the class names of users' callbacks that handle one of these events in training."
         table = self.learn.callbacks.tables[True]
         cbs = [cb for event in events for _, _, cb in table[event] if is_user_callback(cb)]
         return list(dict.fromkeys(type(cb).__name__ for cb in cbs))
@@ -112,12 +112,12 @@ class TrainEvalCallback(Callback):
         learn.training = True
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
-        # otherwise the modes are set already, or a callback has changed them
-        if self._starting or not learn.model.training:
+        # in later epochs the modes are set already, or a callback has changed them
+        if self._is_starting or not learn.model.training:
             learn.model.train()
             for module, mode in self._modes:
                 module.training = mode
-        self._starting, self._modes, self._trained = False, [], True
+        self._is_starting, self._modes, self._has_trained = False, [], True
         if learn.fitting:
             cover_params(learn)
             learn.opt.train()
@@ -147,8 +147,8 @@ class TrainEvalCallback(Callback):
     def after_epoch(self) -> None:
         if not self.learn.fitting:
             return
-        self.learn.counters.epochs += self._trained  # skipped epochs do not count
-        self._trained = False
+        self.learn.counters.epochs += self._has_trained  # skipped epochs do not count
+        self._has_trained = False
 
     def after_iteration(self) -> None:
         self.learn.counters.iterations += 1
@@ -164,7 +164,7 @@ class TrainEvalCallback(Callback):
         return {
             'eval_now': [n for n, m in named if not m.training],
             'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
-            'starting': self._starting,
+            'starting': self._is_starting,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class TrainEvalCallback(Callback):
         eval_now, eval_in_training = set(sd['eval_now']), set(sd['eval_in_training'])
         named = list(bare_model(self.learn.model).named_modules())
         self._modes = [(m, name not in eval_in_training) for name, m in named]
-        self._starting = sd['starting']
+        self._is_starting = sd['starting']
         for name, module in named:
             module.training = name not in eval_now
         for wrapper in wrappers_of(self.learn.model):
@@ -208,8 +208,8 @@ class SkipToEpoch(Callback):
     order = 70
 
     def __init__(self, epoch: int) -> None:
-        self._skip_to = epoch
+        self.first_epoch = epoch
 
     def before_epoch(self) -> None:
-        if self.epoch < self._skip_to:
+        if self.epoch < self.first_epoch:
             raise CancelEpochException

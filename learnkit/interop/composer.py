@@ -481,7 +481,9 @@ class _FromComposer(Callback):
 
     def _budget(self) -> tuple[Any, str] | None:
         found = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
-        return None if found is None else (found._began + found.total.value, found.total.unit)
+        if found is None:
+            return None
+        return found.total_at_start + found.total.value, found.total.unit
 
     # -- state -------------------------------------------------------------------------------------
 
