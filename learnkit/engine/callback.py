@@ -118,9 +118,10 @@ class Callback:
 
     The events are listed in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in order. An attribute that
     the callback does not have is read from `self.learn` (`self.loss` is `self.learn.loss`). Attributes of the Learner
-    are set through `self.learn`; what a handler returns is ignored. `Callback(before_fit=f, ...)` makes a callback from
-    plain functions, each of which is called with the callback; `order`, `run_in`, `run_train` and `run_valid` may be
-    given next to them.
+    are set through `self.learn`. Return values of handlers are ignored.
+
+    `Callback(before_fit=f, ...)` makes a callback from plain functions, each of which is called with the callback;
+    `order`, `run_in`, `run_train` and `run_valid` may be given next to them.
 
     Callbacks run by `order`, then in the order of adding: to see the epoch's row in `self.history`, an `after_epoch`
     needs an `order` above the Recorder's 50, as in `Callback(after_epoch=f, order=60)`. `run_train = False` or
@@ -185,7 +186,7 @@ class Callback:
         pct_train: float  # share of the fit that is done
         training: bool  # False in an evaluation
         fitting: bool  # False in validate() and get_preds()
-        time: Timestamp  # what is finished so far, over all fits
+        time: Timestamp  # amounts finished so far, over all fits
         world: Comm  # rank, size and collectives of the processes
         model: nn.Module
         opt: OptimWrapper

@@ -1,4 +1,4 @@
-"""States of callbacks: what `state_dict` returns, or the attributes that have changed and are plain data."""
+"""States of callbacks: results of `state_dict`, or changed attributes that are plain data."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def open_run(
 
 
 def end_run(learn: LoopLike, error: BaseException | None) -> None:
-    "Fire `after_error` and `cleanup`. The first error of the run gets notes about later errors."
+    "End the outermost run: fire `after_error` and `cleanup`. The first error gets notes about later errors."
     run = learn.run
     learn.error, run.ending = error, True
     raised: list[BaseException] = []
@@ -171,8 +171,8 @@ def _list_releases(learn: LoopLike) -> list[Callable[[], object]]:
 def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
     """Run every handler of an event, also if one of them raises, and return the exceptions.
 
-    A second Ctrl-C is raised at once. Callbacks that were switched off are called too, because
-    they may have changes to undo.
+    A second Ctrl-C is raised at once. Except in `after_error`, callbacks that were switched off are
+    called too, because they may have changes to undo.
     """
     raised: list[BaseException] = []
     for handler, switch, cb in learn.tables[learn.training][event_name]:

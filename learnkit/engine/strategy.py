@@ -99,7 +99,7 @@ class SingleProcess:
         return resume
 
     def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
-        "Restore what depends on the processes, after the rest of a checkpoint was restored."
+        "Restore state that depends on the processes, after the rest of a checkpoint was restored."
 
 
 @cache
