@@ -375,7 +375,7 @@ class Callback:
 
     def __setattr__(self, name: str, value: object) -> None:
         is_new = name not in self.__dict__ and name not in ('learn', 'run')
-        if is_new and _has_attribute(self.learn, name):
+        if is_new and not name.startswith('_') and _has_attribute(self.learn, name):
             warn(SHADOWING.format(name), stacklevel=2)
         object.__setattr__(self, name, value)
         if name in _DISPATCH_ATTRIBUTES and hasattr(self.learn, 'callback_changed'):
@@ -489,10 +489,9 @@ def list_defined_events(cb: object) -> set[str]:
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     "Return the handler of `cb` for an event, or None. The Learner's attributes are not searched."
     for spelling in _SPELLINGS.get(event_name, (event_name,)):
-        try:
-            handler = object.__getattribute__(cb, spelling)
-        except AttributeError:
-            continue
+        if not hasattr(type(cb), spelling) and spelling not in vars(cb):
+            continue  # raising an AttributeError takes several times as long
+        handler = object.__getattribute__(cb, spelling)
         if not callable(handler):
             raise CallbackError(
                 f'{type(cb).__name__}.{spelling} is {handler!r}: an event needs a method or function.'

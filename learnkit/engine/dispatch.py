@@ -229,7 +229,7 @@ class CallbackHost:
         excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_ran_in')
         self._end_streams()
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
-        state['_cbs'] = list(self.cbs)
+        state['_cbs'] = list(self.callbacks)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class CallbackHost:
             self._check_new_cb(cb, new[:i])
         self.callbacks.check_new(new, [old for olds in outdated for old in olds])
         for cb, olds in zip(new, outdated, strict=True):
-            places = [i for i, o in enumerate(self.cbs) if contains_object(olds, o)]
+            places = [i for i, o in enumerate(self.callbacks) if contains_object(olds, o)]
             self.remove_cbs(olds)
             self._insert_cb(cb, places[0] if places else None)
             if self._has_own_attribute(cb.name):
@@ -298,7 +298,7 @@ class CallbackHost:
         return self
 
     def _find_outdated(self, cls: type) -> list[Callback]:
-        return [cb for cb in self.cbs if _is_redefined(type(cb), cls)]
+        return [cb for cb in self.callbacks if _is_redefined(type(cb), cls)]
 
     def add_cb(self, cb: Any) -> Self:
         """Add one callback, given as an instance or a class.
@@ -350,11 +350,11 @@ class CallbackHost:
         [TrainEvalCallback, Recorder]
         """
         if isinstance(cb, type):
-            return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
+            return self.remove_cbs([o for o in self.callbacks if isinstance(o, cb)])
         if isinstance(cb, str):
             raise CallbackError(
                 f'{cb!r} is a string: give a callback or its class, of those that are there: '
-                f'{", ".join(type(o).__name__ for o in self.cbs)}.'
+                f'{", ".join(type(o).__name__ for o in self.callbacks)}.'
             )
         if cb not in self.callbacks:
             return self
@@ -375,7 +375,7 @@ class CallbackHost:
         name = str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
-            for other in self.cbs:
+            for other in self.callbacks:
                 if other.name == name:
                     setattr(self, name, other)  # the removed callback has hidden it
 
@@ -411,7 +411,7 @@ class CallbackHost:
 
         self._end_streams()
         switches = self.callbacks.switches
-        removed = [(i, cb, switches[id(cb)]) for i, cb in enumerate(self.cbs) if is_selected(cb)]
+        removed = [(i, cb, switches[id(cb)]) for i, cb in enumerate(self.callbacks) if is_selected(cb)]
         for _, cb, _ in removed:
             self._detach_cb(cb)
         try:

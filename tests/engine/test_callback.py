@@ -480,3 +480,19 @@ def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(CallbackError, match=message):
         Callback(after_fit=print, **options)
+
+
+def test_private_attributes_of_a_callback_hide_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    class Counts(Callback):
+        def before_fit(self) -> None:
+            self._entered = 0
+
+        def before_batch(self) -> None:
+            self._entered += 1
+
+    learn = synth_learner(cbs=Counts)
+    assert hasattr(learn, '_entered')
+    with learn.no_bar():
+        learn.fit(1)
+    assert not recwarn.list and isinstance(learn._entered, list)
+    assert learn.counts._entered == learn.train_iter + 2
