@@ -123,18 +123,23 @@ class LoaderPosition:
             self.workers = state['workers']
             self._workers_ran = state['workers_ran']
 
-    def begin(self) -> Iterator[Any]:
+    def begin(
+        self,
+        draws_between: bool = True,  # whether random numbers may be drawn before the first batch
+    ) -> Iterator[Any]:
         """Return the iterator over the remaining batches of the epoch.
 
         Raises `CheckpointError` if the epoch ends before the batch of a resumed position."""
-        if self.start is not None:
+        is_resumed = self.start is not None
+        if is_resumed:
             batches = self._resume_epoch()
         else:
             self._workers_ran = self.workers > 0 and workers_run(self.dl)
             self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
             batches = iter(self.dl)
-        draws_late = self.first is None and not self._n and _may_draw_late(self.dl)
-        return chain(self._capture_first(), batches) if draws_late else batches
+        if self.first is not None or self._n or not (is_resumed or draws_between):
+            return batches
+        return chain(self._capture_first(), batches) if _may_draw_late(self.dl) else batches
 
     def _capture_first(self) -> Iterator[Any]:
         "Capture the global generators when the first batch is drawn; yield nothing."

@@ -30,13 +30,13 @@ class RoundsPosition(LoaderPosition):
         super().__init__(dl, replay, n_before)
         self.inner = LoaderPosition(dl.source, replay, n_before * dl.cut.per_round)
 
-    def begin(self) -> Iterator[Any]:
+    def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
         if 'order' in self._now:
             dl.order.state = self._now['order']
         with dl.order:
-            batches = self.inner.begin()
+            batches = self.inner.begin(draws_between)
         self.start = self.inner.start
         return dl.rounds(batches, self._n)
 

@@ -599,13 +599,13 @@ class Loop(CallbackHost):
         self.n_iter, limit = epoch_length(self.dls, self.dl)
         self.run.device = model_device(self.model, self.dls)
         self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
+        if self.training and self.fitting:
+            # callbacks may have unfrozen or replaced parameters in `before_train`
+            cover_params(self)  # type: ignore[arg-type]  # in a fit it is a Learner
         first, batches = self._open_loader()
         if batches is None:
             return
         self._has_checked_pairing = False
-        if self.training and self.fitting:
-            # callbacks may have unfrozen or replaced parameters in `before_train`
-            cover_params(self)  # type: ignore[arg-type]  # in a fit it is a Learner
         timings = self.timings
         try:
             for i in count(first) if limit is None else range(first, limit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class TrainingPasses:
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
-        begin = self.position.begin
+        # only handlers of this event run between the start of the pass and its first batch
+        begin = partial(self.position.begin, bool(learn.tables[True]['before_draw']))
         return read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
 
     def _next_position(self, dl: Any) -> LoaderPosition:
