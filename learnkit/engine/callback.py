@@ -481,8 +481,11 @@ _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
 def list_defined_events(cb: object) -> set[str]:
-    "Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling."
-    scopes = [*(vars(cls) for cls in type(cb).__mro__), getattr(cb, '__dict__', {})]
+    """Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling.
+
+    Classes of this package are left out: their handlers are known to be methods."""
+    classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
+    scopes = [*map(vars, classes), getattr(cb, '__dict__', {})]
     return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
 
 
