@@ -68,7 +68,7 @@ class TrackerCallback(Callback):
     new_best: bool
     _lower: bool
     _has_begun: bool = False  # whether `before_fit` has run
-    _is_guess: bool  # whether nobody has said what is better
+    _is_guess: bool  # whether the direction is only guessed from the name
 
     def __init__(
         self,

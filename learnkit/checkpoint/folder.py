@@ -260,7 +260,7 @@ def damaged_error(path: Path, what: str) -> DamagedError:
 
 
 def has_own_files(cb: Any) -> bool:
-    "Return True for a callback that writes files of its own into a checkpoint."
+    "Return True for a callback that writes files into a checkpoint."
     return (
         isinstance(cb, Callback) and type(cb).save_to_checkpoint is not Callback.save_to_checkpoint
     )

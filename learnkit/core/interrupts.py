@@ -1,9 +1,9 @@
-"""Ctrl-C: what is being restored is finished first, and a script ends in one line.
+"""Handling of Ctrl-C: contexts are restored completely before the interrupt is raised.
 
-A signal can arrive between any two instructions of Python, also inside the `__exit__` of a context, of which
-the rest is then skipped. `deferred_interrupts` lets `KeyboardInterrupt` wait until contexts that are being entered
-or left are complete; `run_all` finishes a list of steps whatever is raised. `end_in_one_line` takes the place of a
-traceback through torch."""
+A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest
+of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until contexts that are being entered or
+left are complete. `run_all` runs all steps of a list even if some raise. `end_in_one_line` replaces the traceback of
+a script that Ctrl-C ends by one line."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any, Self
 
 __all__ = ['deferred_interrupts', 'allow_interrupts', 'end_in_one_line', 'run_all']
 
-# what is not interrupted: entering and leaving a context, and a `__del__`, in which the interrupt would be lost
-_UNDIVIDED = ('__enter__', '__exit__', '__del__')
-_ATTEMPTS = 10  # a step is not repeated forever
+# methods that are not interrupted; an interrupt in a `__del__` would be lost
+_UNINTERRUPTED = ('__enter__', '__exit__', '__del__')
+_ATTEMPTS = 10  # maximum number of times that an interrupted step is run
 _LINE = 'learnkit_line'  # attribute of an interrupt: the line to print
-# functions that call code of users, which may take long and can be interrupted at once
+# functions that call user code, which may take long and can be interrupted immediately
 _interruptible: set[CodeType] = set()
 
 
 def allow_interrupts(f: Callable[..., Any]) -> Callable[..., Any]:
-    "Let Ctrl-C interrupt what a function calls, also while a context is being left; return the function."
+    "Decorate a function so that Ctrl-C can interrupt its calls even while a context is being left."
     _interruptible.add(f.__code__)
     return f
 
 
 class deferred_interrupts:
-    """Let Ctrl-C wait until all contexts that are being entered or left inside of this one are complete.
+    """Delay Ctrl-C until every context inside this one that is being entered or left is complete.
 
-    A first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is under way, a second one at
-    once. Acts on the main thread only, and only in place of Python's own handler, which is back in the block of
-    `with deferred.paused()` and at the end.
+    The first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is running, the second one
+    immediately. This context acts only on the main thread, and only if Python's own signal handler is installed. That
+    handler is restored in the block of `with deferred.paused()` and at the end.
 
     >>> handler = signal.getsignal(signal.SIGINT)
     >>> with deferred_interrupts() as deferred, deferred.paused():
@@ -45,8 +45,8 @@ class deferred_interrupts:
 
     def __init__(self) -> None:
         self._acts = False
-        self._waits = False  # an interrupt is to be raised
-        self._outside: FrameType | None = None  # what is under way there is not ours
+        self._waits = False  # True while an interrupt is delayed
+        self._outside: FrameType | None = None  # frame that entered this context; its callers are ignored
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -64,9 +64,9 @@ class deferred_interrupts:
             raise KeyboardInterrupt
 
     def paused(self) -> _Pause:
-        """Return a context with Python's own handler, as the innermost one.
+        """Return the innermost context, in which Python's own handler is installed.
 
-        It has nothing to restore, so that an interrupt that ends it early does no harm.
+        The context restores nothing, so an interrupt may end it early.
         """
         return _Pause(self)
 
@@ -100,7 +100,7 @@ class deferred_interrupts:
         "Return True if a context is being entered or left in one of the frames."
         inner = frame
         while frame is not None and frame is not self._outside:
-            if frame.f_code.co_name in _UNDIVIDED:
+            if frame.f_code.co_name in _UNINTERRUPTED:
                 return True
             if frame.f_code in _interruptible and frame is not inner:
                 return False

@@ -145,7 +145,7 @@ def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _is_of_torchdata(sampler: Any) -> bool:
-    "Return True for the random sampler of torchdata, which is no subclass of torch's."
+    "Return True for torchdata's random sampler, which does not inherit from torch's."
     kind = type(sampler)
     return kind.__module__.startswith('torchdata.') and kind.__name__ == 'RandomSampler'
 

@@ -171,7 +171,7 @@ class Replicas:
 class WeightCarrier:
     """Communication hook of `DistributedDataParallel` for small models on CPUs: a number is sent with the gradients.
 
-    The gradients are averaged to the last bit as without the hook. A message of its own for the number would take
+    The gradients are averaged to the last bit as without the hook. A separate message for the number would take
     a third of the time of a step of 2 ms (two processes on two cores)."""
 
     def __init__(

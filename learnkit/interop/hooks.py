@@ -94,8 +94,8 @@ def check_style(
 def state_of(cb: Any) -> Any:
     """Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data.
 
-    A `state_dict` that returns None, as in a base class of callbacks without state, is no state.
-    Attributes are saved all or none: warns if one of them is no data.
+    A `state_dict` that returns None, as in a base class of callbacks without state, saves nothing.
+    Warns, and saves no attribute, if one of them is not plain data.
     """
     own = _own_state(cb, 'state_dict')
     if own is None:

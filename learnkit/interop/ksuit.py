@@ -139,8 +139,8 @@ def from_ksuit(
     Checkpointed: the callback's `state_dict` (without one, or where it returns None, its changed
     attributes with plain data), start and progress of the fit, the log and the tracker's summary. In
     a resumed fit the state is loaded and `resume_from_checkpoint(paths, model)` is called before
-    `before_training`, whose counter tells the progress of the checkpoint; after it the state is
-    loaded again, so that nothing is lost that `before_training` resets.
+    `before_training`, whose counter holds the progress of the checkpoint; then the state is
+    loaded again, in case `before_training` has reset it.
 
     Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
 
