@@ -46,7 +46,9 @@ class deferred_interrupts:
     def __init__(self) -> None:
         self._acts = False
         self._waits = False  # True while an interrupt is delayed
-        self._outside: FrameType | None = None  # frame that entered this context; its callers are ignored
+        self._outside: FrameType | None = (
+            None  # frame that entered this context; its callers are ignored
+        )
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()

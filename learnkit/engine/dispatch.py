@@ -411,7 +411,9 @@ class CallbackHost:
 
         self._end_streams()
         switches = self.callbacks.switches
-        removed = [(i, cb, switches[id(cb)]) for i, cb in enumerate(self.callbacks) if is_selected(cb)]
+        removed = [
+            (i, cb, switches[id(cb)]) for i, cb in enumerate(self.callbacks) if is_selected(cb)
+        ]
         for _, cb, _ in removed:
             self._detach_cb(cb)
         try:
