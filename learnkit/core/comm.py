@@ -416,7 +416,7 @@ def join_ranks(
     if not dist.is_available():
         return SINGLE_RANK
     # its functions bind the default process group at import as a default argument, and would keep it alive (torch 2.13)
-    import torch.distributed.nn
+    import torch.distributed.nn  # noqa: F401
 
     was_there = dist.is_initialized()
     launched = {} if was_there else launched_as()
@@ -426,37 +426,18 @@ def join_ranks(
     timeout = timedelta(seconds=timeout_s)
     # variables that srun does not set
     variables = tuple(name for name in launched if name not in os.environ)
-    if not was_there:
-        if launched['RANK'] != '0':
-            _await_first(launched, timeout_s)
-        os.environ.update(launched)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
-        backend = backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo')
+    if launched:
+        _prepare_to_join(launched, timeout_s)
     try:
-        if not was_there:
-            dist.init_process_group(
-                backend,
-                timeout=timeout,
-                rank=int(launched['RANK']),
-                world_size=int(launched['WORLD_SIZE']),
-                store=rendezvous(launched, timeout),
-            )
+        if launched:
+            _init_default_group(launched, backend, timeout)
         control = dist.new_group(backend='gloo', timeout=timeout)
     except (RuntimeError, ValueError) as e:
         for name in variables:
             os.environ.pop(name, None)
-        if not was_there and dist.is_initialized():
+        if launched and dist.is_initialized():
             dist.destroy_process_group()
-        if not launched:
-            raise DistributedError(
-                f'The processes of this group cannot make one for the hosts: {e}'
-            ) from e
-        raise DistributedError(
-            f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot join the others at '
-            f'{launched["MASTER_ADDR"]}:{launched["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all '
-            'started, with the same WORLD_SIZE, and is the port free?'
-        ) from e
+        raise _make_join_error(launched, e) from e
     store = dist.PrefixStore(
         f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store()
     )
@@ -470,6 +451,39 @@ def join_ranks(
         store,
         not was_there,
         variables=variables,
+    )
+
+
+def _prepare_to_join(launched: Mapping[str, str], timeout_s: float) -> None:
+    "Wait for rank 0, and set the environment variables and the GPU of this process."
+    if launched['RANK'] != '0':
+        _await_first(launched, timeout_s)
+    os.environ.update(launched)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
+
+
+def _init_default_group(
+    launched: Mapping[str, str], backend: str | None, timeout: timedelta
+) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'),
+        timeout=timeout,
+        rank=int(launched['RANK']),
+        world_size=int(launched['WORLD_SIZE']),
+        store=rendezvous(launched, timeout),
+    )
+
+
+def _make_join_error(launched: Mapping[str, str], e: Exception) -> DistributedError:
+    if not launched:
+        return DistributedError(f'The processes of this group cannot make one for the hosts: {e}')
+    return DistributedError(
+        f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot join the others at '
+        f'{launched["MASTER_ADDR"]}:{launched["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all '
+        'started, with the same WORLD_SIZE, and is the port free?'
     )
 
 
