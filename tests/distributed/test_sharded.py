@@ -107,8 +107,18 @@ def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
     return values(learn), torch.tensor(history), ema, kept
 
 
+def by_size(pred, y):
+    return ((pred - y) ** 2 * y.abs()).sum() / y.abs().sum()
+
+
 CASES = {
     'default': {},
+    'weighted': {'loss_func': by_size, 'weight_func': lambda xb, yb: yb[0].abs().sum()},
+    'weighted, clip': {
+        'loss_func': by_size,
+        'weight_func': lambda xb, yb: yb[0].abs().sum(),
+        'cbs': lambda: GradientClip(0.1),
+    },
     'clip': {'cbs': lambda: GradientClip(0.1)},
     'largest': {'cbs': lambda: GradientClip(0.01, float('inf'))},
     'one norm': {'cbs': lambda: GradientClip(0.5, 1)},
