@@ -180,30 +180,41 @@ class WeightCarrier:
     ) -> None:
         self.size = size
         self.weight: float | None = None  # number to send with the next message
-        self._total = 0.0  # sum over ranks of the number last sent
+        self._total: Tensor | None = None  # sum over ranks of the number last sent
+        self._message: Tensor | None = None  # gradients of a bucket, followed by the number
 
     def total(self) -> float:
         "Return the sum over ranks of the weight last sent."
-        return self._total
+        assert self._total is not None
+        return float(self._total)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         "Start to average a bucket of gradients over the ranks."
         import torch.distributed as dist
 
-        grads = bucket.buffer().mul_(1 / self.size)
-        weight, self.weight = self.weight, None
-        message = grads if weight is None else torch.cat([grads, grads.new_tensor([weight])])
-        work = dist.all_reduce(message, async_op=True)
-        assert work is not None
+        grads, message = bucket.buffer(), self._message
+        if self.weight is None:
+            torch.mul(grads, 1 / self.size, out=grads)
+            return send(dist.group.WORLD, grads, lambda: grads)
+        if message is None or len(message) != len(grads) + 1 or message.dtype != grads.dtype:
+            message = self._message = grads.new_empty(len(grads) + 1)
+        averages, self._total = message[:-1], message[-1]
+        torch.mul(grads, 1 / self.size, out=averages)
+        self._total.fill_(self.weight)
+        self.weight = None
+        return send(dist.group.WORLD, message, lambda: grads.copy_(averages))
 
-        def unpack(done: Any) -> Tensor:
-            [total] = done.value()  # raises the error of a message that has failed
-            if weight is None:
-                return total
-            self._total = float(total[-1])
-            return grads.copy_(total[:-1])
 
-        return work.get_future().then(unpack)
+def send(group: Any, message: Tensor, unpack: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+    """Sum a message over the ranks of a process group, and return a future of what `unpack()` returns then.
+
+    The method of the group takes half the time of `torch.distributed.all_reduce`, which logs its arguments."""
+
+    def finish(done: Any) -> Tensor:
+        done.value()  # raises the error of a message that has failed
+        return unpack()
+
+    return group.allreduce([message]).get_future().then(finish)
 
 
 def list_wrapper_options() -> list[str]:
@@ -243,16 +254,19 @@ class RescaledPass:
             self.sums.weight = self.weight
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        is_sent = True
         if isinstance(self.sums, WeightCarrier):
+            is_sent = self.sums.weight is None
             self.sums.weight = None
-        if error is None:
-            self._rescale(self.sums.total())
+        # without gradients of some parameters nothing is sent, and the next forward pass raises
+        if error is not None or not is_sent:
+            return
+        total = self.sums.total()
+        if total != self.guess:
+            self._rescale(divide(self.guess, total))
 
     @torch.no_grad()
-    def _rescale(self, total: float) -> None:
-        if total == self.guess:
-            return
-        factor = divide(self.guess, total)
+    def _rescale(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
         for p, grad in self.before:
             p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
