@@ -392,7 +392,7 @@ class CallbackHost:
         [TrainEvalCallback, ProgressCallback]
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
-        before = list(self.callbacks)
+        before = list(self.callbacks.items)
         try:
             self.add_cbs(new)
             yield self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from learnkit.core.errors import TimeError
@@ -48,7 +49,7 @@ class EvaluationSchedule:
                     f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`."
                 )
         self.evaluated, self.evaluated_before = {}, {}
-        self.fit_began = learn.time.replace(dur=0.0)
+        self.fit_began = replace(learn.time, dur=0.0)
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 

@@ -260,7 +260,8 @@ def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
     if kind != 'fit':
         return []
     waiting = [cb for cb in learn.callbacks.held if getattr(cb, 'run_in', 'any') == 'fit']
-    learn.callbacks.release(waiting)
+    if waiting:
+        learn.callbacks.release(waiting)
     return waiting
 
 
