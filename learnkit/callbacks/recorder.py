@@ -115,16 +115,16 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         # one dict per evaluation, over all fits, including evaluations within an epoch
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
-        self._microbatches: list[Microbatch] = []  # of the current batch
-        self._frames = [EpochMetrics()]  # by depth of the run, outermost first
+        self._microbatches: list[Microbatch] = []  # microbatches of the current batch
+        self._frames = [EpochMetrics()]  # measurements by depth of the run, outermost first
         self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
         self._hidden_names: set[str] = set()  # logged names that are not printed
         self.log = L()  # row of the epoch so far
         self._n_before = 0  # number of steps before the current epoch
-        self._is_open = False  # training of the epoch has begun, and the epoch has not ended
-        # what is logged when the epoch's row exists; None: there is no row yet
-        self._late: EpochMetrics | None = None
+        self._is_epoch_open = False  # True from the start of an epoch's training to its end
+        # values logged after the row of the epoch was written; None: it is not written yet
+        self._logged_after_row: EpochMetrics | None = None
         self._clear_steps()
 
     def _check_train_loss(self) -> None:
@@ -138,7 +138,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _clear_steps(self) -> None:
         self.values, self.iters = L(), L()
-        self._steps = HyperparamLog()  # of the last param group
+        self._steps = HyperparamLog()  # hyper-parameters of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
@@ -161,7 +161,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         self._check_train_loss()
         self.n_fits += 1
-        self._late = None
+        self._logged_after_row = None
         self._logged_names, self._hidden_names = [], set()
         self._train = [clone_metric(m, learn) for m in self._select_metrics('train')]
         self._clear_steps()
@@ -179,7 +179,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
 
     def _metrics_of_loader(self, dl_name: str) -> list[Metric]:
-        "Return the metrics of a validation loader: its own ones, or else the Learner's."
+        "Return the metrics of a validation loader, or the Learner's if it defines none."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
         if evaluator is None or evaluator.metrics is None:
             metrics = self._select_metrics('valid')
@@ -230,7 +230,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self.smooth_loss.mark(n)
 
     def before_train(self) -> None:
-        self._is_open = True
+        self._is_epoch_open = True
         for m in self._train:
             m.reset()
 
@@ -346,7 +346,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.phase == 'predict':
             return
         check_column(name)
-        late = self._late if self._has_row() else None
+        late = self._logged_after_row if self._has_row() else None
         frame = late or self._frame
         if name not in frame.logged and name not in self._logged_names:
             self._check_new_column(name)
@@ -360,7 +360,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             weight = 0
         mean.add(value, 1 if weight is None else weight)
         if late is not None:
-            self._set_late(name, mean)
+            self._set_logged_value(name, mean)
         elif self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
             if not shown:
@@ -375,11 +375,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _has_row(self) -> bool:
         "Return True if the row of the current epoch exists."
-        if self._late is None or not self.learn.fitting or self.learn.run.depth != 1:
+        if self._logged_after_row is None or not self.learn.fitting or self.learn.run.depth != 1:
             return False
         return bool(self.history[-1]['epoch'] == self.learn.epoch)
 
-    def _set_late(self, name: str, mean: Mean) -> None:
+    def _set_logged_value(self, name: str, mean: Mean) -> None:
         "Set a value in the row of this epoch, which is printed already."
         self.history[-1][name] = mean.value
         if name not in self._logged_names:
@@ -388,13 +388,13 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _end_row(self) -> None:
         "Merge what the ranks have logged since the row of the epoch was written."
-        late, self._late = self._late, None
+        late, self._logged_after_row = self._logged_after_row, None
         if late is None or self.learn.world.size == 1:
             return
         states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
         late.merge_logged(states)
         for name, mean in late.logged.items():
-            self._set_late(name, mean)
+            self._set_logged_value(name, mean)
 
     def after_fit(self) -> None:
         if self.learn.fitting and self.learn.world.size > 1:
@@ -409,7 +409,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         values = frame.collect()
         frame.clear()
         if learn.fitting:
-            self._is_open = False
+            self._is_epoch_open = False
         else:
             columns = dict.fromkeys([*self._evaluated_names(), *values])
             learn.final_record = Values({name: values[name] for name in columns if name in values})
@@ -426,7 +426,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self._late = EpochMetrics()
+        self._logged_after_row = EpochMetrics()
         shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
@@ -476,9 +476,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Discard the state of an interrupted run."
         self._frames = self._frames[:1]
         self._microbatches = []
-        self._is_open = False
+        self._is_epoch_open = False
         if self.learn.fitting:
-            self._late = None
+            self._logged_after_row = None
         self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:
@@ -626,10 +626,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'final_record': None if final is None else storable(list(final)),
             'open': {
                 **frame.state_dict(),
-                'n_before': self._n_before if self._is_open else 0,
-                'metrics': metric_states(self._train) if self._is_open else None,
+                'n_before': self._n_before if self._is_epoch_open else 0,
+                'metrics': metric_states(self._train) if self._is_epoch_open else None,
             },
-            'seconds': perf_counter() - frame.started if self._is_open else 0.0,
+            'seconds': perf_counter() - frame.started if self._is_epoch_open else 0.0,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
