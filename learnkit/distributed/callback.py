@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,13 +14,14 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.core.batch import batch_counter
-from learnkit.core.comm import SINGLE_RANK, Comm, join_ranks
+from learnkit.core.comm import SINGLE_RANK, join_ranks
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
+from learnkit.distributed.batch_share import AveragedPass, BatchShare, RescaledPass, Weights
 from learnkit.distributed.compare import (
     check_alike,
     check_bare,
@@ -30,12 +30,12 @@ from learnkit.distributed.compare import (
     totals_differ,
 )
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
-from learnkit.distributed.ddp import Replicas, RescaledPass, average, can_rescale, is_too_big
+from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import sample_count, token_count
+from learnkit.engine.loop import list_overrides, sample_count, token_count
 from learnkit.engine.strategy import SingleProcess
 
 __all__ = ['DistributedTraining']
@@ -45,55 +45,6 @@ T = TypeVar('T')
 MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
 CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
-
-
-class Weights:
-    "Weight of a batch on this rank, and its sum over all ranks, which is reduced asynchronously."
-
-    def __init__(self, own: Any, world: Comm) -> None:
-        self.own: Any = own
-        self._total: Any = None
-        self._on_device = isinstance(own, Tensor) and not own.is_cpu
-        if self._on_device:
-            self._wait = start_sum_on_device(own)
-        else:
-            self._wait = world.start_sum(torch.as_tensor(own, dtype=torch.float64))
-
-    def total(self) -> Any:
-        "Return the sum over all ranks: a number, or a tensor on the device of the weight."
-        if self._total is None:
-            total = self._wait()
-            self._total = total if self._on_device else float(total)
-        return self._total
-
-
-def start_sum_on_device(t: Tensor) -> Callable[[], Tensor]:
-    "Start an all-reduce of a tensor on its device, and return a function that waits for the sum."
-    import torch.distributed as dist
-
-    total = t.detach().double()
-    total = total.clone() if total is t else total
-    work = dist.all_reduce(total, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()  # on a GPU only the stream waits, not the host
-        return total
-
-    return wait
-
-
-@dataclass(slots=True)
-class BatchShare:
-    "This rank's share of the current training batch."
-
-    share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
-    n_steps: int | None = None  # steps before the batch; None after `before_step`
-    local: bool = True  # gradients may not be averaged yet
-    tokens_before: int = 0  # tokens before the batch
-    tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
-    weights: Weights | None = None  # weights, if the loss does not average over samples
-    # weight of this rank, and guess of the sum over ranks, if gradients are rescaled to the actual sum
-    guess: tuple[float, float] | None = None
 
 
 class DistributedTraining(Callback):
@@ -337,7 +288,8 @@ class DistributedTraining(Callback):
 
     def before_train(self) -> None:
         self.parts.prepare(self.learn)
-        self._rescales = can_rescale(self.parts.trained)
+        overrides = list_overrides(self.learn)
+        self._rescales = '_backward' not in overrides and can_rescale(self.parts.trained)
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
         self.batch.local = True  # also those that a resumed epoch has brought with it
@@ -404,31 +356,34 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
-        batch.local = learn.run.calls_modules or not self._will_step()
+        batch.syncs = not learn.run.calls_modules and self._will_step()
+        batch.local = not batch.syncs or self.parts.message is not None
         batch.guess = None
         if not learn.microbatch and has_weights(learn):
             if batch.share is not None and self._can_rescale():
                 batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
-            if batch.guess is None or self.parts.carrier is None:
+            if batch.guess is None or self.parts.message is None:
                 self.sum_weights()
-        if batch.local:
+        if not batch.syncs:
             return self.parts.pass_without_sync()
-        self.parts.has_synced = True
+        self.parts.pass_with_sync(learn)
         return None
 
     def backward_context(self) -> AbstractContextManager[None] | None:
-        "Return a context that divides gradients by the sum of the ranks' weights, which arrives during the pass."
-        guess = self.batch.guess
-        if guess is None:
+        "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."
+        batch, message = self.batch, self.parts.message
+        if batch.syncs and message is not None:
+            return AveragedPass(message, batch)
+        if batch.guess is None:
             return None
-        return RescaledPass(self.parts.trained, *guess, self.parts.carrier or self.sum_weights())
+        return RescaledPass(self.parts.trained, batch.guess[1], self.sum_weights())
 
     def _can_rescale(self) -> bool:
         "Return True if only the backward pass needs the sum of the weights, on all ranks alike."
         batch = self.batch
         return (
             batch.weights is None
-            and not batch.local
+            and batch.syncs
             and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
             and not self._extra_params
             and self._rescales
@@ -455,7 +410,7 @@ class DistributedTraining(Callback):
     def after_cancel_backward(self) -> None:
         "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
         if self.learn.training:
-            self.batch.local = True
+            self.batch.local, self.batch.syncs = True, False
 
     def after_cancel_batch(self) -> None:
         self.after_cancel_backward()
@@ -577,7 +532,10 @@ class GradientMean(Callback):
         batch.n_steps = None
         if batch.local:
             team.parts.average_gradients(learn)
-        batch.local = True  # a custom loop may bypass the wrapper that reduces gradients
+        batch.local, batch.syncs = (
+            True,
+            False,
+        )  # a custom loop may bypass the wrapper that reduces gradients
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)

@@ -53,7 +53,7 @@ class Sharded:
     'TransformerEncoderLayer'
     """
 
-    carrier = None  # gradients of shards carry no weights
+    message = None  # gradients of shards are not averaged in one message
     trained: list[nn.Parameter] = []  # sharded parameters that require gradients
     averages_late = False
     needs_equal_evaluations = True
@@ -239,6 +239,9 @@ class Sharded:
     def pass_without_sync(self) -> AbstractContextManager[Any]:
         "Return a null context: gradients are reduced in every pass, to keep shards only."
         return nullcontext()
+
+    def pass_with_sync(self, learn: LearnerLike) -> None:
+        "Do nothing: a hook broadcasts the buffers."
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."

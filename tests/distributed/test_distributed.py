@@ -486,14 +486,19 @@ class Half(torch.nn.Module):
 
 
 def test_parameters_without_a_part_in_the_loss_are_told_with_the_option() -> None:
-    def job(rank: int) -> list[str]:
+    def job(rank: int) -> list[Any]:
         learn = Learner(make_dls(), Half(), F.cross_entropy)
-        with learn.no_bar(), pytest.raises(RuntimeError, match='finished reduction') as e:
-            with learn.distributed('ddp', timeout='20s'):
-                learn.fit(1)
+        errors = []
+        for options in ({}, {'bucket_cap_mb': 25}):
+            with learn.no_bar(), pytest.raises(RuntimeError) as e:
+                with learn.distributed('ddp', timeout='20s', **options):
+                    learn.fit(1)
+            errors.append((str(e.value), getattr(e.value, '__notes__', [])))
         with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True):
             learn.fit(1)
-        return list(e.value.__notes__)
+        return errors
 
-    for notes in run_ranks(job):
-        assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)
+    option = "learn.distributed('ddp', find_unused_parameters=True)"
+    for (at_once, _), (wrapped, notes) in run_ranks(job):
+        assert 'unused.weight, unused.bias' in at_once and option in at_once
+        assert 'finished reduction' in wrapped and any(option in n for n in notes)

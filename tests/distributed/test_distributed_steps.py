@@ -197,7 +197,7 @@ def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str,
 WEIGHTED = [name for name in CASES if name.startswith('weighted')]
 
 
-@pytest.mark.parametrize('limits', [['MAX_CARRYING'], ['MAX_CARRYING', 'MAX_RESCALED']])
+@pytest.mark.parametrize('limits', [['MAX_AT_ONCE'], ['MAX_AT_ONCE', 'MAX_RESCALED']])
 def test_weights_that_are_sent_by_themselves(
     limits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,8 +212,8 @@ def test_weights_that_are_sent_by_themselves(
             assert (got[name]['weights'] - told(alone)['weights']).abs().max() < 1e-10, name
 
 
-@pytest.mark.parametrize('bucket_cap_mb', [25, 1e-4])
-def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) -> None:
+@pytest.mark.parametrize('wrapper_options', [{}, {'bucket_cap_mb': 25}, {'bucket_cap_mb': 1e-4}])
+def test_the_weight_of_a_batch_is_sent_with_its_gradients(wrapper_options: dict[str, Any]) -> None:
     def job(rank: int) -> Any:
         sent: list[tuple[int, int]] = []
 
@@ -224,8 +224,7 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) 
         learn = make_learner(
             make_dls(101, 4), loss_func=left_out(), metrics=None, cbs=Callback(after_batch=count)
         )
-        options = {'agree_every': 100, 'bucket_cap_mb': bucket_cap_mb}
-        with learn.distributed('ddp', timeout='20s', **options):
+        with learn.distributed('ddp', timeout='20s', agree_every=100, **wrapper_options):
             learn.fit(2)
         (first, own), (last, own_last) = sent[-12], sent[-2]  # the last batch is followed by others
         return weights(learn), (last - first) / 10, own_last - own
@@ -234,10 +233,11 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(bucket_cap_mb: float) 
     alone.fit(2)
     for got, n_messages, n_own in run_ranks(job):
         assert (got - weights(alone)).abs().max() < 1e-10
-        assert (n_messages == 1) == (bucket_cap_mb > 1) and n_own == 0
+        assert n_own == (10 if wrapper_options else 0)
+        assert (n_messages == 1) == (wrapper_options.get('bucket_cap_mb') != 1e-4)
 
 
-@pytest.mark.parametrize('limit', ['MAX_CARRYING', 'MAX_RESCALED', None])
+@pytest.mark.parametrize('limit', ['MAX_AT_ONCE', 'MAX_RESCALED', None])
 def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
     limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +258,78 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
     alone.fit(2)
     for got in run_ranks(lambda rank: trained(cancelling(4))):
         assert got['counts'] == told(alone)['counts']
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+class OwnBackward(Learner):
+    "A backward pass without the contexts of callbacks."
+
+    def _backward(self) -> None:
+        self.loss_grad.backward()
+
+
+def test_an_overridden_backward_pass() -> None:
+    def job(rank: int) -> Any:
+        learn = make_learner(make_dls(101, 4), loss_func=left_out(), metrics=None)
+        learn.__class__ = OwnBackward
+        return trained(learn)
+
+    alone = make_learner(make_dls(101, 8), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got in run_ranks(job):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+class Shifted(nn.Module):
+    "A linear layer whose input is shifted by a buffer, which each process would count differently."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+        self.register_buffer('shift', torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.shift += x.mean(0)
+        return self.layer(x + self.shift)
+
+
+def test_buffers_in_training_are_those_of_the_wrapper() -> None:
+    def job(rank: int) -> list[Tensor]:
+        ends = []
+        for options in ({}, {'bucket_cap_mb': 25}):
+            learn = make_learner(make_dls(101, 4), opt_func=SGD)
+            torch.manual_seed(rank)  # the first rank's weights count
+            learn.model = Shifted()
+            with learn.distributed('ddp', timeout='20s', **options):
+                learn.fit(2)
+            ends += [weights(learn), learn.model.shift]
+        return ends
+
+    first, second = run_ranks(job)
+    for ends in (first, second):
+        own, own_shift, wrapped, wrapped_shift = ends
+        assert own_shift.abs().min() > 0 and (own - wrapped).abs().max() < 1e-12
+        assert (own_shift - wrapped_shift).abs().max() < 1e-12
+        assert torch.equal(own, first[0]) and torch.equal(own_shift, first[1])
+
+
+def test_sparse_gradients_are_those_of_one_process() -> None:
+    def looking_up(bs: int) -> Learner:
+        g = torch.Generator().manual_seed(1)
+        x, y = torch.randint(20, (101, 2), generator=g), torch.randint(3, (101,), generator=g)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(20, 3, sparse=True, dtype=torch.float64))
+        dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, seed=3, device='cpu')
+        learn = make_learner(dls, opt_func=torch.optim.SGD, lr=0.5)
+        learn.model = model
+        return learn
+
+    alone = looking_up(8)
+    begun = weights(alone)
+    alone.fit(2)
+    assert (weights(alone) - begun).abs().max() > 0.02
+    for got in run_ranks(lambda rank: trained(looking_up(4))):
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
