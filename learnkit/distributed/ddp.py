@@ -68,6 +68,7 @@ class Replicas:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self.message: GradientMessage | None = None  # None if the model is wrapped
         self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`
+        self._has_buffers = False
         self._needs_wrapper = bool(options) or comm_hook is not None
         self._prepared: tuple[nn.Module | None, list[bool]] = (
             None,
@@ -89,6 +90,7 @@ class Replicas:
         if not any(requires_grad):
             return
         self.trained = [p for p in model.parameters() if p.requires_grad]
+        self._has_buffers = any(True for _ in model.buffers())
         if self._can_send_at_once(model):
             broadcast_tensors([*model.parameters(), *model.buffers()])
             self.message = GradientMessage(model, learn.world.size)
@@ -151,7 +153,7 @@ class Replicas:
     def pass_with_sync(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers before a forward pass, as the wrapper does."
         self.has_synced = True
-        if self.wrapped is None:
+        if self._has_buffers and self.wrapped is None:
             broadcast_tensors(learn.model.buffers())
 
     def share_buffers(self, learn: LearnerLike) -> None:
