@@ -139,11 +139,11 @@ CASES: dict[str, Callable[[int], Learner]] = {
         cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
     ),
 }
-SENT = {
-    'accumulation': [0, 0, 0, 1] * 4 + [0],
-    'pieces': [0, 0, 0, 1] * 4 + [0],  # a tail: one for each parameter
-    'a tail': [0, 0, 0, 1] * 3 + [0, 4],
-    'pieces and a tail': [0, 0, 0, 1] * 3 + [0, 4],
+SENT = {  # two processes exchange gradients: each sends a message and receives one
+    'accumulation': [0, 0, 0, 2] * 4 + [0],
+    'pieces': [0, 0, 0, 2] * 4 + [0],  # a tail: one for each parameter
+    'a tail': [0, 0, 0, 2] * 3 + [0, 4],
+    'pieces and a tail': [0, 0, 0, 2] * 3 + [0, 4],
 }
 
 
@@ -212,8 +212,13 @@ def test_weights_that_are_sent_by_themselves(
             assert (got[name]['weights'] - told(alone)['weights']).abs().max() < 1e-10, name
 
 
-@pytest.mark.parametrize('wrapper_options', [{}, {'bucket_cap_mb': 25}, {'bucket_cap_mb': 1e-4}])
-def test_the_weight_of_a_batch_is_sent_with_its_gradients(wrapper_options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ('wrapper_options', 'n_expected'),
+    [({}, 2), ({'bucket_cap_mb': 25}, 1), ({'bucket_cap_mb': 1e-4}, 3)],
+)
+def test_the_weight_of_a_batch_is_sent_with_its_gradients(
+    wrapper_options: dict[str, Any], n_expected: int
+) -> None:
     def job(rank: int) -> Any:
         sent: list[tuple[int, int]] = []
 
@@ -234,7 +239,7 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(wrapper_options: dict[
     for got, n_messages, n_own in run_ranks(job):
         assert (got - weights(alone)).abs().max() < 1e-10
         assert n_own == (10 if wrapper_options else 0)
-        assert (n_messages == 1) == (wrapper_options.get('bucket_cap_mb') != 1e-4)
+        assert n_messages == n_expected
 
 
 @pytest.mark.parametrize('limit', ['MAX_AT_ONCE', 'MAX_RESCALED', None])
@@ -258,6 +263,20 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
     alone.fit(2)
     for got in run_ranks(lambda rank: trained(cancelling(4))):
         assert got['counts'] == told(alone)['counts']
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize('n_ranks', [3, 4])
+def test_gradients_of_more_ranks(n_ranks: int) -> None:
+    "Three are summed by an all-reduce, four in exchanges of pairs."
+    alone = make_learner(make_dls(97, 12), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got in run_ranks(
+        lambda rank: trained(
+            make_learner(make_dls(97, 12 // n_ranks), loss_func=left_out(), metrics=None)
+        ),
+        n_ranks,
+    ):
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
