@@ -53,6 +53,7 @@ class Sharded:
     'TransformerEncoderLayer'
     """
 
+    has_synced = False  # True once gradients were averaged
     message = None  # gradients of shards are not averaged in one message
     trained: list[nn.Parameter] = []  # sharded parameters that require gradients
     averages_late = False
@@ -241,7 +242,8 @@ class Sharded:
         return nullcontext()
 
     def pass_with_sync(self, learn: LearnerLike) -> None:
-        "Do nothing: a hook broadcasts the buffers."
+        "Set `has_synced`; a hook broadcasts the buffers."
+        self.has_synced = True
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
