@@ -668,7 +668,7 @@ def recorder_of(learn: LearnerLike) -> Recorder | None:
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
 
 
-# Values that other callbacks monitor
+# -- values that other callbacks monitor -----------------------------------------------------------
 
 
 def records(cb: Any) -> Recorder:

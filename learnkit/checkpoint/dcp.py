@@ -44,7 +44,7 @@ def find_parts_folder(path: Path) -> Path:
     return path.with_suffix(PARTS)
 
 
-# Splitting a state
+# -- splitting a state -----------------------------------------------------------------------------
 
 
 def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
@@ -88,7 +88,7 @@ def replace_at(state: Any, place: list[Any], value: Any) -> Any:
     return state
 
 
-# Writing
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class Writers:
@@ -180,7 +180,7 @@ def find_shard_dim(t: Any) -> Any:
     return placement.dim if placement.is_shard() else None
 
 
-# Reading
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def load_parts(

@@ -111,7 +111,7 @@ def learn_state(learn: LearnerLike) -> dict[str, Any]:
     }
 
 
-# Excluded places
+# -- excluded places -------------------------------------------------------------------------------
 
 
 def _make_patterns(state: Any, leave_out: Iterable[str]) -> Patterns:
@@ -143,7 +143,7 @@ def _select_keys(
     return {k: inner | anywhere for k, inner in inside.items() if () not in inner}
 
 
-# Digests
+# -- digests ---------------------------------------------------------------------------------------
 
 
 def _encode_pieces(value: Any, place: Place, patterns: Patterns) -> Iterator[Any]:
@@ -234,7 +234,7 @@ def _copy_to_host(t: Tensor, place: Place) -> Tensor:
     return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
 
 
-# Differences
+# -- differences -----------------------------------------------------------------------------------
 
 
 def _compare(a: Any, b: Any, place: Place, patterns: Patterns) -> Iterator[tuple[Place, str]]:

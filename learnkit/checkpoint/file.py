@@ -81,7 +81,7 @@ State = dict[str, Any]
 _Entry = tuple[torch.dtype, list[int], int]  # dtype, shape and start of a tensor in the data
 
 
-# Writing
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_state(
@@ -254,7 +254,7 @@ def _view_bytes(t: Tensor) -> memoryview:
     return t.reshape(-1).view(torch.uint8).numpy().data
 
 
-# Reading
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
@@ -481,7 +481,7 @@ def refers_too_often(
     return referred > MAX_REFERENCES * stored + (1 << 20)
 
 
-# Errors
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def _parse_info(header: _Header, path: Path) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def _load_path(path: Path, folder: Path, digests: bool) -> Found:
         ) from None
 
 
-# Files next to a checkpoint's file
+# -- files next to a checkpoint's file -------------------------------------------------------------
 
 
 def describe_file(path: Path) -> list[Any]:
@@ -308,7 +308,7 @@ def read_own_files(
             read(own, learn.model)
 
 
-# Removing
+# -- removing --------------------------------------------------------------------------------------
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -297,7 +297,7 @@ def collect_config(learn: LearnerLike) -> dict[str, Any]:
     return {name: plain(value, name) for name, value in config.items()}
 
 
-# Programs for serving
+# -- programs for serving --------------------------------------------------------------------------
 
 
 def read_sample_inputs(dls: Any) -> tuple[Any, ...]:

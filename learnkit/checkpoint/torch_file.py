@@ -111,7 +111,7 @@ def read_torch_file(
     return content
 
 
-# The archive
+# -- the archive -----------------------------------------------------------------------------------
 
 
 def damage(path: str | Path) -> str | None:
@@ -220,7 +220,7 @@ def _detect_other_kind(path: Path) -> str:
     return f"a zip archive, and none of torch's: it holds {', '.join(names[:3]) or 'nothing'}."
 
 
-# The pickle
+# -- the pickle ------------------------------------------------------------------------------------
 
 
 def _check_pickles(path: Path) -> None:
@@ -299,7 +299,7 @@ def _explain_unsafe(path: Path, names: list[str]) -> str:
     return text
 
 
-# The tensors
+# -- the tensors -----------------------------------------------------------------------------------
 
 
 def _check_tensors(content: Any, size: int) -> None:

@@ -58,7 +58,7 @@ class Stored:
     config: dict[str, Any] | None = None  # configuration written by `save_learner`
 
 
-# Reading
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_weights(
@@ -149,7 +149,7 @@ def _describe_content(state: Any) -> str:
     return f'a dict of {", ".join(keys) or "nothing"}'
 
 
-# The format of safetensors
+# -- the format of safetensors ---------------------------------------------------------------------
 
 
 def write_safetensors(
@@ -227,7 +227,7 @@ def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str
     return {**{name: tensors[first_name] for name, first_name in tied.items()}, **tensors}
 
 
-# Comparing
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def check_weights(
@@ -307,7 +307,7 @@ def _format_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
 
 
-# Copying
+# -- copying ---------------------------------------------------------------------------------------
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
@@ -370,7 +370,7 @@ def collect_module_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-# Checkpoints without the frozen weights, which the model of a resumed run brings along
+# -- checkpoints without frozen weights ------------------------------------------------------------
 
 
 def find_trainable(model: nn.Module) -> set[str]:

@@ -530,7 +530,7 @@ def _parts(batch: Any, children: list[Any]) -> list[str]:
     return shown + ['...'] * (len(children) > 8)
 
 
-# Containers: children of a container, and rebuilding with changed children
+# -- containers ------------------------------------------------------------------------------------
 
 
 def _is_dataclass(o: Any) -> bool:
@@ -621,7 +621,7 @@ def _is_sample_list(o: Iterable[Any]) -> bool:
     return not any(isinstance(c, (Tensor, np.ndarray, tuple, list)) for c in o)
 
 
-# Sizes and pieces
+# -- sizes and pieces ------------------------------------------------------------------------------
 
 
 def _is_list(o: Any) -> bool:
@@ -835,7 +835,7 @@ def _describe_difference(items: list[Any]) -> str:
     return f'{describe(items[0])} and {describe(other)}'
 
 
-# Calling the model
+# -- calling the model -----------------------------------------------------------------------------
 
 _known_parameters: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDictionary()
 

@@ -84,7 +84,7 @@ def cut_again(model: nn.Module) -> None:
             m.reshard()
 
 
-# Gathering
+# -- gathering -------------------------------------------------------------------------------------
 
 
 def full_tensor(t: Any) -> Any:
@@ -100,7 +100,7 @@ def whole_state(state: Any) -> Any:
     return map_tensors(state, full_tensor)
 
 
-# Sharding
+# -- sharding --------------------------------------------------------------------------------------
 
 
 def distribute_like(
@@ -201,7 +201,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
 
-# Norms
+# -- norms -----------------------------------------------------------------------------------------
 
 
 def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:

@@ -108,7 +108,7 @@ def unwrap_partial(f: Any) -> Any:
     return f
 
 
-# Models that take whole batches, as Composer's `ComposerModel`
+# -- models that take whole batches, such as Composer's `ComposerModel` ----------------------------
 
 
 def takes_batches(

@@ -111,7 +111,7 @@ def preserved_rng(
         restore_rng(state)
 
 
-# The generators of a loader
+# -- the generators of a loader --------------------------------------------------------------------
 
 _LEAVES = frozenset(
     {

@@ -464,7 +464,7 @@ def select_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
     return torch.index_select(t, dim, idx, out=out)
 
 
-# Functions for any loader
+# -- functions for any loader ----------------------------------------------------------------------
 
 
 def n_batches(dl: Any) -> int | None:
@@ -560,7 +560,7 @@ def check_loaders(dls: Any) -> None:
         form.split(first_batch(dl))
 
 
-# Checks of arguments
+# -- checks of arguments ---------------------------------------------------------------------------
 
 
 def check_loader(name: str, dl: Any) -> None:

@@ -365,7 +365,7 @@ class LoaderPosition:
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
 
 
-# Kinds of loaders
+# -- kinds of loaders ------------------------------------------------------------------------------
 
 
 def _is_tensor_loader(dl: Any) -> bool:
@@ -486,7 +486,7 @@ def _format_size(name: str, value: Any, processes: int) -> str:
     return str(value)
 
 
-# Generators
+# -- generators ------------------------------------------------------------------------------------
 
 
 def _capture(dl: Any, with_global: bool = False) -> State:
@@ -573,7 +573,7 @@ def _warn_of_persistent_workers() -> None:
     )
 
 
-# Skipping
+# -- skipping --------------------------------------------------------------------------------------
 
 
 def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[Any]]:
@@ -594,7 +594,7 @@ def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[
     return it, after_first, drawn
 
 
-# The state of a loader
+# -- the state of a loader -------------------------------------------------------------------------
 
 
 def _mark_arrays(value: Any, where: str) -> Any:

@@ -110,7 +110,7 @@ def show_samples(
     return draw_images(images, titles, wrong, next(iter(masks.values()), None), figsize)
 
 
-# Samples of a loader
+# -- samples of a loader ---------------------------------------------------------------------------
 
 
 def own_method(dl: Any, name: str) -> Any:
@@ -141,7 +141,7 @@ def first_samples(
     return microbatches(*form.split(batch, predicting=True), max_n)[0]
 
 
-# Predictions as targets
+# -- predictions as targets ------------------------------------------------------------------------
 
 
 def binary_cut(loss_func: Any) -> float | None:
@@ -208,7 +208,7 @@ def wrong_ones(preds: Any, targs: Any) -> list[int]:
     return [i for i, right in enumerate(is_right.tolist()) if not right]
 
 
-# Images
+# -- images ----------------------------------------------------------------------------------------
 
 
 def find_images(xb: tuple[Any, ...]) -> Tensor | None:

@@ -105,7 +105,7 @@ def _make_columns(name: str, values: Any, n: int) -> dict[str, Sequence[Any]]:
     return {name: [describe(values[0])] * n}
 
 
-# Readable strings
+# -- readable strings ------------------------------------------------------------------------------
 
 
 def class_names(vocab: Any) -> Any:

@@ -124,7 +124,7 @@ def _check_gpus(learn: LearnerLike, team: DistributedTraining, nproc: int) -> No
     raise DistributedError(f'nproc={nproc}, and there are {n} GPUs: each process needs its own.')
 
 
-# Payload for the processes
+# -- payload for the processes ---------------------------------------------------------------------
 
 
 def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) -> None:
@@ -223,7 +223,7 @@ def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f'{name}.{k}', v) for k, v in getattr(value, '__dict__', {}).items())
 
 
-# In the process that launches
+# -- in the process that launches ------------------------------------------------------------------
 
 
 class Workers:
@@ -408,7 +408,7 @@ def describe_exit(code: int) -> str:
     return f'was ended by {name}{guess}'
 
 
-# In a launched process
+# -- in a launched process -------------------------------------------------------------------------
 
 
 def serve(

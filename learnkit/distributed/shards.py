@@ -202,7 +202,7 @@ def _is_sharded_by_sampler(dl: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-# Tensors in memory
+# -- tensors in memory -----------------------------------------------------------------------------
 
 
 class TensorShard(Shard, TensorLoader):
@@ -275,7 +275,7 @@ def _select_rows(t: Tensor, rows: range | list[int], dim: int) -> Tensor:
     return t.index_select(dim, torch.tensor(rows, device=t.device))
 
 
-# DataLoaders over samples by index
+# -- DataLoaders over samples by index -------------------------------------------------------------
 
 
 class IndexShard(Shard, DataLoader[Any]):

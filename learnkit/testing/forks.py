@@ -47,7 +47,7 @@ class HarnessError(LearnkitError, RuntimeError):
     "A job failed by itself, did not end, or cannot be forked; the message has the child's output."
 
 
-# In the child
+# -- in the child ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -199,7 +199,7 @@ def _run_exit_functions() -> None:
     atexit._run_exitfuncs()
 
 
-# In the parent
+# -- in the parent ---------------------------------------------------------------------------------
 
 
 def _prctl(option: int, value: Any) -> None:
