@@ -89,7 +89,7 @@ class OptimizerMonitor(Monitor):
     """Log norms of gradients, weights, updates and optimizer moments, of each parameter and in total.
 
     The measured step is the step of the batch that completes a multiple of `every`, or the next
-    step if that batch has none (while gradients accumulate). Samples, tokens and time are counted
+    step if that batch takes no step (while gradients accumulate). Samples, tokens and time are counted
     after a step, so with these units it is the next step. Gradients are measured as the step uses
     them: unscaled, accumulated and clipped. The update is the change of the weights by the step;
     weights and moments are measured after the step. Left out are parameters without a gradient,

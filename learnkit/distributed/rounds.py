@@ -156,7 +156,7 @@ class RoundShard(Shard):
                 return
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
-        "Return this rank's batch of a round and its share; None for the batch if the rank has none."
+        "Return this rank's batch of a round and its share; the batch is None if no batch is left for the rank."
         cut, n = self.cut, len(drawn)
         if cut.uneven == 'pad':
             drawn = [drawn[i % n] for i in range(cut.size)]
