@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 MAX_AT_ONCE = 2**20  # elements of all gradients; more are sent while the backward pass runs
+MESSAGE_BYTES = (
+    25 << 20
+)  # joined tensors are copied; DistributedDataParallel's buckets are as large
 MAX_EXCHANGED = 2**16  # elements of a message that more than two ranks exchange in pairs
 TAG = 20_113  # tag of these messages, so that they are not taken for those of a user
 MAX_RESCALED = (
@@ -218,23 +221,13 @@ class GradientMessage:
         weight: float = 0.0,  # number to sum over the ranks
     ) -> None:
         "Replace the gradients by their averages over the ranks; raise `DistributedError` if one is missing."
-        import torch.distributed as dist
-
         grads: list[Any] = [p.grad for p in self.parameters]
         if any(grad is None for grad in grads):
             raise self._make_missing_error()
         torch._foreach_copy_(self._parts, grads)
         torch.mul(self._averages, 1 / self.size, out=self._averages)
         self._weight.fill_(weight)
-        # the methods of the group take half the time of torch's functions, which log their arguments
-        group: Any = dist.group.WORLD
-        if not self._partners:
-            group.allreduce([self.data]).wait()
-        for partner in self._partners:
-            received = group.recv([self._received], partner, TAG)
-            group.send([self.data], partner, TAG).wait()
-            received.wait()
-            self.data.add_(self._received)
+        sum_over_ranks(self.data, self._partners, self._received)
         torch._foreach_copy_(grads, self._parts)
 
     def _make_missing_error(self) -> DistributedError:
@@ -249,6 +242,24 @@ class GradientMessage:
     def total(self) -> float:
         "Return the sum over ranks of the weight last sent."
         return float(self._weight)
+
+
+def sum_over_ranks(
+    t: Tensor,  # dense tensor; replaced by its sum over ranks
+    partners: list[int],  # ranks to exchange sums with, see `list_partners`
+    received: Tensor,  # memory for the sums of the partners
+) -> None:
+    "Sum a tensor over ranks. The methods of the group take half the time of torch's functions, which log."
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    if not partners:
+        group.allreduce([t]).wait()
+    for partner in partners:
+        arriving = group.recv([received], partner, TAG)
+        group.send([t], partner, TAG).wait()
+        arriving.wait()
+        t.add_(received)
 
 
 def list_partners(
@@ -286,34 +297,67 @@ def can_rescale(parameters: list[nn.Parameter]) -> bool:
     return is_wide and sum(p.numel() for p in parameters) <= MAX_RESCALED
 
 
-@torch.no_grad()
 def broadcast_tensors(
     tensors: Iterable[Tensor],  # tensors, of the same shapes on every rank
     host_group: Any = None,  # process group for tensors on the host; None: the default group
 ) -> None:
-    "Broadcast the first rank's tensors, in one message for each dtype and device."
+    "Replace tensors by the first rank's tensors."
     import torch.distributed as dist
 
-    groups: dict[Any, list[Tensor]] = {}
-    for t in tensors:
-        if t.numel():
-            groups.setdefault((t.dtype, t.device), []).append(t)
-    for (_, device), group in groups.items():
-        flat = torch.cat([t.reshape(-1) for t in group])
-        dist.broadcast(flat, 0, group=host_group if device.type == 'cpu' else None)
-        for t, value in zip(group, flat.split([t.numel() for t in group]), strict=True):
-            t.copy_(value.view_as(t))
+    def broadcast(flat: Tensor) -> None:
+        dist.broadcast(flat, 0, group=host_group if flat.is_cpu else None)
+
+    send_joined(tensors, broadcast)
 
 
 def average(parameters: Iterable[nn.Parameter]) -> None:
     "Average gradients over ranks; every rank must have gradients of the same parameters."
     import torch.distributed as dist
 
-    for p in parameters:
-        if p.grad is None:
-            continue
-        p.grad.div_(dist.get_world_size())
-        dist.all_reduce(p.grad)
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def reduce(flat: Tensor) -> None:
+        flat.div_(size)
+        if not flat.is_cpu or flat.is_sparse:
+            dist.all_reduce(flat)
+            return
+        partners = list_partners(rank, size, len(flat))
+        sum_over_ranks(flat, partners, torch.empty_like(flat))
+
+    send_joined((p.grad for p in parameters if p.grad is not None), reduce)
+
+
+@torch.no_grad()
+def send_joined(
+    tensors: Iterable[Tensor],
+    send: Callable[[Tensor], None],  # changes a flat tensor in place, on all ranks
+) -> None:
+    "Send tensors in messages of up to `MESSAGE_BYTES` for each dtype and device; a sparse tensor is sent by itself."
+    groups: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        if t.is_sparse:
+            send(t)
+        elif t.numel():
+            groups.setdefault((t.dtype, t.device), []).append(t)
+    for group in groups.values():
+        for part in split_by_bytes(group):
+            flat = torch.cat([t.reshape(-1) for t in part])
+            send(flat)
+            for t, value in zip(part, flat.split([t.numel() for t in part]), strict=True):
+                t.copy_(value.view_as(t))
+
+
+def split_by_bytes(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    "Split a list of tensors into parts of up to `MESSAGE_BYTES`, or of one larger tensor."
+    part: list[Tensor] = []
+    n_bytes = 0
+    for t in tensors:
+        if part and n_bytes + t.nbytes > MESSAGE_BYTES:
+            yield part
+            part, n_bytes = [], 0
+        part.append(t)
+        n_bytes += t.nbytes
+    yield part
 
 
 def is_too_big(model: nn.Module) -> bool:
