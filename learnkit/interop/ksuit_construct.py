@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from learnkit.interop.hooks import takes_any
+from learnkit.interop.hooks import parameters_of, takes_any
 
 __all__ = ['construct', 'extend']
 
@@ -68,12 +67,7 @@ def construct(
 
 def _find_parameters(cls: type) -> set[str]:
     "Return the keywords that the constructor of a class accepts, or passes on to its bases."
-    return {
-        p.name
-        for init in _find_constructors(cls)
-        for p in signature(init).parameters.values()
-        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    }
+    return {name for init in _find_constructors(cls) for name in parameters_of(init)}
 
 
 def _find_constructors(cls: type) -> list[Callable[..., Any]]:
