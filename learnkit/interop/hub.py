@@ -171,7 +171,7 @@ def _find_results(learn: Learner) -> dict[str, Any]:
 
 
 def _describe_settings(learn: Learner) -> dict[str, Any]:
-    "Return the configuration without the options of callbacks; scheduled values are marked 'at the end'."
+    "Return the configuration without callbacks' options; rates and momentum are marked 'at the end'."
     settings = {}
     for name, value in configuration(learn).items():
         if name.startswith('callback/'):
