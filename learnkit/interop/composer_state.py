@@ -87,9 +87,9 @@ class ComposerState:
 
     def __init__(
         self,
-        watch: Any,  # adapter, with its counts and its learner
+        adapter: Any,  # adapter, with its counts and its learner
     ) -> None:
-        self.__dict__['_watch'] = watch
+        self.__dict__['_adapter'] = adapter
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -119,10 +119,10 @@ class ComposerState:
     @property
     def learn(self) -> Any:
         "The Learner itself; not part of Composer."
-        return self._watch.learn
+        return self._adapter.learn
 
     def _time(self, value: Any, unit: str) -> Any:
-        types = self._watch.types
+        types = self._adapter.types
         return types.Time(value, types.TimeUnit(unit))
 
     # -- time --------------------------------------------------------------------------------------
@@ -130,34 +130,34 @@ class ComposerState:
     @property
     def timestamp(self) -> Any:
         "Finished training over all fits; wall-clock times exclude evaluation."
-        return self._watch.types.Timestamp(**self._watch.counts())
+        return self._adapter.types.Timestamp(**self._adapter.collect_counts())
 
     @property
     def previous_timestamp(self) -> Any:
         "Timestamp before the last batch, or before the end of the epoch; None before the first batch."
-        counts = self._watch.previous
-        return None if counts is None else self._watch.types.Timestamp(**counts)
+        counts = self._adapter.previous_counts
+        return None if counts is None else self._adapter.types.Timestamp(**counts)
 
     @property
     def eval_timestamp(self) -> Any:
         "Finished part of the current or last evaluated loader."
-        return self._watch.passes['eval'].timestamp(self._watch.types)
+        return self._adapter.passes['eval'].make_timestamp(self._adapter.types)
 
     @property
     def predict_timestamp(self) -> Any:
         "Finished part of the predictions."
-        return self._watch.passes['predict'].timestamp(self._watch.types)
+        return self._adapter.passes['predict'].make_timestamp(self._adapter.types)
 
     @property
     def max_duration(self) -> Any:
         "End of training over all fits; None before the first fit, without an end, and for steps."
-        end = self._watch.end()
+        end = self._adapter.find_end()
         return None if end is None else self._time(*end)
 
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
         if end is not None and self.timestamp >= end:
-            return self._watch.stop()
+            return self._adapter.stop()
         raise AttributeError(
             '`state.max_duration` can only be set to a time that is reached already, which ends the '
             'fit. Give the length to `learn.fit`.'
@@ -170,7 +170,7 @@ class ComposerState:
 
     def stop_training(self) -> None:
         "End the fit after the current batch or epoch, like `learn.stop()`, and set `max_duration`."
-        self._watch.stop()
+        self._adapter.stop()
 
     # -- the batch ---------------------------------------------------------------------------------
 
@@ -178,13 +178,13 @@ class ComposerState:
     def batch(self) -> Any:
         "The batch or microbatch: as the loader gave it up to `after_dataloader`, then on the device."
         learn = self.learn
-        if not self._watch.is_split:
+        if not self._adapter.is_split:
             return learn.batch
         return whole_batch(learn)
 
     @batch.setter
     def batch(self, batch: Any) -> None:
-        if self._watch.is_split:
+        if self._adapter.is_split:
             self.learn._split(batch)
         else:
             self.learn.batch = batch
@@ -225,28 +225,28 @@ class ComposerState:
 
         In `after_loss` and `before_backward` it is the loss that backward uses.
         """
-        learn, watch = self.learn, self._watch
-        if watch.has_graph and 'loss_grad' in learn.__dict__:
+        learn, adapter = self.learn, self._adapter
+        if adapter.has_graph and 'loss_grad' in learn.__dict__:
             return learn.loss_grad
-        return torch.Tensor() if watch.last_loss is None else watch.last_loss
+        return torch.Tensor() if adapter.last_loss is None else adapter.last_loss
 
     @loss.setter
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
-            self.learn.loss_grad, self._watch.last_loss = loss, self.learn.loss
+            self.learn.loss_grad, self._adapter.last_loss = loss, self.learn.loss
 
     @property
     def total_loss_dict(self) -> dict[str, float]:
         "Loss of the last batch under Composer's name; reading it waits for the device."
-        loss = self._watch.batch_loss
+        loss = self._adapter.batch_loss
         return {} if loss is None else {'loss/train/total': float(loss)}
 
     @property
     def device_train_microbatch_size(self) -> Any:
         "Samples of a microbatch; for 'auto' the size that fits so far; otherwise of a training batch."
         size = self.learn.microbatch
-        if size is None and not self._watch.place:
+        if size is None and not self._adapter.loader_kind:
             return None
         return (self.learn.auto_microbatch if size == 'auto' else size) or self._batch_size()
 
@@ -370,16 +370,16 @@ class ComposerState:
     @property
     def dataloader(self) -> Any:
         "The training loader, except while a loader is evaluated or predicted on; None in `init`."
-        place = self._watch.place
-        if not place:
+        kind = self._adapter.loader_kind
+        if not kind:
             return None
-        return self.learn.dls.train if place == 'train' else self.learn.dl
+        return self.learn.dls.train if kind == 'train' else self.learn.dl
 
     @property
     def dataloader_label(self) -> str | None:
         "'train', 'eval', 'predict', or the name of the validation loader that is evaluated."
-        place: str = self._watch.place
-        return label_of(self.learn.dl_name) if place == 'eval' else place or None
+        kind: str = self._adapter.loader_kind
+        return label_of(self.learn.dl_name) if kind == 'eval' else kind or None
 
     @property
     def dataloader_len(self) -> ComposerTime | None:
@@ -395,7 +395,7 @@ class ComposerState:
     @property
     def evaluators(self) -> list[Any]:
         "The validation loaders with their labels: `evaluator.label`, `evaluator.dataloader.dataloader`."
-        if not self._watch.place:
+        if not self._adapter.loader_kind:
             return []
         return [
             SimpleNamespace(
@@ -412,15 +412,15 @@ class ComposerState:
 
         For other models, training loss and metrics of the epoch by name, from `epoch_end` on.
         """
-        trainer = trainer_of(self.learn) if self._watch.place else None
+        trainer = trainer_of(self.learn) if self._adapter.loader_kind else None
         if trainer is not None and trainer.batch_metrics:
             return dict(trainer.batch_metrics)
-        return self._watch.measured.get('train', {})
+        return self._adapter.measured.get('train', {})
 
     @property
     def eval_metrics(self) -> dict[str, dict[str, Measured]]:
         "Loss and metrics of the last evaluation by name, by label of the loader."
-        measured = {k: v for k, v in self._watch.measured.items() if k != 'train'}
+        measured = {k: v for k, v in self._adapter.measured.items() if k != 'train'}
         unused = {m.name: m.metric for m in self.learn.metrics if isinstance(m, ModelMetric)}
         return {evaluator.label: unused for evaluator in self.evaluators} | measured
 
@@ -599,14 +599,14 @@ class ComposerLogger:
 
     def __init__(
         self,
-        watch: Any,  # adapter
+        adapter: Any,  # adapter
     ) -> None:
-        self._watch = watch
+        self._adapter = adapter
 
     @property
     def destinations(self) -> tuple[Any, ...]:
         "Composer's logger destinations of the Learner, unwrapped."
-        return tuple(cb.wrapped for cb in destinations_of(self._watch.learn))
+        return tuple(cb.wrapped for cb in destinations_of(self._adapter.learn))
 
     def _send(self, method: str, *content: Any, **options: Any) -> None:
         "Call a method of each destination."
@@ -614,22 +614,22 @@ class ComposerLogger:
             getattr(destination, method)(*content, **options)
 
     def _step(self, step: int | None) -> int:
-        return self._watch.counts()['batch'] if step is None else step
+        return self._adapter.collect_counts()['batch'] if step is None else step
 
     def _methods(self, method: str) -> list[Any]:
-        return [getattr(cb, method) for cb in self._watch.learn.cbs if hasattr(type(cb), method)]
+        return [getattr(cb, method) for cb in self._adapter.learn.cbs if hasattr(type(cb), method)]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         "Log numbers by name; without any gradient, norms of gradients are left out."
-        if self._watch.has_no_gradients():
+        if self._adapter.has_no_gradients():
             metrics = {k: v for k, v in metrics.items() if not k.startswith(GRADIENT_NORMS)}
         for name, value in metrics.items():
-            log_as_named(self._watch.learn, name, value)
+            log_as_named(self._adapter.learn, name, value)
         self._send('log_metrics', metrics, self._step(step))
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
-        send_to_loggers(self._watch.learn, 'log_params', parameters)
+        send_to_loggers(self._adapter.learn, 'log_params', parameters)
         self._send('log_hyperparameters', parameters)
 
     def log_table(
@@ -653,7 +653,7 @@ class ComposerLogger:
         self._send('log_traces', traces)
 
     def _log_text(self, name: str, text: str) -> None:
-        send_to_loggers(self._watch.learn, 'log_text', name, text)
+        send_to_loggers(self._adapter.learn, 'log_text', name, text)
 
     def log_images(
         self,
@@ -678,7 +678,7 @@ class ComposerLogger:
         )
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
-        send_to_loggers(self._watch.learn, 'log_images', name, images)
+        send_to_loggers(self._adapter.learn, 'log_images', name, images)
 
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
@@ -686,7 +686,7 @@ class ComposerLogger:
         "Pass a file to the callbacks and destinations that store files."
         for log in self._methods('log_file'):
             log(remote_file_name, file_path)
-        state = self._watch.view
+        state = self._adapter.view
         name, path = (
             text.replace('{run_name}', state.run_name)
             for text in (remote_file_name, str(file_path))

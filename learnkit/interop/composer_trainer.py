@@ -145,7 +145,7 @@ class ComposerTrainer(Callback):
         return {f'metrics/{label}/{name}': value for name, value in values.items()}
 
     def _times(self, names: Iterable[str]) -> dict[str, Any]:
-        counts = next(self._adapters()).counts()
+        counts = next(self._adapters()).collect_counts()
         return {f'time/{name}': counts[name] for name in names}
 
     def _adapters(self) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class ComposerTrainer(Callback):
         if not metrics:
             return
         for cb in destinations:
-            cb.wrapped.log_metrics(metrics, cb.counts()['batch'])
+            cb.wrapped.log_metrics(metrics, cb.collect_counts()['batch'])
 
 
 def add_trainer(
