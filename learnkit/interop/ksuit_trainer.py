@@ -19,7 +19,7 @@ from learnkit.interop.composer_state import ComposerState
 from learnkit.interop.ksuit_construct import extend
 from learnkit.interop.ksuit_views import Progress, UpdateCounter
 
-__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'loss_parts']
+__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'name_outputs']
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Trainer:
             loss = learn.loss_func(pred, *yb)
         if loss is None:
             raise LossError('`train_step` needs a loss function, or a model that returns a loss.')
-        parts = loss_parts(loss)
+        parts = dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
         total: Any = parts['loss'] if 'loss' in parts else sum(parts.values())
         return TrainerResult(total, parts, name_outputs(pred))
 
@@ -192,11 +192,6 @@ class Trainer:
         "Return the progress of the run and the states of its ksuit callbacks."
         states = [cb.state_dict() if hasattr(cb, 'state_dict') else None for cb in self.callbacks]
         return {**dict(self.update_counter.cur_iteration), 'callback_state_dicts': states}
-
-
-def loss_parts(loss: Any) -> dict[str, Tensor]:
-    "Return the parts of a loss by name: the entries of a dict, or the loss itself as 'loss'."
-    return dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
 
 
 def name_outputs(pred: Any) -> dict[str, Any]:
