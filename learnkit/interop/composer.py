@@ -243,6 +243,7 @@ class _FromComposer(Callback):
     # -- events ------------------------------------------------------------------------------------
 
     def _process_event(self, event: str) -> None:
+        "Update the counts, and run the hooks for the Composer events of a learnkit event."
         if event not in ('close', 'post_close'):
             self.begin()
         if event in ('before_load', 'after_load'):
@@ -254,17 +255,15 @@ class _FromComposer(Callback):
         count = getattr(type(self), f'_{event}', None)
         if count:
             count(self)
-        self.is_split, self.has_graph = (
-            event in BATCH_EVENTS,
-            event in ('after_loss', 'before_backward'),
-        )
+        self.is_split = event in BATCH_EVENTS
+        self.has_graph = event in ('after_loss', 'before_backward')
         for name in self._find_composer_events(event):
             starts = name == 'before_train_batch'
             if starts and self._trainer is not None and self._find_hook(name) is not None:
                 self._trainer.begin_batch()
             self._fire(name)
             if starts:
-                self._grads = []  # where Composer clears them
+                self._grads = []  # Composer clears the gradients after this event
         if event == 'after_predict' or (event == 'after_validate' and self.loader_kind == 'eval'):
             self.loader_kind = 'train'
 

@@ -425,7 +425,7 @@ class Samples:
 
 
 def data_set_of(dl: Any) -> Any:
-    "Return the data set of a loader; without a `pipeline` of its own, `pipeline` is the loader's `collate_fn`."
+    "Return the data set of a loader; its `pipeline` defaults to the loader's `collate_fn`."
     data_set = getattr(dl, 'dataset', None)
     if data_set is None:
         return Samples(dl)
