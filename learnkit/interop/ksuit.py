@@ -291,7 +291,7 @@ class _FromKsuit(Callback):
         else:
             self.at_epoch_end, self._is_epoch_counted = False, True
             self.started_at = self._last_progress = self.progress()
-        if self._is_first():
+        if self._find_first() is self:
             self.services['writer'].discard_entry()
         with self._evaluation_mode():
             self._call_hook('before_training')
@@ -534,9 +534,6 @@ class _FromKsuit(Callback):
         model = self.learn.model
         return model_view(model, self) if self._is_constructed else model
 
-    def _is_first(self) -> bool:
-        return self._find_first() is self
-
     def _find_first(self) -> _FromKsuit:
         "Return the first ksuit callback of the Learner, which stores the services that all of them share."
         cbs = self.learn.cbs if self.learn is not None else ()
@@ -610,7 +607,7 @@ class _FromKsuit(Callback):
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's state and progress; the first ksuit callback adds the log and the summary."
         shared = None
-        if self._is_first():
+        if self._find_first() is self:
             shared = {
                 **self.services['writer'].state_dict(),
                 'summary': self.services['tracker'].summary,

@@ -46,6 +46,11 @@ class TrainerConfig:
     callbacks: list[Any]
 
 
+def _make_service_property(name: str) -> property:
+    "Return a property of a view that is a service of the adapter, such as its writer."
+    return property(lambda view: view._adapter.services[name])
+
+
 class Trainer:
     "View of the Learner as ksuit's trainer; attributes that are not defined here are read from the Learner."
 
@@ -102,29 +107,12 @@ class Trainer:
     def updates_per_epoch(self) -> int | None:
         return self._adapter.updates_per_epoch()
 
-    @property
-    def data_container(self) -> Any:
-        return self._adapter.services['data_container']
-
-    @property
-    def path_provider(self) -> Any:
-        return self._adapter.services['path_provider']
-
-    @property
-    def metric_property_provider(self) -> Any:
-        return self._adapter.services['metric_property_provider']
-
-    @property
-    def tracker(self) -> Any:
-        return self._adapter.services['tracker']
-
-    @property
-    def log_writer(self) -> Any:
-        return self._adapter.services['writer']
-
-    @property
-    def checkpoint_writer(self) -> Any:
-        return self._adapter.services['checkpoint_writer']
+    data_container = _make_service_property('data_container')
+    path_provider = _make_service_property('path_provider')
+    metric_property_provider = _make_service_property('metric_property_provider')
+    tracker = _make_service_property('tracker')
+    log_writer = _make_service_property('writer')
+    checkpoint_writer = _make_service_property('checkpoint_writer')
 
     @property
     def callbacks(self) -> list[Any]:
