@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -508,12 +508,14 @@ class _FromComposer(Callback):
         measured = {}
         for label, values in self.measured.items():
             measured[label] = {k: float(v) for k, v in values.items()}
+        counts = self.previous_counts or {}
+        durations = {k: v.total_seconds() for k, v in counts.items() if isinstance(v, timedelta)}
         return {
             'callback': state_of(self.wrapped),
             'epoch': self._epoch_start.state_dict(),
             'iteration': self._iteration_start.state_dict(),
-            'previous': _drop_durations(self.previous_counts),
-            'walls': _find_durations(self.previous_counts),
+            'previous': {k: v for k, v in counts.items() if k not in durations} or None,
+            'walls': durations,
             'over': self._is_epoch_over,
             'evaluated': self._eval_seconds,
             'epochs': self._n_previous_epochs,
@@ -526,10 +528,8 @@ class _FromComposer(Callback):
         self._epoch_start = Timestamp.from_state_dict(sd['epoch'])
         self._iteration_start = Timestamp.from_state_dict(sd['iteration'])
         self._is_epoch_over = sd['over']
-        self.previous_counts = sd['previous'] and {
-            **sd['previous'],
-            **_parse_durations(sd['walls']),
-        }
+        durations = {name: timedelta(seconds=seconds) for name, seconds in sd['walls'].items()}
+        self.previous_counts = {**sd['previous'], **durations} if sd['previous'] else None
         self._eval_seconds = sd['evaluated']
         self._n_previous_epochs = sd['epochs']
         for name, counts in sd['passes'].items():
@@ -538,23 +538,6 @@ class _FromComposer(Callback):
         for label, values in sd['measured'].items():
             self.measured[label] = {k: Measured(v) for k, v in values.items()}
         load_state(self.wrapped, sd['callback'])
-
-
-def _find_durations(counts: Mapping[str, Any] | None) -> dict[str, float]:
-    "Return the timestamp fields that are durations, in seconds."
-    items = (counts or {}).items()
-    return {k: v.total_seconds() for k, v in items if isinstance(v, timedelta)}
-
-
-def _drop_durations(counts: Mapping[str, Any] | None) -> dict[str, int] | None:
-    "Return the timestamp fields that are not durations."
-    if counts is None:
-        return None
-    return {k: v for k, v in counts.items() if not isinstance(v, timedelta)}
-
-
-def _parse_durations(walls: Mapping[str, float]) -> dict[str, timedelta]:
-    return {name: timedelta(seconds=seconds) for name, seconds in walls.items()}
 
 
 class _FromAlgorithm(_FromComposer):
