@@ -485,21 +485,14 @@ class _FromComposer(Callback):
         "Return value and unit of the end of training over all fits; None if unknown or not a Composer unit."
         if not self.has_fitted:
             return None
-        budget = self._find_budget()
+        budget = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
         if self._stopped_at is not None:
             self._last_end = self._stopped_at
-        elif budget:
-            self._last_end = budget
+        elif budget is not None:
+            self._last_end = budget.total_at_start + budget.total.value, budget.total.unit
         elif self.in_fit and isinstance(self.learn.n_epoch, int):
             self._last_end = self._n_previous_epochs + self.learn.n_epoch, 'ep'
         return None if self._last_end is None or self._last_end[1] == 'st' else self._last_end
-
-    def _find_budget(self) -> tuple[Any, str] | None:
-        "Return value and unit of the end that the fit's budget sets, or None without a budget."
-        found = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
-        if found is None:
-            return None
-        return found.total_at_start + found.total.value, found.total.unit
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -57,18 +57,13 @@ def construct(
     >>> best.key, best.name, best.writer
     ('valid_loss', None, 'log')
     """
-    accepted = _find_parameters(cls)
+    accepted = {name for init in _find_constructors(cls) for name in parameters_of(init)}
     arguments = {name: value for name, value in services.items() if name in accepted}
     if 'callback_config' in accepted and 'callback_config' not in config:
         own = {name: value for name, value in config.items() if name in accepted}
         options = {name: value for name, value in config.items() if name not in accepted}
         config = {**own, 'callback_config': _find_config_class(cls)(**options)}
     return cls(**{**arguments, **config})
-
-
-def _find_parameters(cls: type) -> set[str]:
-    "Return the keywords that the constructor of a class accepts or passes on to the bases."
-    return {name for init in _find_constructors(cls) for name in parameters_of(init)}
 
 
 def _find_constructors(cls: type) -> list[Callable[..., Any]]:
