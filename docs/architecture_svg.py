@@ -118,8 +118,8 @@ ROWS = (
 
 LEGEND = (
     (MARGIN, 'Imports go down, and to the left within a row.'),
-    (330, '#1 the way of a batch'),
-    (520, '#A the way of a checkpoint'),
+    (330, '#1 the path of a batch'),
+    (520, '#A the path of a checkpoint'),
 )
 
 

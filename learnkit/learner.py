@@ -84,10 +84,6 @@ __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
 _open_learners: WeakSet[Learner] = WeakSet()  # Learners to close at interpreter exit
 
-# fastai's names; events to fire by hand around an evaluation
-_before_epoch = ['before_fit', 'before_epoch']
-_after_epoch = ['after_epoch', 'after_fit']
-
 _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
@@ -103,17 +99,17 @@ class Learner(Loop):
     parameters of a method. The model and the batches are moved to `dls.device`, by default a GPU if available.
 
     A model with the methods of Composer's `ComposerModel` is called with the whole batch, and needs neither `loss_func`
-    nor `metrics`: its own `loss`, `get_metrics` and `update_metric` are used unless they are given.
+    nor `metrics`: the model's `loss`, `get_metrics` and `update_metric` are the defaults.
 
     Attributes that the Learner does not have are read from the model. `x` and `y` are the inputs and targets of the
     batch: a tuple if there are several, otherwise the single element.
 
-    An optimizer instance keeps its groups and options, and a torch class trains as in a hand-written
-    loop. Norm layers and biases are excluded from weight decay for the optimizers with fastai's
-    names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; they are decayed with
-    `wd_bn_bias=True`. If `loss_func` is a module, its parameters that require gradients are trained
-    with the last group. `OptimWrapper` describes optimizers that need a closure or that switch
-    between training and evaluation.
+    An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
+    hand-written loop. Norm layers and biases are excluded from weight decay for the optimizers with
+    fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with
+    `wd_bn_bias=True` weight decay applies to them too. If `loss_func` is a module, its parameters
+    that require gradients are trained with the last group. `OptimWrapper` describes optimizers that
+    need a closure or that switch between training and evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
@@ -131,7 +127,7 @@ class Learner(Loop):
 
     _marks_misses = True
     _is_open_for_use = False  # True while callbacks may hold resources that `close` releases
-    _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
+    _owner_pid: int | None = None  # process that has run this Learner since the last `close`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
@@ -187,7 +183,7 @@ class Learner(Loop):
         self.logger: Callable[[Any], Any] = print
         self.create_mbar = True
         self.opt = None
-        self._entered: list[ExitStack] = []
+        self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
         self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
@@ -225,8 +221,8 @@ class Learner(Loop):
         the fit starts from the beginning. The checkpoint's rates and counters take precedence over the arguments.
 
         Raises a `LearnkitError` for invalid arguments before anything has changed. An exception of a callback, the
-        model or the data is raised unchanged, with a note of the event and batch, after every callback's `cleanup`.
-        The Learner can then fit again.
+        model or the data is raised unchanged, with a note that names the event and the batch, after every callback's
+        `cleanup`. The Learner can then fit again.
 
         >>> from learnkit.testing import synth_learner
         >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2); learn.fit('15ba')
@@ -286,7 +282,7 @@ class Learner(Loop):
         total: str | int | Time,  # total training of this Learner: epochs, or any other unit
         **kwargs: Any,  # further arguments of `fit`
     ) -> None:
-        """Train until `total` is reached over all fits of this Learner; if it is reached already, return.
+        """Train until `total` is reached over all fits of this Learner; do nothing if it is reached already.
 
         >>> from learnkit.testing import synth_learner
         >>> with synth_learner().no_bar() as learn: learn.fit(2); learn.fit_until('5ep')
@@ -492,22 +488,22 @@ class Learner(Loop):
         """Return the largest batch size with which a training step fits in memory.
 
         The sizes 2, 4, 8 ... are tried, with two steps each, until memory runs out: the result is a
-        power of two. With `exact` the sizes up to the one that failed are bisected, and the result is
-        the largest size itself. Batches are made of the samples of the loader's first batch, each as
-        often as needed; samples of other shapes may need more memory, and other programs take a
-        share of a GPU too, so leave some room.
+        power of two. With `exact=True` the sizes up to the one that failed are bisected, and the
+        result is the largest size itself. Batches repeat the samples of the loader's first batch.
+        Samples of other shapes may need more memory, and other programs may use the same GPU, so
+        leave some room.
 
         Everything is restored as by `lr_find`: weights, buffers, optimizer, random generators,
-        loaders, counters and callbacks; the copies are in the memory of the CPU. Callbacks run as in
-        a fit, except those with `remove_on_find`, `GradientAccumulation` and `OOMObserver`.
-        Microbatches are switched off: the result is also the largest `microbatch`.
+        loaders, counters and callbacks; the copies are in CPU memory. Callbacks run as in a fit,
+        except `GradientAccumulation`, `OOMObserver` and callbacks with `remove_on_find`.
+        Microbatches are disabled: the result is also the largest `microbatch`.
 
-        On the CPU, a system that never refuses memory ends the process instead: set a limit
-        (`ulimit -v`), or a small `max_size`.
+        On the CPU, an operating system that overcommits memory ends the process without an error:
+        set a limit (`ulimit -v`), or a small `max_size`.
 
-        Raises the out-of-memory error if not even one sample fits, `FitError` during a run, in several
-        processes and if a callback cancels each step, `BatchError` for a first batch without samples,
-        and `OptionError` for a loader that is an iterator.
+        Raises the out-of-memory error if not even one sample fits, `FitError` during a run, with
+        several ranks and if a callback cancels each step, `BatchError` for a first batch without
+        samples, and `OptionError` for a loader that is an iterator.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -519,7 +515,7 @@ class Learner(Loop):
         return find_batch_size(self, max_size, exact)
 
     def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        "Make or update the optimizer for a fit, and set its rates and weight decay."
+        "Create or update the optimizer for a fit, and set its rates and weight decay."
         is_new = reset_opt or self.opt is None or self.has_foreign_opt()
         if is_new:
             self.create_opt()
@@ -535,7 +531,7 @@ class Learner(Loop):
         if not any(p.requires_grad for p in self.opt.parameters()):
             raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
-        # a new optimizer was made with the Learner's rate; a list or slice is still to be spread
+        # a new optimizer has the Learner's rate if that is a number; a list or slice is set below
         if lr is None and not (is_new and isinstance(self.lr, (int, float))):
             lr = self._find_initial_lrs()
         hypers = {'lr': lr, 'wd': wd}
@@ -545,7 +541,7 @@ class Learner(Loop):
 
     @contextmanager
     def _training_weights(self) -> Iterator[None]:
-        "Switch the optimizer to training weights for the outermost fit, and back to evaluation weights."
+        "Switch the optimizer to training weights for the outermost fit, then to evaluation weights."
         if self.run.depth:
             yield
             return
@@ -560,8 +556,8 @@ class Learner(Loop):
         """Return the initial rates of a fit that was called without `lr`.
 
         These are the Learner's `lr` or the optimizer's own rates, followed by the rates of groups
-        that were added since. Rates that the user has changed since the last fit are kept; rates
-        that a schedule has left are not.
+        added later. Rates that the user has changed since the last fit are kept; the final rates of
+        a schedule are not.
         """
         requested_lr, own_lrs = self.own_lrs
         current_lrs = self.opt.lrs
@@ -703,10 +699,10 @@ class Learner(Loop):
 
         The model's state dict keeps its keys. With `step=True`, training starts with ordinary steps.
         Once the optimizer has its state, compiled and ordinary steps alternate and are timed, and
-        the faster kind runs from then on. `explain_step` reports which one runs, and why. Supported
-        are SGD, Adam and AdamW of torch and of learnkit, a single optimizer, and no microbatches.
-        After a compiled step `pred` and `loss_grad` are detached; gradients are never attached to
-        parameters.
+        the faster kind runs from then on. `explain_step` reports which kind runs, and why. Compiled
+        steps support SGD, Adam and AdamW of torch and of learnkit, with a single optimizer and
+        without microbatches. After a compiled step `pred` and `loss_grad` are detached; the
+        parameters' `grad` is never set.
 
         A batch of another shape runs in an ordinary step; after several in a row the step is
         compiled again for dynamic shapes. Random numbers, such as dropout masks, are drawn as in an
@@ -743,8 +739,8 @@ class Learner(Loop):
 
         `before_pred` fires first. `f` runs in the callbacks' contexts of a forward pass, such as
         autocast. At `after_pred` the output is `self.pred`. The return value is `self.pred` after
-        that event: with mixed precision, float32. `self.pred` remains the output of the last call;
-        assign the predictions for the metrics to `self.pred` at the end.
+        that event; with mixed precision it is float32. `self.pred` remains the output of the last
+        call; assign the predictions for the metrics to `self.pred` at the end.
 
         With several ranks the modules are called directly, without `DistributedDataParallel`, and
         gradients are averaged before each step.
@@ -791,8 +787,8 @@ class Learner(Loop):
         samples at each call, separately for each optimizer; a call that only accumulates returns
         False.
 
-        Each call counts as one step (`learn.time.st`). A schedule advances once a batch. `EMA`
-        averages after each step; with two steps a batch, `EMA(every=2)` averages once a batch. The
+        Each call counts as one step (`learn.time.st`). A schedule advances once per batch. `EMA`
+        averages after each step; with two steps per batch, `EMA(every=2)` averages once per batch. The
         batch's `loss` is the mean of its optimized losses. `self.log('critic_loss', loss)` records
         one loss in its own column.
 
@@ -846,7 +842,7 @@ class Learner(Loop):
     ) -> Values:  # None if a callback cancels the evaluation
         """Compute loss and metrics, and return them as a list with names: `[valid_loss, *metrics]` of each loader.
 
-        A value is found by its position or its name: `learn.validate()['accuracy']`.
+        Index the list by position or by name: `learn.validate()['accuracy']`.
 
         Counters, history, random generators and module modes are restored. A callback may call `validate` in any
         event; that callback is not called in the evaluation.
@@ -881,12 +877,12 @@ class Learner(Loop):
     ) -> Any:
         """Return predictions and targets of a loader on the CPU, concatenated along the first dimension.
 
-        The predictions of a classifier are probabilities: `loss_func.activation` is applied, and the softmax or sigmoid
-        that torch's own losses of classification contain (`CrossEntropyLoss`, `BCEWithLogitsLoss`, as modules or
-        functions; `NLLLoss`: the exponential). `act=lambda x: x` returns the model's outputs.
+        The predictions of a classifier are probabilities: `loss_func.activation` is applied. For torch's classification
+        losses the activation is the softmax or sigmoid that the loss contains (`CrossEntropyLoss`, `BCEWithLogitsLoss`,
+        as modules or functions; `NLLLoss`: the exponential). `act=lambda x: x` returns the model's outputs.
 
         With several ranks, every rank calls `get_preds`. Each rank predicts its shard and receives the predictions of
-        all ranks, or only its own with loaders that were `sharded_already`.
+        all ranks; with loaders declared `sharded_already`, each rank receives the predictions of its shard only.
 
         The order of the result is: inputs, predictions, targets, decoded predictions, losses. Several inputs or targets
         are a list or tuple of tensors; targets are None if the loader has none. Samples of a shuffling loader are
@@ -894,13 +890,12 @@ class Learner(Loop):
         order too, each as often as drawn. A torch sampler that draws samples (WeightedRandomSampler) keeps the order of
         its draws, as do a list, an iterable data set, and a custom batch sampler.
 
-        With a `sink`, memory use is constant and the sink is returned. The sink is a folder, which receives a file a
+        With a `sink`, memory use is constant and the sink is returned. The sink is a folder, which receives a file per
         batch (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which
         receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
-        and the file are named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing
-        else: an existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder,
-        numbered in the order of the data. Each rank writes its own `.npy` file; `learnkit.inference.sinks.read_rows`
-        joins them.
+        or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
+        existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
+        order of the data. Each rank writes a separate `.npy` file; `learnkit.inference.sinks.read_rows` joins them.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.
@@ -1049,7 +1044,7 @@ class Learner(Loop):
         missing folders are created. With several ranks, every rank calls `save` and rank 0 writes.
 
         Raises `OptionError` for an invalid file name and for `with_opt` in a format that cannot hold the optimizer's
-        state, and `OptimizerError` for `with_opt` without an optimizer; nothing is written then.
+        state, and `OptimizerError` for `with_opt` without an optimizer. In these cases nothing is written.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -1072,17 +1067,17 @@ class Learner(Loop):
         with_opt: bool | None = None,  # load the optimizer's state; None: if the file has it
         device: torch.device | str | int | None = None,  # device to read the file to; None: CPU
         strict: bool = True,  # False: load matching names only, and convert other dtypes
-        weights_only: bool = True,  # ignored, for fastai's code: nothing in a file is ever executed
+        weights_only: bool = True,  # ignored (a parameter of fastai's): no code in a file is executed
     ) -> Self:
         """Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner.
 
-        Nothing in the file is executed. Values are copied: parameters remain the same objects. All entries are compared
-        before any is copied. An optimizer that does not exist yet is created if a parameter is trained. An
-        optimizer state that fastai saved has another form: only the weights are loaded then, with a warning.
-        `before_load` fires after the comparison, and `after_load` at the end.
+        No code in the file is executed. Values are copied: parameters remain the same objects. All entries are compared
+        before any is copied. An optimizer that does not exist yet is created if a parameter requires gradients. The
+        optimizer state in a fastai file has another format: only the weights are loaded, with a warning. `before_load`
+        fires after the comparison, and `after_load` at the end.
 
         Raises `WeightsError` with every name, shape and dtype that differs, or for a file that is damaged or holds more
-        than data; weights and optimizer are unchanged then.
+        than data. In these cases weights and optimizer are unchanged.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -1270,7 +1265,7 @@ class Learner(Loop):
     ) -> AbstractContextManager[Self]:
         """Return a context in which this Learner trains on all ranks of the process group.
 
-        Start the script with `torchrun --nproc-per-node=2 script.py`; without torchrun, the script trains in one
+        Start the script with `torchrun --nproc-per-node=2 script.py`; without torchrun, the script trains in a single
         process. See `DistributedTraining` for the options and exceptions.
 
         >>> from learnkit.testing import synth_learner
@@ -1295,12 +1290,13 @@ class Learner(Loop):
 
         Each process calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights,
         optimizer, history, counters and callbacks' states of rank 0 are then loaded into this Learner, and the return
-        value of `fn` on rank 0 is returned. Rows and bars of rank 0 are shown in this process; interrupting the kernel
-        ends all processes. Functions and classes of a notebook are sent by value (`pip install cloudpickle`).
+        value of `fn` on rank 0 is returned. Table rows and progress bars of rank 0 are shown in this process;
+        interrupting the kernel ends all processes. Functions and classes of a notebook are pickled by value
+        (`pip install cloudpickle`).
 
         Raises `OptionError` or `MissingExtraError` before a process is started, with the name of each object that
-        cannot be sent, and `DistributedError` with the traceback of the process that failed first; this Learner is then
-        unchanged.
+        cannot be pickled, and `DistributedError` with the traceback of the process that failed first. In these cases
+        this Learner is unchanged.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
@@ -1364,12 +1360,12 @@ class Learner(Loop):
 
     @smooth_loss.setter
     def smooth_loss(self, value: Tensor) -> None:
-        "Store the value of fastai's own Recorder, for a Learner without this package's."
+        "Store the value that fastai's Recorder assigns, in a Learner without learnkit's Recorder."
         self.__dict__['smooth_loss'] = value
 
     @property
     def history(self) -> History:
-        "The values that the Recorder has recorded: one dict an epoch, over all fits."
+        "The values that the Recorder has recorded: one dict per epoch, over all fits."
         return self._get_recorder('history').history
 
     def _get_recorder(self, attribute: str) -> Recorder:
@@ -1384,11 +1380,11 @@ class Learner(Loop):
         """Average a named value over the epoch, on its device, as a column of the history.
 
         With `weight=None` the latest value is recorded instead of the mean. `shown=False` leaves the column out of the
-        printed table. What is logged when the epoch has its row (in `after_epoch` with an `order` above 50) is added
-        to this row, and is not in the printed table. In an evaluation the name gets the prefix `valid_`, or the
-        loader's name and `/`. The value is passed to every callback with a method
-        `receive_log(name, value, weight, shown)`: the Recorder, and each logger. Raises `MetricError` for the column of
-        a loss or metric.
+        printed table. A value logged after the Recorder has recorded the epoch (in `after_epoch` with an `order` above
+        50) is added to the epoch's row of the history, but is not printed. In an evaluation the name gets the prefix
+        `valid_`, or the loader's name and `/`. The value is passed to every callback with a method
+        `receive_log(name, value, weight, shown)`: the Recorder, and each logger. Raises `MetricError` for the name of a
+        loss or metric column.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -1426,7 +1422,7 @@ class Learner(Loop):
             print(f'{"  " * m.depth}{entry}{callbacks}'.rstrip())
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
-        """Detach a nested batch; a method `to_detach` of the loader overrides this one.
+        """Detach the tensors of a nested batch; a loader's method `to_detach` overrides this method.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().to_detach([torch.ones(2, requires_grad=True) * 2])
@@ -1471,11 +1467,11 @@ class Learner(Loop):
         """Write a report of the run as one HTML file, and return its path.
 
         The file holds the settings, the history with its curves, the schedule of the last fit, the
-        layers of the model, data, seeds, machine and versions (as `python -m learnkit env`). For
-        classes it has the confusion matrix, for numbers a plot of predictions over targets, and
-        the samples with the largest losses. Parts without data are left out. It has no script, loads
-        nothing, and follows the browser's light or dark mode. Names of classes and callbacks are
-        escaped. An existing file is replaced.
+        layers of the model, data, seeds, machine and versions (as `python -m learnkit env` prints
+        them), and the samples with the largest losses. A classifier's report has the confusion
+        matrix, a regression model's a plot of predictions over targets. Parts without data are left
+        out. The file contains no script, loads nothing, and follows the browser's light or dark
+        mode. Names of classes and callbacks are escaped. An existing file is replaced.
 
         During a fit, a callback may write the report at any event: weights, counters, history,
         random generators and the order of the data are unchanged. The file is written atomically.
@@ -1537,8 +1533,8 @@ class Learner(Loop):
         """Return a context that records which callback changes what.
 
         Batch, loss, weights, hyperparameters and random generators are compared before and after
-        each handler, which is slow. A warning names callbacks that are declared as observers and
-        have changed something.
+        each handler, which is slow. A warning names each callback that is declared as an observer
+        and has changed something.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -1562,11 +1558,11 @@ class Learner(Loop):
         module modes, microbatches and precision. All its events fire, and the same exception is
         raised at the same line: set a breakpoint, run `%debug`, change the model or a callback, and
         replay again. With `detect_anomaly`, autograd names the operation with a NaN gradient, and
-        the line of its forward call. Weights, buffers, optimizer, counters, history, callbacks and
-        random generators are restored, with or without an exception. The weights used are the
-        Learner's current ones.
+        the line of its forward call. The Learner's current weights are used. Weights, buffers,
+        optimizer, counters, history, callbacks and random generators are restored, with or without
+        an exception.
 
-        The callbacks of the run take part, also the ones passed to `fit`. Callbacks that only
+        The callbacks of the run are called, including those passed to `fit`. Callbacks that only
         track, save or stop (`remove_on_find`) are left out, unless one of them raised. `before_fit`
         and `before_epoch` fire first, and `cleanup` at the end. Disable a callback with
         `run = False`.
@@ -1657,7 +1653,7 @@ class Learner(Loop):
                 yield self
 
     def _fire_uncancelled(self, event_name: str) -> None:
-        "Fire the first event of a level; raise `CancelError` if it cancels its level."
+        "Fire the first event of a level; raise `CancelError` if a callback cancels the level."
         level = LEVELS[event_name.removeprefix('before_')]
         try:
             self(event_name)
@@ -1672,13 +1668,13 @@ class Learner(Loop):
     def __enter__(self) -> Self:
         stack = ExitStack()
         stack.enter_context(self._fire_outer_events())
-        self._entered.append(stack)
+        self._exit_stacks.append(stack)
         return self
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         error: BaseException | None = exc_info[1]
         try:
-            swallowed = self._entered.pop().__exit__(*exc_info)
+            swallowed = self._exit_stacks.pop().__exit__(*exc_info)
         except BaseException as e:
             error, swallowed = e, False
         close_errors = [] if self.run.depth else self._close()
@@ -1698,7 +1694,7 @@ class Learner(Loop):
         _open_learners.add(self)
         self._is_open_for_use = True  # when `__del__` runs, the WeakSet has dropped the Learner
         if self.run.depth:
-            self._ran_in = os.getpid()
+            self._owner_pid = os.getpid()
 
     def close(self) -> None:
         """Close the resources of every callback; calling `close` twice has no effect.
@@ -1714,20 +1710,21 @@ class Learner(Loop):
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
+        "Close every callback, and return the exceptions that were raised."
         self.replay_source = self.passes.stream = None
         if not self._is_open_for_use:
             return []
         _open_learners.discard(self)
         self._is_open_for_use = False
-        self._ran_in = None
+        self._owner_pid = None
         return call_each(self, 'close') + call_each(self, 'post_close')
 
     def __del__(self) -> None:
         """Close the callbacks of a Learner that has run; errors become warnings.
 
-        Does nothing at interpreter exit, where every Learner is closed already, and in a forked process.
+        Does nothing at interpreter exit, when every Learner is closed already, and in a forked process.
         """
-        if sys.is_finalizing() or self._ran_in != os.getpid():
+        if sys.is_finalizing() or self._owner_pid != os.getpid():
             return
         # garbage collection may run inside torch.export, which would trace tensor operations
         is_traced = _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()

@@ -226,7 +226,7 @@ class CallbackHost:
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
-        excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_ran_in')
+        excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
         self._end_streams()
         state = {k: v for k, v in self.__dict__.items() if k not in excluded}
         state['_cbs'] = list(self.callbacks)

@@ -1,6 +1,8 @@
-"""Callbacks of other training loops, `from_composer(cb)` and `from_ksuit(cb)`, and models on the Hugging Face Hub.
+"""Adapters for callbacks of Composer, ksuit and Noether, and functions for models on the Hugging Face Hub.
 
-The other packages are not imported, and need not be installed; the Hub needs huggingface_hub."""
+The adapters `from_composer(cb)` and `from_ksuit(cb)` do not import the other packages, which need not be
+installed. The functions for the Hub need huggingface_hub.
+"""
 
 from learnkit.interop.composer import from_composer
 from learnkit.interop.hub import from_hub, push_to_hub, save_for_hub

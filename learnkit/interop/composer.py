@@ -1,8 +1,8 @@
-"""Composer-style callbacks, algorithms and loggers in a Learner: `from_composer(cb)`."""
+"""Adapters that run Composer callbacks, algorithms and logger destinations in a Learner: `from_composer(cb)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 
 __all__ = ['from_composer', 'composer_events']
 
-# learnkit's events, and the Composer events of the same moment, in all phases
+# Composer events by learnkit event: in every phase, then in the phase that each table is named after
 ALWAYS = {
     'after_create': 'init',
     'before_load': 'before_load',
@@ -81,20 +81,22 @@ PREDICT = {
     'after_pred': 'predict_after_forward',
     'after_batch': 'predict_batch_end',
 }
-IN_FIT = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
-ALONE = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
+FIT_EVAL = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
+STANDALONE_EVAL = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
 
 HOOKS = (*(e.value for e in Event), 'close', 'post_close')
 # events during which `xb` and `yb` exist
-SPLIT = frozenset(EVENTS[EVENTS.index('before_batch') : EVENTS.index('batch_checkpoint') + 1])
-_TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, IN_FIT, ALONE
+BATCH_EVENTS = frozenset(
+    EVENTS[EVENTS.index('before_batch') : EVENTS.index('batch_checkpoint') + 1]
+)
+_TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, FIT_EVAL, STANDALONE_EVAL
 
 
 def composer_events(
     event: str,  # name of a learnkit event
-    learn: LearnerLike,  # the Learner, whose phase decides
+    learn: LearnerLike,  # Learner whose phase selects the events
 ) -> tuple[str, ...]:
-    """Return the Composer events of a learnkit event, in their order.
+    """Return the Composer events that correspond to a learnkit event, in order.
 
     >>> from types import SimpleNamespace
     >>> composer_events('before_batch', SimpleNamespace(training=True, fitting=True, phase='train'))
@@ -106,32 +108,33 @@ def composer_events(
         names = FIT[event] if learn.fitting else ''
     elif learn.phase == 'predict':
         names = PREDICT.get(event, '')
-    elif event in IN_FIT:
-        names = (IN_FIT if learn.fitting else ALONE)[event]
+    elif event in FIT_EVAL:
+        names = (FIT_EVAL if learn.fitting else STANDALONE_EVAL)[event]
     else:
         names = (TRAIN if learn.training else EVAL).get(event, '')
     return tuple(names.split())
 
 
 def from_composer(
-    cb: Any,  # callback, algorithm or logger destination of Composer, or in its style
+    cb: Any,  # callback, algorithm or logger destination with Composer's interface
 ) -> Callback:
     """Return a callback that runs a Composer callback, algorithm or logger destination.
 
     The methods of a callback (`epoch_start(state, logger)` ..., or `run_event`) run at the events in
     the table of docs/lifecycle.md, with a `state` that reads the Learner and a `logger` that writes
-    to `learn.log`; microbatches have their own events from `before_forward` to `after_backward`.
-    `init` runs before any other event, also for a callback that is added later; `before_load` and
-    `after_load` run before the first fit or evaluation. The gradients of a step can be read until
-    the next `before_forward`. A fit that ends within an epoch has no `epoch_end`, as in Composer.
+    to `learn.log`. The events from `before_forward` to `after_backward` fire for each microbatch.
+    `init` runs before any other event, including for a callback that is added later; `before_load`
+    and `after_load` run before the first fit or evaluation. The gradients of a step can be read
+    until the next `before_forward`. A fit that ends within an epoch has no `epoch_end`, as in
+    Composer.
 
     An algorithm has `match(event, state)` and `apply(event, state, logger)`, and runs before
-    callbacks. A logger destination gets what `learn.log` and other callbacks log, and what
-    Composer's Trainer logs itself. Composer is not needed; if it is imported, its own callbacks get
-    its own events and times.
+    callbacks. A logger destination receives the values that `learn.log`, other callbacks and
+    Composer's Trainer log. Composer need not be installed; if it is imported, callbacks of its
+    package receive Composer's event and time classes.
 
     Checkpointed: the callback's `state_dict` (without one, its changed attributes if all of them are
-    data), the position in the epoch, and the last measurements.
+    plain data), the position in the epoch, and the last metric values.
 
     Raises `CallbackError` for an object without hooks, and warns of a misspelled hook and of
     attributes that cannot be saved.
@@ -152,66 +155,73 @@ def from_composer(
 
 
 class _Pass:
-    "Counts of one pass over a loader outside of training."
+    "Count the batches, samples and seconds of one pass over a loader outside of training."
 
     def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        self.batches, self.samples, self.began = 0, 0, perf_counter()
+        "Reset the counts and start the clock."
+        self.batches, self.samples, self.started_at = 0, 0, perf_counter()
 
-    def timestamp(self, types: Any) -> Any:
+    def make_timestamp(
+        self,
+        types: Any,  # result of `types_for`
+    ) -> Any:
         return types.Timestamp(
             batch=self.batches,
             sample=self.samples,
             batch_in_epoch=self.batches,
             sample_in_epoch=self.samples,
-            total_wct=timedelta(seconds=perf_counter() - self.began),
+            total_wct=timedelta(seconds=perf_counter() - self.started_at),
         )
 
 
 class _FromComposer(Callback):
-    "Run a Composer callback, and count what Composer's state reports and the Learner does not."
+    "Run a Composer callback, and keep the counts that Composer's state reports and the Learner does not."
 
     order, remove_on_find, nondeterministic_state = 60, True, ('evaluated', 'walls')
     is_composer, is_algorithm, is_destination = True, False, False
 
     def __init__(self, cb: Any) -> None:
         self.wrapped = cb
-        every, hooks = self._find_hooks(cb)
-        check_style(cb, HOOKS, {**every, **hooks}, 'Composer', 'from_composer')
+        run_event, hooks = self._find_hooks(cb)
+        check_style(cb, HOOKS, {**run_event, **hooks}, 'Composer', 'from_composer')
         note_attributes(cb)
-        self.types, self._every, self._hooks = types_for(cb), every.get('run_event'), hooks
+        self.types, self._hooks = types_for(cb), hooks
+        self._run_event_hook = run_event.get('run_event')
         self.view, self.logs = ComposerState(self), ComposerLogger(self)
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
         self.measured: dict[str, dict[str, Measured]] = {}
         self.in_fit = self.has_fitted = self.is_split = self.has_graph = False
-        # the loader that Composer's state has: 'train', 'eval' or 'predict'; empty during `init`
-        self.place = ''
+        # loader in Composer's state: 'train', 'eval' or 'predict'; empty during `init`
+        self.loader_kind = ''
         self.last_loss: Any = None  # loss of the last microbatch
         self.batch_loss: Any = None  # loss of the last batch
-        self._known: Any = None  # weak reference to the Learner that `init` ran for
+        self._known_learner: Any = None  # weak reference to the Learner that `init` ran for
         self._trainer: ComposerTrainer | None = None
         self._has_loaded = False  # whether `before_load` and `after_load` ran
         self._grads: list[tuple[Any, Any]] = []  # gradients of the last step
-        self._trained: list[Any] = []  # modules that were in training mode before an evaluation
-        self._since = self._since_epoch = Timestamp()  # start of the iteration and of the epoch
-        self.previous: dict[str, Any] | None = None  # counts before the last batch or epoch end
-        self._at_start: dict[str, Any] = {}  # counts at the start of the batch
-        self._end: tuple[Any, str] | None = None  # end of this or the last fit
-        self._stopped_at: tuple[Any, str] | None = None  # end after `stop_training`
-        self._epoch_over = False  # whether training of the epoch is over, but not counted yet
-        self._cut: dict[str, Any] | None = None  # counts at the end of a fit within an epoch
-        self._evaluated, self._eval_began, self._epochs_before = 0.0, 0.0, 0
+        self._training_modules: list[Any] = []  # modules in training mode before an evaluation
+        self._iteration_start = self._epoch_start = Timestamp()
+        # counts before the last batch or the last end of an epoch
+        self.previous_counts: dict[str, Any] | None = None
+        self._batch_start_counts: dict[str, Any] = {}
+        self._last_end: tuple[Any, str] | None = None  # end of this or the last fit
+        self._stopped_at: tuple[Any, str] | None = None  # end set by `stop_training`
+        self._is_epoch_over = False  # True after training until the Learner counts the epoch
+        # counts at the end of a fit that stopped within an epoch
+        self._unfinished_counts: dict[str, Any] | None = None
+        self._eval_seconds, self._eval_start, self._n_previous_epochs = 0.0, 0.0, 0
         for event in EVENTS:
             counts = getattr(self, f'_{event}') if hasattr(type(self), f'_{event}') else None
-            if self._handles(event) or (counts and event not in SPLIT):
-                self.__dict__[event] = partial(self._at, event)
+            if self._has_hook_for(event) or (counts and event not in BATCH_EVENTS):
+                self.__dict__[event] = partial(self._process_event, event)
             elif counts:
-                self.__dict__[event] = counts  # only counts, as the event occurs at every batch
+                self.__dict__[event] = counts  # without a hook, events of a batch only count
 
     def _find_hooks(self, cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        "Return the callback's `run_event`, and its methods named after events."
+        "Return the callback's `run_event`, and its methods named after events, by name."
         base = 'composer.core.callback'  # module of the base class, whose methods do nothing
         return own_hooks(cb, ['run_event'], base), own_hooks(cb, HOOKS, base)
 
@@ -220,19 +230,20 @@ class _FromComposer(Callback):
         return f'composer_{camel2snake(type(self.wrapped).__name__)}'
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, '_known': None, '_grads': [], '_trained': []}
+        return {**self.__dict__, '_known_learner': None, '_grads': [], '_training_modules': []}
 
     def __repr__(self) -> str:
         return f'from_composer({type(self.wrapped).__name__})'
 
-    def _handles(self, event: str) -> bool:
+    def _has_hook_for(self, event: str) -> bool:
         "Return True if the callback has a hook for an event."
         names = {name for table in _TABLES for name in table.get(event, '').split()}
-        return bool((self._every and names) or names & {*self._hooks})
+        return bool((self._run_event_hook and names) or names & {*self._hooks})
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _at(self, event: str) -> None:
+    def _process_event(self, event: str) -> None:
+        "Update the counts, and run the hooks for the Composer events of a learnkit event."
         if event not in ('close', 'post_close'):
             self.begin()
         if event in ('before_load', 'after_load'):
@@ -244,127 +255,129 @@ class _FromComposer(Callback):
         count = getattr(type(self), f'_{event}', None)
         if count:
             count(self)
-        self.is_split, self.has_graph = event in SPLIT, event in ('after_loss', 'before_backward')
-        for name in self._composer_events(event):
+        self.is_split = event in BATCH_EVENTS
+        self.has_graph = event in ('after_loss', 'before_backward')
+        for name in self._find_composer_events(event):
             starts = name == 'before_train_batch'
-            if starts and self._trainer is not None and self._hook(name) is not None:
+            if starts and self._trainer is not None and self._find_hook(name) is not None:
                 self._trainer.begin_batch()
             self._fire(name)
             if starts:
-                self._grads = []  # where Composer clears them
-        if event == 'after_predict' or (event == 'after_validate' and self.place == 'eval'):
-            self.place = 'train'
+                self._grads = []  # Composer clears the gradients after this event
+        if event == 'after_predict' or (event == 'after_validate' and self.loader_kind == 'eval'):
+            self.loader_kind = 'train'
 
     def begin(self) -> None:
         "Run `init` before the first event of a Learner."
-        if self._known is None or self._known() is not self.learn:
-            self._known, self._has_loaded = ref(self.learn), False
+        if self._known_learner is None or self._known_learner() is not self.learn:
+            self._known_learner, self._has_loaded = ref(self.learn), False
             self._trainer = add_trainer(self.learn, self.is_destination)
-            self.place = ''
+            self.loader_kind = ''
             self._fire('init')
-            self.place = 'train'
+            self.loader_kind = 'train'
 
-    def _composer_events(self, event: str) -> list[str]:
-        "Return the Composer events of an event, with the events that Composer fires at other times."
+    def _find_composer_events(self, event: str) -> list[str]:
+        "Return the Composer events of a learnkit event, corrected where Composer fires them at other times."
         learn = self.learn
         names = [name for name in composer_events(event, learn) if name != 'init']
-        if event == 'before_epoch' and learn.fitting and self._is_unbroken():
+        if event == 'before_epoch' and learn.fitting and self._starts_training():
             names = ['iteration_start', *names]
-        elif event == 'after_train' and self._cut is not None:
-            names = ['fit_end']  # Composer's last evaluation follows `fit_end` here
-        elif event in ('epoch_checkpoint', 'after_fit') and self._cut is not None:
+        elif event == 'after_train' and self._unfinished_counts is not None:
+            names = ['fit_end']  # in Composer the last evaluation follows `fit_end` in this case
+        elif event in ('epoch_checkpoint', 'after_fit') and self._unfinished_counts is not None:
             names = []
         return names
 
-    def _is_unbroken(self) -> bool:
-        "Return True at the very first epoch of a training without iterations."
+    def _starts_training(self) -> bool:
+        "Return True in the first epoch of a training without iterations."
         learn = self.learn
         return learn.epochs_per_iteration is None and not learn.time.ba and not learn.resumed
 
     def _fire(self, name: str) -> None:
-        hook = self._hook(name)
+        "Run the callback's hook for a Composer event, if there is one."
+        hook = self._find_hook(name)
         if hook is None:
             return
         try:
-            with self._as_in_composer(name):
+            with self._composer_context(name):
                 hook()
         except Exception as e:
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a Composer-style callback')
             raise
 
-    def _hook(self, name: str) -> Callable[[], Any] | None:
-        "Return what a Composer event calls, or None."
-        own = self._hooks.get(name)
+    def _find_hook(self, name: str) -> Callable[[], Any] | None:
+        "Return a function that runs the hook for a Composer event, or None without a hook."
+        hook = self._hooks.get(name)
         if name == 'post_close':
-            return own
-        if self._every and name != 'close':  # Composer has no event for `close`
-            return partial(self._every, self.types.Event(name), self.view, self.logs)
-        return None if own is None else partial(own, self.view, self.logs)
+            return hook
+        if self._run_event_hook and name != 'close':  # Composer has no event for `close`
+            return partial(self._run_event_hook, self.types.Event(name), self.view, self.logs)
+        return None if hook is None else partial(hook, self.view, self.logs)
 
     @contextmanager
-    def _as_in_composer(self, name: str) -> Iterator[None]:
-        "Return a context with the gradients of the last step, and with Composer's module modes."
-        changed = self._other_modes(name)
-        gone = [(p, grad) for p, grad in self._grads if p.grad is None]
+    def _composer_context(self, name: str) -> Iterator[None]:
+        "Restore the last step's gradients and Composer's module modes in a context."
+        changed = self._find_changed_modes(name)
+        cleared = [(p, grad) for p, grad in self._grads if p.grad is None]
         for m in changed:
             m.training = not m.training
-        for p, grad in gone:
+        for p, grad in cleared:
             p.grad = grad
         try:
             yield
         finally:
-            for p, grad in gone:
+            for p, grad in cleared:
                 if p.grad is grad:
                     p.grad = None
             for m in changed:
                 m.training = not m.training
 
-    def _other_modes(self, name: str) -> list[Any]:
-        "Return the modules whose mode differs from Composer's at an event."
+    def _find_changed_modes(self, name: str) -> list[Any]:
+        "Return the modules whose mode at an event differs from their mode in Composer."
         if name in ('predict_start', 'predict_end'):
             return [m for m in self.learn.model.modules() if m.training]
-        if self.place != 'train':
+        if self.loader_kind != 'train':
             return []
-        return [m for m in self._trained if not m.training]
+        return [m for m in self._training_modules if not m.training]
 
     def has_no_gradients(self) -> bool:
-        "Return True at the end of a batch that made no gradient, because it was cancelled."
+        "Return True if the batch has no gradients because it was cancelled."
         return not self._grads and all(p.grad is None for p in self.learn.model.parameters())
 
     # -- counting ----------------------------------------------------------------------------------
 
     def _before_fit(self) -> None:
-        self.place, self._trained = 'train', []
+        self.loader_kind, self._training_modules = 'train', []
         if not self.learn.fitting:
             return
         self.in_fit = self.has_fitted = True
-        self._epochs_before = self.learn.counters.epochs
-        self._end = self._stopped_at = self._cut = None
-        # a failed fit may have left these set
-        self._epoch_over, self._eval_began = False, 0.0
+        self._n_previous_epochs = self.learn.counters.epochs
+        self._last_end = self._stopped_at = self._unfinished_counts = None
+        # a failed fit may not have reset these attributes
+        self._is_epoch_over, self._eval_start = False, 0.0
 
     def _cleanup(self) -> None:
-        self.end()  # keeps the end, as the budget is removed after the fit
-        self.in_fit, self.place, self._grads = False, 'train', []
+        self.find_end()  # stores the end: the budget is removed after the fit
+        self.in_fit, self.loader_kind, self._grads = False, 'train', []
 
     def _before_iteration(self) -> None:
-        self._since = self.learn.time
+        self._iteration_start = self.learn.time
 
     def _before_epoch(self) -> None:
         if self.learn.fitting:
-            self._since_epoch, self._epoch_over = self.learn.time, False
+            self._epoch_start, self._is_epoch_over = self.learn.time, False
 
     def _before_train(self) -> None:
-        self._trained = []
+        self._training_modules = []
 
     def _before_batch(self) -> None:
         if self.learn.training:
-            self._at_start = self.counts()
-            self._trained = []
-            if not self._handles('before_batch'):
+            self._batch_start_counts = self.collect_counts()
+            self._training_modules = []
+            if not self._has_hook_for('before_batch'):
                 self._grads = []
         elif self.learn.phase != 'predict':
-            self.measured.pop(label_of(self.learn.dl_name), None)  # it is measured again
+            self.measured.pop(label_of(self.learn.dl_name), None)  # the evaluation replaces it
 
     def _after_loss(self) -> None:
         if self.learn.training:
@@ -378,10 +391,10 @@ class _FromComposer(Callback):
     def _after_train(self) -> None:
         self._measure_training()
         if self.ends_within_epoch():
-            self._cut = self.counts()
+            self._unfinished_counts = self.collect_counts()
             return
-        self.previous = self.counts()
-        self._epoch_over = True
+        self.previous_counts = self.collect_counts()
+        self._is_epoch_over = True
 
     def ends_within_epoch(self) -> bool:
         "Return True if the fit stops before the last batch of the epoch."
@@ -389,35 +402,36 @@ class _FromComposer(Callback):
         return learn.run.stopping and (learn.n_iter is None or learn.iter + 1 < learn.n_iter)
 
     def _after_epoch(self) -> None:
-        if not self.learn.fitting:
-            return
-        # the Learner has counted the epoch by now
-        self._since_epoch, self._epoch_over = self.learn.time, False
+        if self.learn.fitting:
+            # the Learner counts the epoch before this event
+            self._epoch_start, self._is_epoch_over = self.learn.time, False
 
     def _before_eval(self) -> None:
-        self._eval_began = perf_counter()
-        self._trained = [m for m in self.learn.model.modules() if m.training] or self._trained
+        self._eval_start = perf_counter()
+        training = [m for m in self.learn.model.modules() if m.training]
+        self._training_modules = training or self._training_modules
 
     def _after_eval(self) -> None:
         if self.in_fit:
-            self._evaluated += perf_counter() - self._eval_began
-        self._eval_began = 0.0
+            self._eval_seconds += perf_counter() - self._eval_start
+        self._eval_start = 0.0
 
     def _before_predict(self) -> None:
         self.passes['predict'].start()
-        self.place = 'predict'
+        self.loader_kind = 'predict'
 
     def _before_validate(self) -> None:
         if self.learn.phase != 'predict':
             self.passes['eval'].start()
-            self.place = 'eval'
+            self.loader_kind = 'eval'
 
     def _after_batch(self) -> None:
         if self.learn.training:
-            self.previous = self._at_start
+            self.previous_counts = self._batch_start_counts
             return
-        run = self.passes['predict' if self.learn.phase == 'predict' else 'eval']
-        run.batches, run.samples = run.batches + 1, run.samples + sample_count(self.learn)
+        current = self.passes['predict' if self.learn.phase == 'predict' else 'eval']
+        current.batches += 1
+        current.samples += sample_count(self.learn)
 
     def _after_validate(self) -> None:
         learn, recorder = self.learn, recorder_of(self.learn)
@@ -426,7 +440,7 @@ class _FromComposer(Callback):
             self.measured[label_of(learn.dl_name)] = {k: Measured(v) for k, v in values.items()}
 
     def _measure_training(self) -> None:
-        "Keep the Recorder's values of the epoch's training."
+        "Store the Recorder's training loss and metrics of the epoch."
         recorder = recorder_of(self.learn)
         values = {} if recorder is None else recorder._frame.values
         self.measured['train'] = {
@@ -435,113 +449,92 @@ class _FromComposer(Callback):
             if k.startswith('train_') and isinstance(v, (int, float))
         }
 
-    def counts(self) -> dict[str, Any]:
+    def collect_counts(self) -> dict[str, Any]:
         "Return the fields of a Composer timestamp."
-        if self._cut is not None:
-            return self._cut
-        now, over, start = self.learn.time, self._epoch_over, self._since
-        at = now if over else self._since_epoch
-        evaluating = perf_counter() - self._eval_began if self._eval_began and self.in_fit else 0.0
-        wall = timedelta(seconds=max(0.0, now.sec - self._evaluated - evaluating))
-        since = timedelta(seconds=0.0 if over else max(0.0, now.sec - at.sec))
+        if self._unfinished_counts is not None:
+            return self._unfinished_counts
+        now, iteration_start = self.learn.time, self._iteration_start
+        epoch_start = now if self._is_epoch_over else self._epoch_start
+        epoch = now.ep + self._is_epoch_over
+        eval_seconds = self._eval_seconds
+        if self._eval_start and self.in_fit:
+            eval_seconds += perf_counter() - self._eval_start
         return {
             'iteration': now.iter,
-            'epoch': now.ep + over,
+            'epoch': epoch,
             'batch': now.ba,
             'sample': now.sp,
             'token': now.tok,
-            'epoch_in_iteration': now.ep + over - start.ep,
-            'token_in_iteration': now.tok - start.tok,
-            'batch_in_epoch': now.ba - at.ba,
-            'sample_in_epoch': now.sp - at.sp,
-            'token_in_epoch': now.tok - at.tok,
-            'total_wct': wall,
-            'epoch_wct': since,
+            'epoch_in_iteration': epoch - iteration_start.ep,
+            'token_in_iteration': now.tok - iteration_start.tok,
+            'batch_in_epoch': now.ba - epoch_start.ba,
+            'sample_in_epoch': now.sp - epoch_start.sp,
+            'token_in_epoch': now.tok - epoch_start.tok,
+            'total_wct': timedelta(seconds=max(0.0, now.sec - eval_seconds)),
+            'epoch_wct': timedelta(seconds=max(0.0, now.sec - epoch_start.sec)),
         }
 
     def stop(self) -> None:
-        "End the fit; the end of training is now, as Composer's `stop_training` sets it."
-        end = self.end()
+        "End the fit, and set the end of training to the current time, as Composer's `stop_training` does."
+        end = self.find_end()
         unit = 'ba' if end is None or end[1] == 'ep' else end[1]
         self._stopped_at = self.view.timestamp.get(unit).value, unit
         self.learn.stop()
 
-    def end(self) -> tuple[Any, str] | None:
-        "Return end and unit of training over all fits; None if unknown or not a Composer unit."
+    def find_end(self) -> tuple[Any, str] | None:
+        "Return value and unit of the end of training over all fits; None if unknown or not a Composer unit."
         if not self.has_fitted:
             return None
-        budget = self._budget()
+        budget = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
         if self._stopped_at is not None:
-            self._end = self._stopped_at
-        elif budget:
-            self._end = budget
+            self._last_end = self._stopped_at
+        elif budget is not None:
+            self._last_end = budget.total_at_start + budget.total.value, budget.total.unit
         elif self.in_fit and isinstance(self.learn.n_epoch, int):
-            self._end = self._epochs_before + self.learn.n_epoch, 'ep'
-        return None if self._end is None or self._end[1] == 'st' else self._end
-
-    def _budget(self) -> tuple[Any, str] | None:
-        found = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
-        if found is None:
-            return None
-        return found.total_at_start + found.total.value, found.total.unit
+            self._last_end = self._n_previous_epochs + self.learn.n_epoch, 'ep'
+        return None if self._last_end is None or self._last_end[1] == 'st' else self._last_end
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state, the start of epoch and iteration, and the measurements."
-        measured = {
-            label: {k: float(v) for k, v in values.items()}
-            for label, values in self.measured.items()
-        }
+        "Return the callback's state, the counts of this adapter and the last metric values."
+        measured = {}
+        for label, values in self.measured.items():
+            measured[label] = {k: float(v) for k, v in values.items()}
+        counts = self.previous_counts or {}
+        durations = {k: v.total_seconds() for k, v in counts.items() if isinstance(v, timedelta)}
         return {
             'callback': state_of(self.wrapped),
-            'epoch': self._since_epoch.state_dict(),
-            'iteration': self._since.state_dict(),
-            'previous': _without_walls(self.previous),
-            'walls': _walls(self.previous),
-            'over': self._epoch_over,
-            'evaluated': self._evaluated,
-            'epochs': self._epochs_before,
+            'epoch': self._epoch_start.state_dict(),
+            'iteration': self._iteration_start.state_dict(),
+            'previous': {k: v for k, v in counts.items() if k not in durations} or None,
+            'walls': durations,
+            'over': self._is_epoch_over,
+            'evaluated': self._eval_seconds,
+            'epochs': self._n_previous_epochs,
             'measured': measured,
             'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()},
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the callback's state and the counts."
-        self._since_epoch = Timestamp.from_state_dict(sd['epoch'])
-        self._since = Timestamp.from_state_dict(sd['iteration'])
-        self._epoch_over = sd['over']
-        self.previous = sd['previous'] and {**sd['previous'], **_as_durations(sd['walls'])}
-        self._evaluated = sd['evaluated']
-        self._epochs_before = sd['epochs']
+        "Restore the callback's state, the counts and the last metric values."
+        self._epoch_start = Timestamp.from_state_dict(sd['epoch'])
+        self._iteration_start = Timestamp.from_state_dict(sd['iteration'])
+        self._is_epoch_over = sd['over']
+        durations = {name: timedelta(seconds=seconds) for name, seconds in sd['walls'].items()}
+        self.previous_counts = {**sd['previous'], **durations} if sd['previous'] else None
+        self._eval_seconds = sd['evaluated']
+        self._n_previous_epochs = sd['epochs']
         for name, counts in sd['passes'].items():
             self.passes[name].batches, self.passes[name].samples = counts
-        self.measured = {
-            label: {k: Measured(v) for k, v in values.items()}
-            for label, values in sd['measured'].items()
-        }
+        self.measured = {}
+        for label, values in sd['measured'].items():
+            self.measured[label] = {k: Measured(v) for k, v in values.items()}
         load_state(self.wrapped, sd['callback'])
 
 
-def _walls(counts: Mapping[str, Any] | None) -> dict[str, float]:
-    "Return the seconds of a timestamp's fields that are durations."
-    found = {} if counts is None else counts
-    return {k: v.total_seconds() for k, v in found.items() if isinstance(v, timedelta)}
-
-
-def _without_walls(counts: Mapping[str, Any] | None) -> dict[str, int] | None:
-    "Return the counts of a timestamp's fields."
-    if counts is None:
-        return None
-    return {k: v for k, v in counts.items() if not isinstance(v, timedelta)}
-
-
-def _as_durations(walls: Mapping[str, float]) -> dict[str, timedelta]:
-    return {name: timedelta(seconds=seconds) for name, seconds in walls.items()}
-
-
 class _FromAlgorithm(_FromComposer):
-    "Run a Composer algorithm: `apply` at the events that `match` names, before callbacks."
+    "Run a Composer algorithm, before callbacks: `apply` at each event for which `match` returns True."
 
     order, is_algorithm = 59, True
 
@@ -549,7 +542,7 @@ class _FromAlgorithm(_FromComposer):
         return {'run_event': self._apply}, own_hooks(cb, ['close', 'post_close'])
 
     def begin(self) -> None:
-        "Run `init` after the callbacks' own, as Composer does."
+        "Run `init` after the `init` of callbacks, as Composer does."
         for cb in self.learn.cbs:
             if isinstance(cb, _FromComposer) and not cb.is_algorithm:
                 cb.begin()
@@ -561,7 +554,7 @@ class _FromAlgorithm(_FromComposer):
 
 
 class _FromDestination(_FromComposer):
-    "Run a logger destination of Composer, after callbacks, and give it what `learn.log` logs."
+    "Run a logger destination of Composer, after callbacks, and pass the values of `learn.log` to it."
 
     order, is_destination = 61, True
 
@@ -572,5 +565,5 @@ class _FromDestination(_FromComposer):
         weight: Any = 1,  # unused
         shown: bool = True,  # unused
     ) -> None:
-        "Pass a value to the destination, at the present batch."
-        self.wrapped.log_metrics({name: value}, self.counts()['batch'])
+        "Pass a value to the destination, at the current batch."
+        self.wrapped.log_metrics({name: value}, self.collect_counts()['batch'])

@@ -27,14 +27,15 @@ __all__ = [
     'ComposerLogger',
     'Measured',
     'Precision',
+    'adapters_of',
     'destinations_of',
     'label_of',
     'log_as_named',
     'trainer_of',
 ]
 
-# attributes of Composer's State that are missing here, with their meaning and a replacement
-NOT_HERE = {
+# attributes of Composer's State that `ComposerState` lacks, with their meaning and a replacement
+UNSUPPORTED = {
     'fsdp_config': 'the settings of FSDP',
     'deepspeed_config': 'the settings of DeepSpeed',
     'tp_config': 'the settings of tensor parallelism',
@@ -63,7 +64,7 @@ class Precision(StrEnum):
 
 
 class Measured(float):
-    """Value of a metric, which `compute()` returns as a tensor.
+    """Float that `compute()` returns as a tensor, like the value of a torchmetrics metric.
 
     >>> Measured(0.5).compute(), Measured(0.5) > 0.4
     (tensor(0.5000), True)
@@ -79,22 +80,22 @@ class ComposerState:
 
     Writable attributes: `batch` (the input of the model, before the forward pass), `outputs` (in
     `after_forward` and `before_loss`, the input of the loss), `loss` (in `after_loss` and
-    `before_backward`, the input of backward), `model`, and `max_duration` if it has been reached
-    already, which ends the fit like `stop_training()`. Metrics and loaders have the Learner's
-    names, except an unnamed validation loader, which is `'eval'`. Any other attribute raises
-    `AttributeError` with a replacement.
+    `before_backward`, the input of backward), `model`, and `max_duration`. Setting `max_duration`
+    to a time that is reached already ends the fit, like `stop_training()`. Metrics and loaders have
+    the Learner's names, except that an unnamed validation loader is `'eval'`. Any other attribute
+    raises `AttributeError` with a replacement.
     """
 
     def __init__(
         self,
-        watch: Any,  # adapter, with its counts and its learner
+        adapter: Any,  # callback of `from_composer` or `from_ksuit`
     ) -> None:
-        self.__dict__['_watch'] = watch
+        self.__dict__['_adapter'] = adapter
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
             raise AttributeError(name)
-        reason = NOT_HERE.get(name)
+        reason = UNSUPPORTED.get(name)
         if reason:
             what = f'Composer has there {reason}.'
         else:
@@ -118,11 +119,12 @@ class ComposerState:
 
     @property
     def learn(self) -> Any:
-        "The Learner itself; not part of Composer."
-        return self._watch.learn
+        "The Learner; Composer's state has no such attribute."
+        return self._adapter.learn
 
-    def _time(self, value: Any, unit: str) -> Any:
-        types = self._watch.types
+    def _make_time(self, value: Any, unit: str) -> Any:
+        "Return a time of the class that the callback expects."
+        types = self._adapter.types
         return types.Time(value, types.TimeUnit(unit))
 
     # -- time --------------------------------------------------------------------------------------
@@ -130,34 +132,34 @@ class ComposerState:
     @property
     def timestamp(self) -> Any:
         "Finished training over all fits; wall-clock times exclude evaluation."
-        return self._watch.types.Timestamp(**self._watch.counts())
+        return self._adapter.types.Timestamp(**self._adapter.collect_counts())
 
     @property
     def previous_timestamp(self) -> Any:
-        "Timestamp before the last batch, or before the end of the epoch; None before the first batch."
-        counts = self._watch.previous
-        return None if counts is None else self._watch.types.Timestamp(**counts)
+        "Timestamp before the last batch or before the last end of an epoch; None before the first batch."
+        counts = self._adapter.previous_counts
+        return None if counts is None else self._adapter.types.Timestamp(**counts)
 
     @property
     def eval_timestamp(self) -> Any:
-        "Finished part of the current or last evaluated loader."
-        return self._watch.passes['eval'].timestamp(self._watch.types)
+        "Finished batches and samples of the current or last evaluation of a loader."
+        return self._adapter.passes['eval'].make_timestamp(self._adapter.types)
 
     @property
     def predict_timestamp(self) -> Any:
-        "Finished part of the predictions."
-        return self._watch.passes['predict'].timestamp(self._watch.types)
+        "Finished batches and samples of the current or last predictions."
+        return self._adapter.passes['predict'].make_timestamp(self._adapter.types)
 
     @property
     def max_duration(self) -> Any:
-        "End of training over all fits; None before the first fit, without an end, and for steps."
-        end = self._watch.end()
-        return None if end is None else self._time(*end)
+        "End of training over all fits; None before the first fit, without an end, and for a budget of steps."
+        end = self._adapter.find_end()
+        return None if end is None else self._make_time(*end)
 
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
         if end is not None and self.timestamp >= end:
-            return self._watch.stop()
+            return self._adapter.stop()
         raise AttributeError(
             '`state.max_duration` can only be set to a time that is reached already, which ends the '
             'fit. Give the length to `learn.fit`.'
@@ -170,21 +172,21 @@ class ComposerState:
 
     def stop_training(self) -> None:
         "End the fit after the current batch or epoch, like `learn.stop()`, and set `max_duration`."
-        self._watch.stop()
+        self._adapter.stop()
 
     # -- the batch ---------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Any:
-        "The batch or microbatch: as the loader gave it up to `after_dataloader`, then on the device."
+        "The batch or microbatch; up to `after_dataloader` as the loader returned it, later on the device."
         learn = self.learn
-        if not self._watch.is_split:
+        if not self._adapter.is_split:
             return learn.batch
         return whole_batch(learn)
 
     @batch.setter
     def batch(self, batch: Any) -> None:
-        if self._watch.is_split:
+        if self._adapter.is_split:
             self.learn._split(batch)
         else:
             self.learn.batch = batch
@@ -211,7 +213,7 @@ class ComposerState:
 
     @property
     def outputs(self) -> Any:
-        "Output of the model for this batch or microbatch; an empty tensor before its forward pass."
+        "Output of the model for this batch or microbatch; an empty tensor before the forward pass."
         outputs = self.learn.__dict__.get('pred')
         return torch.Tensor() if outputs is None else outputs
 
@@ -221,48 +223,51 @@ class ComposerState:
 
     @property
     def loss(self) -> Any:
-        """Loss of the last microbatch of training, also during evaluation; at first an empty tensor.
+        """Loss of the last training microbatch, also during evaluation; an empty tensor before the first one.
 
-        In `after_loss` and `before_backward` it is the loss that backward uses.
+        In `after_loss` and `before_backward`, `loss` is the tensor on which `backward` is called.
         """
-        learn, watch = self.learn, self._watch
-        if watch.has_graph and 'loss_grad' in learn.__dict__:
+        learn, adapter = self.learn, self._adapter
+        if adapter.has_graph and 'loss_grad' in learn.__dict__:
             return learn.loss_grad
-        return torch.Tensor() if watch.last_loss is None else watch.last_loss
+        return torch.Tensor() if adapter.last_loss is None else adapter.last_loss
 
     @loss.setter
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
-            self.learn.loss_grad, self._watch.last_loss = loss, self.learn.loss
+            self.learn.loss_grad, self._adapter.last_loss = loss, self.learn.loss
 
     @property
     def total_loss_dict(self) -> dict[str, float]:
-        "Loss of the last batch under Composer's name; reading it waits for the device."
-        loss = self._watch.batch_loss
+        "Loss of the last batch under Composer's name; reading the attribute waits for the device."
+        loss = self._adapter.batch_loss
         return {} if loss is None else {'loss/train/total': float(loss)}
 
     @property
     def device_train_microbatch_size(self) -> Any:
-        "Samples of a microbatch; for 'auto' the size that fits so far; otherwise of a training batch."
+        "Samples per microbatch (for 'auto', the current size), or per training batch without microbatches."
         size = self.learn.microbatch
-        if size is None and not self._watch.place:
+        if size is None and not self._adapter.loader_kind:
             return None
-        return (self.learn.auto_microbatch if size == 'auto' else size) or self._batch_size()
+        return (self.learn.auto_microbatch if size == 'auto' else size) or self._find_batch_size()
 
     @property
     def grad_accum(self) -> int:
-        "Number of microbatches of a batch."
-        size, n = self.device_train_microbatch_size, self._samples()
+        "Number of microbatches per batch."
+        size, n = self.device_train_microbatch_size, self._count_samples()
         return -(-n // size) if size and n else 1
 
-    def _batch_size(self) -> int:
-        "Return the batch size of the training loader, or the size of the current batch if it has none."
+    def _find_batch_size(self) -> int:
+        "Return the batch size of the training loader, or of the current batch if the loader has no size."
         train = self.learn.dls.train
         sizes = (getattr(train, name, None) for name in _BATCH_SIZES)
-        return next((size for size in sizes if isinstance(size, int)), None) or self._samples()
+        return (
+            next((size for size in sizes if isinstance(size, int)), None) or self._count_samples()
+        )
 
-    def _samples(self) -> int:
+    def _count_samples(self) -> int:
+        "Return the number of samples of the current batch, or 0 if unknown."
         try:
             if self.learn.batch is None:
                 return count_samples(self.learn)
@@ -283,7 +288,7 @@ class ComposerState:
 
     @property
     def optimizers(self) -> list[Any]:
-        "The torch optimizers; before the first fit, the ready optimizer that the Learner was given."
+        "The torch optimizers; before the first fit, the Learner's `opt_func` if it is an optimizer."
         learn = self.learn
         if learn.opt is not None:
             return list(learn.opt.optimizers.values())
@@ -297,7 +302,7 @@ class ComposerState:
     @property
     def algorithms(self) -> list[Any]:
         "The Composer algorithms of the Learner, unwrapped."
-        return [cb.wrapped for cb in self._wrapping() if cb.is_algorithm]
+        return [cb.wrapped for cb in adapters_of(self.learn) if cb.is_algorithm]
 
     @property
     def _mixed_precision(self) -> Any:
@@ -321,7 +326,7 @@ class ComposerState:
 
     @property
     def device(self) -> Any:
-        "Object with the device's `name` and `tensor_to_device`, `batch_to_device`, `module_to_device`."
+        "Namespace with the device's `name`, and `tensor_to_device`, `batch_to_device`, `module_to_device`."
         device = model_device(self.learn.model, self.learn.dls)
         move = lambda b: to_device(b, device)
         return SimpleNamespace(
@@ -335,14 +340,11 @@ class ComposerState:
     @property
     def callbacks(self) -> list[Any]:
         "The Composer callbacks of the Learner, unwrapped."
-        return [cb.wrapped for cb in self._wrapping() if not cb.is_algorithm]
-
-    def _wrapping(self) -> list[Any]:
-        return [cb for cb in self.learn.cbs if hasattr(type(cb), 'is_composer')]
+        return [cb.wrapped for cb in adapters_of(self.learn) if not cb.is_algorithm]
 
     @property
     def run_name(self) -> str:
-        "Name of the Learner's folder."
+        "Name of the folder `learn.path`."
         return self.learn.path.resolve().name
 
     @property
@@ -369,24 +371,24 @@ class ComposerState:
 
     @property
     def dataloader(self) -> Any:
-        "The training loader, except while a loader is evaluated or predicted on; None in `init`."
-        place = self._watch.place
-        if not place:
+        "The training loader, or the loader of the current evaluation or prediction; None in `init`."
+        kind = self._adapter.loader_kind
+        if not kind:
             return None
-        return self.learn.dls.train if place == 'train' else self.learn.dl
+        return self.learn.dls.train if kind == 'train' else self.learn.dl
 
     @property
     def dataloader_label(self) -> str | None:
-        "'train', 'eval', 'predict', or the name of the validation loader that is evaluated."
-        place: str = self._watch.place
-        return label_of(self.learn.dl_name) if place == 'eval' else place or None
+        "Label of `dataloader`: 'train', 'eval', 'predict', or the name of a validation loader."
+        kind: str = self._adapter.loader_kind
+        return label_of(self.learn.dl_name) if kind == 'eval' else kind or None
 
     @property
     def dataloader_len(self) -> ComposerTime | None:
         "Number of batches of the loader; None if unknown."
         dl = self.dataloader
         n = None if dl is None else n_batches(dl)
-        return None if n is None else self._time(n, 'ba')
+        return None if n is None else self._make_time(n, 'ba')
 
     @property
     def train_dataloader(self) -> Any:
@@ -395,7 +397,7 @@ class ComposerState:
     @property
     def evaluators(self) -> list[Any]:
         "The validation loaders with their labels: `evaluator.label`, `evaluator.dataloader.dataloader`."
-        if not self._watch.place:
+        if not self._adapter.loader_kind:
             return []
         return [
             SimpleNamespace(
@@ -408,37 +410,39 @@ class ComposerState:
 
     @property
     def train_metrics(self) -> dict[str, Any]:
-        """Metrics of the last batch for a model with training metrics of its own.
+        """Metrics of the last batch by name, for a `ComposerModel` with training metrics.
 
-        For other models, training loss and metrics of the epoch by name, from `epoch_end` on.
+        For other models, training loss and metrics of the epoch, from `epoch_end` on.
         """
-        trainer = trainer_of(self.learn) if self._watch.place else None
+        trainer = trainer_of(self.learn) if self._adapter.loader_kind else None
         if trainer is not None and trainer.batch_metrics:
             return dict(trainer.batch_metrics)
-        return self._watch.measured.get('train', {})
+        return self._adapter.measured.get('train', {})
 
     @property
     def eval_metrics(self) -> dict[str, dict[str, Measured]]:
-        "Loss and metrics of the last evaluation by name, by label of the loader."
-        measured = {k: v for k, v in self._watch.measured.items() if k != 'train'}
+        "Loss and metrics of the last evaluation of each loader: `eval_metrics[label][name]`."
+        measured = {k: v for k, v in self._adapter.measured.items() if k != 'train'}
         unused = {m.name: m.metric for m in self.learn.metrics if isinstance(m, ModelMetric)}
         return {evaluator.label: unused for evaluator in self.evaluators} | measured
 
     @property
     def metrics(self) -> dict[str, Any]:
-        "Loss and metrics of training and of every loader, by label."
+        "`train_metrics` as 'train', and `eval_metrics` by label."
         return {'train': self.train_metrics, **self.eval_metrics}
 
     @property
     def train_metric_values(self) -> dict[str, float]:
-        "The values of `train_metrics`."
+        "Values of `train_metrics` by name."
         return {name: float(metric.compute()) for name, metric in self.train_metrics.items()}
 
     @property
     def eval_metric_values(self) -> dict[str, float]:
-        "The values of the last evaluation, by name."
+        "Values of the last evaluation of every loader, by name."
         return {
-            name: float(value) for own in self.eval_metrics.values() for name, value in own.items()
+            name: float(value)
+            for metrics in self.eval_metrics.values()
+            for name, value in metrics.items()
         }
 
     @property
@@ -448,13 +452,13 @@ class ComposerState:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def get_model_state_dict(self) -> dict[str, Any]:
-        "Return the weights."
+        "Return the model's state dict."
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return get_model_state_dict(self.model)
 
     def get_optim_state_dict(self) -> dict[str, Any]:
-        "Return the states of the optimizers by class, with parameters by name."
+        "Return the optimizers' state dicts by class name, with parameters by name."
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         return {
@@ -463,7 +467,7 @@ class ComposerState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, optimizers, timestamp and callbacks' states in the form of Composer's files.
+        """Return weights, optimizers, timestamp and callbacks' states in the format of Composer's checkpoints.
 
         To resume a fit, use the Learner's checkpoints.
         """
@@ -498,7 +502,7 @@ class ComposerState:
         strict: bool = True,  # whether all names must match
         **_: Any,  # options of Composer for algorithms
     ) -> None:
-        "Load the weights."
+        "Load the model's weights from a Composer checkpoint."
         self.model.load_state_dict(state_dict['model'], strict)
 
     def load_state_dict(
@@ -508,9 +512,9 @@ class ComposerState:
         strict: bool = False,  # whether all names must match
         **_: Any,  # options of Composer for algorithms
     ) -> None:
-        """Load weights, optimizers, callbacks' states and counts, except the position in the epoch.
+        """Load weights, optimizers, callbacks' states and counts, without the position in the epoch.
 
-        Optimizers are loaded if the Learner has them: from the start of its first fit on.
+        Optimizers are loaded only if they exist, that is, after the first fit has started.
         """
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -528,6 +532,7 @@ class ComposerState:
             self._load_counts(counts)
 
     def _load_counts(self, counts: Mapping[str, Any]) -> None:
+        "Set the Learner's counters; warn if the checkpoint was taken within an epoch."
         counters = self.learn.counters
         counters.epochs, counters.batches = counts['epoch'], counts['batch']
         counters.samples, counters.tokens = counts['sample'], counts['token']
@@ -544,12 +549,17 @@ def _states_by_class(cbs: list[Any]) -> dict[str, Any]:
 
 
 def label_of(dl_name: str) -> str:
-    "Return Composer's label of a loader: 'eval' for the unnamed validation loader, else its name."
+    "Return Composer's label of a loader: 'eval' for the unnamed validation loader, otherwise its name."
     return 'eval' if dl_name == 'valid' else dl_name
 
 
+def adapters_of(learn: LearnerLike) -> list[Any]:
+    "Return the callbacks of the Learner that `from_composer` created."
+    return [cb for cb in learn.cbs if hasattr(type(cb), 'is_composer')]
+
+
 def trainer_of(learn: LearnerLike) -> Any:
-    "Return the callback that measures what Composer's Trainer measures, or None."
+    "Return the Learner's `ComposerTrainer`, or None."
     return next((cb for cb in learn.cbs if hasattr(type(cb), 'is_composer_trainer')), None)
 
 
@@ -557,9 +567,9 @@ def measured_values(
     learn: LearnerLike,
     values: Mapping[str, Any],  # values of an evaluation by column
 ) -> dict[str, float]:
-    """Return the numbers of the loader that is evaluated, without the prefix of the loader.
+    """Return loss and metrics of the evaluated loader by name, without the loader's prefix.
 
-    The loss that a model of whole batches computes itself is left out: Composer does not evaluate it.
+    The loss that a `ComposerModel` computes is left out, because Composer does not evaluate it.
     """
     name = learn.dl_name
     prefix = '' if name == 'valid' else f'{name}/'
@@ -572,15 +582,15 @@ def measured_values(
 
 
 def destinations_of(learn: LearnerLike) -> list[Any]:
-    "Return the callbacks of the Learner that are Composer's logger destinations, ready to log."
-    found: list[Any] = [cb for cb in learn.cbs if getattr(cb, 'is_destination', False)]
-    for cb in found:
+    "Return the adapters of Composer's logger destinations, after running their `init`."
+    destinations: list[Any] = [cb for cb in learn.cbs if getattr(cb, 'is_destination', False)]
+    for cb in destinations:
         cb.begin()
-    return found
+    return destinations
 
 
 def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
-    "Log a value without the prefix of the loader that `learn.log` adds in evaluation."
+    "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
         receive = getattr(type(cb), 'receive_log', None)
         if receive and not getattr(cb, 'is_destination', False):
@@ -588,48 +598,49 @@ def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
 
 
 class ComposerLogger:
-    """Composer's logger: metrics go to `learn.log`, other content to callbacks that accept it.
+    """Composer's logger: pass metrics to `learn.log`, and other content to callbacks that accept it.
 
-    Metrics are averaged over the epoch and become columns of the history. Hyper-parameters, tables
-    and traces (as text) and images go to learnkit's loggers, and to each callback with such a
-    method (`log_params(params)`, `log_text(step, name, text)`, `log_images(step, name, images)`);
-    files go to callbacks with `log_file(name, path)`. Composer's own logger destinations, added
-    with `from_composer`, get everything as in Composer, at the same step.
+    Metrics are averaged over the epoch and become columns of the history. Hyperparameters, images,
+    and tables and traces (as text) are passed to learnkit's loggers, and to each callback with such
+    a method (`log_params(params)`, `log_text(step, name, text)`, `log_images(step, name, images)`).
+    Files are passed to callbacks with `log_file(name, path)`. Composer's logger destinations, added
+    with `from_composer`, receive everything at the same step as in Composer.
     """
 
     def __init__(
         self,
-        watch: Any,  # adapter
+        adapter: Any,  # callback of `from_composer`
     ) -> None:
-        self._watch = watch
+        self._adapter = adapter
 
     @property
     def destinations(self) -> tuple[Any, ...]:
-        "Composer's logger destinations of the Learner, unwrapped."
-        return tuple(cb.wrapped for cb in destinations_of(self._watch.learn))
+        "The Composer logger destinations of the Learner, unwrapped."
+        return tuple(cb.wrapped for cb in destinations_of(self._adapter.learn))
 
     def _send(self, method: str, *content: Any, **options: Any) -> None:
         "Call a method of each destination."
         for destination in self.destinations:
             getattr(destination, method)(*content, **options)
 
-    def _step(self, step: int | None) -> int:
-        return self._watch.counts()['batch'] if step is None else step
+    def _find_step(self, step: int | None) -> int:
+        return self._adapter.collect_counts()['batch'] if step is None else step
 
-    def _methods(self, method: str) -> list[Any]:
-        return [getattr(cb, method) for cb in self._watch.learn.cbs if hasattr(type(cb), method)]
+    def _find_methods(self, method: str) -> list[Any]:
+        "Return the methods of this name that the Learner's callbacks define."
+        return [getattr(cb, method) for cb in self._adapter.learn.cbs if hasattr(type(cb), method)]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        "Log numbers by name; without any gradient, norms of gradients are left out."
-        if self._watch.has_no_gradients():
+        "Log numbers by name; gradient norms are left out for a batch without gradients."
+        if self._adapter.has_no_gradients():
             metrics = {k: v for k, v in metrics.items() if not k.startswith(GRADIENT_NORMS)}
         for name, value in metrics.items():
-            log_as_named(self._watch.learn, name, value)
-        self._send('log_metrics', metrics, self._step(step))
+            log_as_named(self._adapter.learn, name, value)
+        self._send('log_metrics', metrics, self._find_step(step))
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
-        send_to_loggers(self._watch.learn, 'log_params', parameters)
+        send_to_loggers(self._adapter.learn, 'log_params', parameters)
         self._send('log_hyperparameters', parameters)
 
     def log_table(
@@ -639,12 +650,12 @@ class ComposerLogger:
         name: str = 'Table',
         step: int | None = None,
     ) -> None:
-        "Log a table as text, in Markdown."
+        "Log a table as Markdown text."
         lines = []
         for cells in [columns, ['---'] * len(columns), *rows]:
             lines.append(f'| {" | ".join(map(str, cells))} |')
         self._log_text(name, '\n'.join(lines))
-        self._send('log_table', columns, rows, name, self._step(step))
+        self._send('log_table', columns, rows, name, self._find_step(step))
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         "Log traces as text."
@@ -653,7 +664,7 @@ class ComposerLogger:
         self._send('log_traces', traces)
 
     def _log_text(self, name: str, text: str) -> None:
-        send_to_loggers(self._watch.learn, 'log_text', name, text)
+        send_to_loggers(self._adapter.learn, 'log_text', name, text)
 
     def log_images(
         self,
@@ -665,28 +676,28 @@ class ComposerLogger:
         mask_class_labels: Any = None,
         use_table: bool = True,
     ) -> None:
-        "Log images; learnkit's loggers get them with the channels first."
+        "Log images; learnkit's loggers receive images with channels first."
         self._send(
             'log_images',
             images,
             name,
             channels_last,
-            self._step(step),
+            self._find_step(step),
             masks,
             mask_class_labels,
             use_table,
         )
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
-        send_to_loggers(self._watch.learn, 'log_images', name, images)
+        send_to_loggers(self._adapter.learn, 'log_images', name, images)
 
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
     ) -> None:
         "Pass a file to the callbacks and destinations that store files."
-        for log in self._methods('log_file'):
+        for log in self._find_methods('log_file'):
             log(remote_file_name, file_path)
-        state = self._watch.view
+        state = self._adapter.view
         name, path = (
             text.replace('{run_name}', state.run_name)
             for text in (remote_file_name, str(file_path))
@@ -696,5 +707,5 @@ class ComposerLogger:
 
     def has_file_upload_destination(self) -> bool:
         "Return True if a callback or destination stores files."
-        can = [destination.can_upload_files() for destination in self.destinations]
-        return bool(self._methods('log_file')) or any(can)
+        can_upload = [destination.can_upload_files() for destination in self.destinations]
+        return bool(self._find_methods('log_file')) or any(can_upload)

@@ -1,4 +1,4 @@
-"""Composer's time: numbers with a unit that compare with strings, and timestamps."""
+"""Composer's events, time units, times that compare with strings, and timestamps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from learnkit.interop.hooks import is_of
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
 
-_AFTER = {'START': 'END', 'BEFORE': 'AFTER'}
+_OPENING_WORDS, _CLOSING_WORDS = ('start', 'before'), ('end', 'after')  # parts of event names
 
 
 class Event(StrEnum):
-    """Events of Composer's loop, by Composer's names.
+    """Events of Composer's loop, with Composer's names.
 
-    An event equals its value in either case, and Composer's own event of the same name.
+    An event equals its value in lower or upper case, and the event of the same name in Composer's `Event`.
 
     >>> Event.FIT_START == 'fit_start', Event.FIT_START == 'FIT_START', Event.FIT_START.name, Event.FIT_START.value
     (True, True, 'FIT_START', 'fit_start')
@@ -86,20 +86,19 @@ class Event(StrEnum):
 
     @property
     def is_before_event(self) -> bool:
-        "Whether a later event closes what this event opens."
-        return any(part in _AFTER for part in self.name.split('_'))
+        "Whether this event opens a level that a later event closes."
+        return any(part in _OPENING_WORDS for part in self.value.split('_'))
 
     @property
     def is_after_event(self) -> bool:
-        "Whether this event closes what an earlier event has opened."
-        return any(part in _AFTER.values() for part in self.name.split('_'))
+        "Whether this event closes a level that an earlier event opened."
+        return any(part in _CLOSING_WORDS for part in self.value.split('_'))
 
     @property
     def canonical_name(self) -> str:
-        "Common part of the names of an opening and a closing event."
-        return '_'.join(
-            p for p in self.value.split('_') if p not in ('before', 'after', 'start', 'end')
-        )
+        "Name of the event without `before`, `after`, `start` and `end`."
+        words = (*_OPENING_WORDS, *_CLOSING_WORDS)
+        return '_'.join(part for part in self.value.split('_') if part not in words)
 
     @property
     def is_eval(self) -> bool:
@@ -124,9 +123,9 @@ class TimeUnit(StrEnum):
 
 @total_ordering
 class ComposerTime:
-    """Number with a unit, which compares with numbers, strings and other times of the same unit.
+    """Number with a unit that compares with numbers, strings and other times of the same unit.
 
-    Unlike `learnkit.core.time.Time` it may be negative, like differences in Composer.
+    Unlike `learnkit.core.time.Time`, a `ComposerTime` may be negative, like differences in Composer.
 
     >>> now = ComposerTime(3, 'ep')
     >>> now.value, int(now), now >= '2ep', now == 3, now - '5ep', now / '6ep'
@@ -146,7 +145,7 @@ class ComposerTime:
         time = Time(text)
         return cls(time.value, time.unit)
 
-    def _read(self, other: Any) -> ComposerTime:
+    def _parse(self, other: Any) -> ComposerTime:
         "Convert a time, a string, or a number of this unit to a `ComposerTime`."
         if isinstance(other, (int, float)):
             return ComposerTime(other, self.unit)
@@ -157,7 +156,8 @@ class ComposerTime:
         return ComposerTime(other.value, other.unit)
 
     def _value_of(self, other: Any) -> int | float:
-        other = self._read(other)
+        "Return the value of a time, a string or a number in this unit; raise `TimeError` for another unit."
+        other = self._parse(other)
         if other.unit is self.unit:
             return other.value
         raise TimeError(
@@ -207,7 +207,7 @@ class ComposerTime:
         return ComposerTime(self.value / self._value_of(other), TimeUnit.DURATION)
 
     def __mul__(self, other: Any) -> ComposerTime:
-        factor = self._read(other)
+        factor = self._parse(other)
         if isinstance(other, (int, float)):
             return self._new(type(self.value)(self.value * other))
         if TimeUnit.DURATION not in (factor.unit, self.unit):
@@ -237,7 +237,7 @@ _UNITS = {'iteration': 'iter', 'epoch': 'ep', 'batch': 'ba', 'sample': 'sp', 'to
 @total_ordering
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ComposerTimestamp:
-    """Finished training in every unit: each field is a time; comparisons use the unit of the other time.
+    """Finished training in every unit; comparisons with a time use the unit of that time.
 
     >>> now = ComposerTimestamp(epoch=2, batch=7, batch_in_epoch=1, sample=56)
     >>> now.batch.value, now >= '7ba', now < '3ep', now.get('sp')
@@ -275,7 +275,8 @@ class ComposerTimestamp:
             )
         return getattr(self, name)
 
-    def _with_unit_of(self, other: Any) -> tuple[ComposerTime, Any]:
+    def _match_unit(self, other: Any) -> tuple[ComposerTime, Any]:
+        "Return this timestamp in the unit of another time, and that time."
         if isinstance(other, str):
             other = ComposerTime.from_timestring(other)
         return self.get(other.unit), other
@@ -285,11 +286,11 @@ class ComposerTimestamp:
             return self.state_dict() == other.state_dict()
         if not isinstance(other, str) and not hasattr(other, 'unit'):
             return NotImplemented
-        own, other_time = self._with_unit_of(other)
+        own, other_time = self._match_unit(other)
         return own == other_time
 
     def __lt__(self, other: Any) -> bool:
-        own, other_time = self._with_unit_of(other)
+        own, other_time = self._match_unit(other)
         return own < other_time
 
     def __hash__(self) -> int:
@@ -299,7 +300,7 @@ class ComposerTimestamp:
         return f'Timestamp({", ".join(f"{k}={v}" for k, v in self.state_dict().items() if v)})'
 
     def state_dict(self) -> dict[str, Any]:
-        "Return plain numbers; durations in seconds."
+        "Return the fields as plain numbers, durations in seconds."
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {
             k: v.total_seconds() if isinstance(v, timedelta) else v.value for k, v in values.items()
@@ -307,16 +308,16 @@ class ComposerTimestamp:
 
 
 def _is_time(value: Any) -> bool:
-    "Return True for a time of Composer, or of this module."
-    return type(value).__name__ in ('Time', 'ComposerTime') and _is_composer(value)
+    "Return True for an instance of Composer's `Time` or of `ComposerTime`."
+    return type(value).__name__ in ('Time', 'ComposerTime') and _is_in_time_module(value)
 
 
 def _is_timestamp(value: Any) -> bool:
-    "Return True for a timestamp of Composer, or of this module."
-    return type(value).__name__ in ('Timestamp', 'ComposerTimestamp') and _is_composer(value)
+    "Return True for an instance of Composer's `Timestamp` or of `ComposerTimestamp`."
+    return type(value).__name__ in ('Timestamp', 'ComposerTimestamp') and _is_in_time_module(value)
 
 
-def _is_composer(value: Any) -> bool:
+def _is_in_time_module(value: Any) -> bool:
     return type(value).__module__ in ('composer.core.time', __name__)
 
 
@@ -331,7 +332,7 @@ def _decode_time(data: Any, cb: Any) -> Any:
 
 
 def _encode_timestamp(timestamp: Any) -> dict[str, Any]:
-    "Return what Composer's timestamps and the timestamps of this module have in common."
+    "Return the fields that Composer's timestamps share with `ComposerTimestamp`, as plain values."
     values = {f.name: getattr(timestamp, f.name) for f in fields(ComposerTimestamp)}
     return {name: getattr(value, 'value', value) for name, value in values.items()}
 
@@ -344,16 +345,16 @@ data_kinds['Composer time'] = DataKind(_is_time, _encode_time, _decode_time)
 data_kinds['Composer timestamp'] = DataKind(_is_timestamp, _encode_timestamp, _decode_timestamp)
 
 
-OWN = SimpleNamespace(
+_LEARNKIT_TYPES = SimpleNamespace(
     Event=Event, Time=ComposerTime, Timestamp=ComposerTimestamp, TimeUnit=TimeUnit
 )
 
 
 def types_for(cb: object) -> Any:
-    "Return the time and event types for `cb`: Composer's types for Composer's callbacks, else learnkit's."
+    "Return the time and event classes for `cb`: Composer's for a callback of Composer, otherwise learnkit's."
     time, event = sys.modules.get('composer.core.time'), sys.modules.get('composer.core.event')
     if not is_of(cb, 'composer') or time is None or event is None:
-        return OWN
+        return _LEARNKIT_TYPES
     return SimpleNamespace(
         Event=event.Event, Time=time.Time, Timestamp=time.Timestamp, TimeUnit=time.TimeUnit
     )

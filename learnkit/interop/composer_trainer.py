@@ -1,8 +1,8 @@
-"""What Composer's Trainer measures and logs itself, for callbacks and logger destinations of Composer."""
+"""Training metrics and logs of Composer's Trainer, for callbacks and logger destinations of Composer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,13 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import token_count
-from learnkit.interop.composer_state import destinations_of, label_of, measured_values, trainer_of
+from learnkit.interop.composer_state import (
+    adapters_of,
+    destinations_of,
+    label_of,
+    measured_values,
+    trainer_of,
+)
 from learnkit.metrics.averages import metrics_of_model
 
 __all__ = ['ComposerTrainer', 'add_trainer']
@@ -26,9 +32,10 @@ TOKENS = ('token', 'token_in_epoch')
 class ComposerTrainer(Callback):
     """Compute a `ComposerModel`'s training metrics at each batch, and log as Composer's Trainer does.
 
-    `from_composer` adds it to a Learner whose model has training metrics, or that has a logger
-    destination of Composer. Destinations get `time/...`, `loss/train/total`, `metrics/train/...`
-    and `metrics/<label>/...`, with a copy of the loss to the host at each batch, as in Composer.
+    `from_composer` adds a `ComposerTrainer` to a Learner whose model has training metrics, or that
+    has a logger destination of Composer. Destinations receive `time/...`, `loss/train/total`,
+    `metrics/train/...` and `metrics/<label>/...`. As in Composer, the loss is copied to the host at
+    each batch.
     """
 
     order = 58
@@ -39,40 +46,39 @@ class ComposerTrainer(Callback):
         batch_metrics: Mapping[str, Any] | None = None,  # torchmetrics objects by name
     ) -> None:
         self.batch_metrics = dict(batch_metrics or {})
-        # the microbatch before algorithms change it, and its outputs
-        self._batch: Any = None
-        self._outputs: Any = None
-        self._is_new = False  # whether a batch has begun that `begin_batch` has not seen
+        self._batch: Any = None  # the microbatch before algorithms change it
+        self._outputs: Any = None  # outputs of the model for this microbatch
+        self._has_new_batch = False  # True from the start of a batch until `begin_batch`
 
     def before_fit(self) -> None:
         "Log the names of the algorithms."
-        names = [type(cb.wrapped).__name__ for cb in self._adapters() if cb.is_algorithm]
+        names = [type(cb.wrapped).__name__ for cb in adapters_of(self.learn) if cb.is_algorithm]
         if self.learn.fitting and names:
             enabled = {f'enabled_algorithms/{name}': True for name in names}
             for cb in destinations_of(self.learn):
                 cb.wrapped.log_hyperparameters(enabled)
 
     def before_epoch(self) -> None:
-        "Log the number of the epoch."
+        "Log the index of the epoch."
         if self.learn.fitting:
             self._log(lambda: {'time/epoch': self.learn.time.ep})
 
     def before_batch(self) -> None:
-        "Note that a batch begins."
-        self._is_new = self.learn.training
+        "Mark the start of a training batch."
+        self._has_new_batch = self.learn.training
 
     def begin_batch(self) -> None:
-        "Reset the metrics and log the counts: between Composer's events at the start of a batch."
-        if not self._is_new:
+        "Reset the metrics and log the counts, between `batch_start` and `before_train_batch`."
+        if not self._has_new_batch:
             return
-        self._is_new = False
+        self._has_new_batch = False
         for metric in self.batch_metrics.values():
             metric.reset()
         has_tokens = token_count(self.learn) > 0
-        self._log(partial(self._times, (*TIMES, *TOKENS) if has_tokens else TIMES))
+        self._log(partial(self._collect_counts, (*TIMES, *TOKENS) if has_tokens else TIMES))
 
     def before_pred(self) -> None:
-        "Measure the last microbatch, and keep the next one."
+        "Update the metrics with the last microbatch, and keep the current one."
         if not self.learn.training:
             return
         self.begin_batch()
@@ -81,16 +87,16 @@ class ComposerTrainer(Callback):
             self._batch = whole_batch(self.learn)
 
     def after_backward(self) -> None:
-        "Keep the outputs, as Composer measures after this event."
+        "Keep the outputs: Composer updates its metrics after this event."
         if self._batch is not None:
             self._outputs = self.learn.pred
 
     def before_step(self) -> None:
-        "Measure the last microbatch."
+        "Update the metrics with the last microbatch."
         self._measure()
 
     def _measure(self) -> None:
-        "Update the metrics with the microbatch that was kept, in evaluation mode."
+        "Update the metrics with the kept microbatch, in evaluation mode."
         batch, outputs = self._batch, self._outputs
         self._batch = self._outputs = None
         if outputs is None:
@@ -107,65 +113,62 @@ class ComposerTrainer(Callback):
 
     def after_step(self) -> None:
         "Log loss and metrics of the batch."
-        self._log(self._batch_values)
+        self._log(self._collect_batch_values)
 
     def after_train(self) -> None:
         "Log the metrics of the last batch of the epoch."
-        if self.batch_metrics and not next(self._adapters()).ends_within_epoch():
-            self._log(self._metric_values)
+        if self.batch_metrics and not adapters_of(self.learn)[0].ends_within_epoch():
+            self._log(self._compute_metrics)
 
     def after_validate(self) -> None:
-        "Log the values of a validation loader."
+        "Log loss and metrics of a validation loader."
         if self.learn.phase != 'predict':
-            self._log(self._validation_values)
+            self._log(self._collect_validation_values)
 
     def after_fit(self) -> None:
-        "Log the counts."
+        "Log the counts at the end of the fit."
         learn = self.learn
         if learn.fitting:
             names = ('epoch', *TIMES, *TOKENS) if learn.time.tok else ('epoch', *TIMES)
-            self._log(partial(self._times, names))
+            self._log(partial(self._collect_counts, names))
 
-    def _batch_values(self) -> dict[str, Any]:
-        size = next(self._adapters()).view.device_train_microbatch_size
+    def _collect_batch_values(self) -> dict[str, Any]:
+        size = adapters_of(self.learn)[0].view.device_train_microbatch_size
         return {
             'trainer/device_train_microbatch_size': size,
             'loss/train/total': self.learn.loss.item(),
-            **self._metric_values(),
+            **self._compute_metrics(),
         }
 
-    def _metric_values(self) -> dict[str, Any]:
+    def _compute_metrics(self) -> dict[str, Any]:
         return {f'metrics/train/{name}': m.compute() for name, m in self.batch_metrics.items()}
 
-    def _validation_values(self) -> dict[str, Any]:
+    def _collect_validation_values(self) -> dict[str, Any]:
         learn, recorder = self.learn, recorder_of(self.learn)
         measured = {} if recorder is None else recorder.measured
         values = measured_values(learn, measured)
         label = label_of(learn.dl_name)
         return {f'metrics/{label}/{name}': value for name, value in values.items()}
 
-    def _times(self, names: Iterable[str]) -> dict[str, Any]:
-        counts = next(self._adapters()).counts()
+    def _collect_counts(self, names: Iterable[str]) -> dict[str, Any]:
+        counts = adapters_of(self.learn)[0].collect_counts()
         return {f'time/{name}': counts[name] for name in names}
 
-    def _adapters(self) -> Iterator[Any]:
-        return (cb for cb in self.learn.cbs if hasattr(type(cb), 'is_composer'))
-
     def _log(self, measure: Callable[[], dict[str, Any]]) -> None:
-        "Log to the destinations alone; without one, nothing is measured."
+        "Call `measure` and log the result to the destinations; without destinations, do nothing."
         destinations = destinations_of(self.learn)
         metrics = measure() if destinations else {}
         if not metrics:
             return
         for cb in destinations:
-            cb.wrapped.log_metrics(metrics, cb.counts()['batch'])
+            cb.wrapped.log_metrics(metrics, cb.collect_counts()['batch'])
 
 
 def add_trainer(
     learn: LearnerLike,
-    has_destination: bool,  # whether a logger destination of Composer is there
+    has_destination: bool,  # whether the Learner has a logger destination of Composer
 ) -> ComposerTrainer | None:
-    "Return the Learner's `ComposerTrainer`, which is added if there is something to measure or log."
+    "Return the Learner's `ComposerTrainer`; add it if there are training metrics or a destination."
     trainer: ComposerTrainer | None = trainer_of(learn)
     if trainer is None:
         has_metrics = takes_batches(learn.model)

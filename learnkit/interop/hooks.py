@@ -1,4 +1,4 @@
-"""Helpers for callbacks of other libraries: find and check their hooks, call them, pass on their output."""
+"""Helpers for callbacks of other libraries: find and check hooks, save state, pass logged content to loggers."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ __all__ = [
     'send_to_loggers',
 ]
 
-INSTEAD = '__attributes__'  # key of the attributes, where `state_dict` returned None
+# key of a callback's attributes in its state, if its `state_dict` returned None
+ATTRIBUTES_KEY = '__attributes__'
 
 
 def is_of(
     cb: object,
     package: str,  # name of a package, such as 'composer'
 ) -> bool:
-    "Return True if a class of `cb` is defined in a package or in its submodules."
-    return any(_within(cls.__module__, package) for cls in type(cb).__mro__)
+    "Return True if the class of `cb` or one of its bases is defined in a package or in its submodules."
+    return any(_is_within(cls.__module__, package) for cls in type(cb).__mro__)
 
 
 def own_hooks(
     cb: object,
     names: Iterable[str],
-    bases: str = '',  # package of base classes, whose methods do nothing and are not hooks
+    bases: str = '',  # package of base classes, whose empty methods are not hooks
 ) -> dict[str, Callable[..., Any]]:
-    "Return the methods of `cb` with these names, except methods of the library's base classes."
+    "Return the methods of `cb` with these names, by name, except methods of the library's base classes."
     hooks = {}
     for name in names:
         f = getattr(cb, name, None)
-        if callable(f) and not (bases and _within(_module_of(f), bases)):
+        if callable(f) and not (bases and _is_within(_module_of(f), bases)):
             hooks[name] = f
     return hooks
 
@@ -63,16 +64,16 @@ def check_style(
     style: str,  # name of the library, such as 'Composer'
     maker: str,  # name of the function, such as 'from_composer'
 ) -> None:
-    """Raise `CallbackError` for an object without hooks; warn of methods with similar names."""
+    "Raise `CallbackError` for an object without hooks; warn of methods whose names are similar to a hook's."
     names = list(names)
-    # libraries have other methods with names like `should_...`
+    # libraries also have methods named `should_...` that are not hooks
     likely = [name for name in names if not name.startswith('should_')]
     if isinstance(cb, Callback):
         raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
     close = {}
-    for name in _own_methods(cb) - set(names):
+    for name in _find_methods(cb) - set(names):
         matches = get_close_matches(name, likely, n=1, cutoff=0.85)
         if matches and name.startswith('_') == matches[0].startswith('_'):
             close[name] = matches[0]
@@ -82,7 +83,7 @@ def check_style(
             stacklevel=4,
         )
     if not found and not close:
-        methods = sorted(_own_methods(cb))
+        methods = sorted(_find_methods(cb))
         hints = (did_you_mean(name, names) for name in methods)
         hint = next(filter(None, hints), '')
         raise CallbackError(
@@ -92,32 +93,32 @@ def check_style(
 
 
 def state_of(cb: Any) -> Any:
-    """Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data.
+    """Return the state of a callback of another library: its `state_dict`, or else its changed attributes.
 
-    A `state_dict` that returns None, as in a base class of callbacks without state, saves nothing.
-    Warns, and saves no attribute, if one of them is not plain data.
+    The attributes are also saved if `state_dict` returns None, as in a base class without state. If one of
+    them is not plain data, a warning is issued and none is saved.
     """
-    own = _own_state(cb, 'state_dict')
-    if own is None:
+    get_state = _find_state_method(cb, 'state_dict')
+    if get_state is None:
         return _collect_attributes(cb)
-    state = own()
-    return {INSTEAD: _collect_attributes(cb)} if state is None else _encode_state(state)
+    state = get_state()
+    return {ATTRIBUTES_KEY: _collect_attributes(cb)} if state is None else _encode_state(state)
 
 
 def load_state(
     cb: Any,
     sd: Any,  # result of `state_of`
 ) -> None:
-    "Load the result of `state_of` into a foreign callback; warn if it holds no state."
-    own = _own_state(cb, 'load_state_dict')
-    if isinstance(sd, Mapping) and INSTEAD in sd:
-        _load_attributes(cb, sd[INSTEAD])
-    elif own is None:
+    "Load the result of `state_of` into a callback; warn if attributes could not be saved."
+    set_state = _find_state_method(cb, 'load_state_dict')
+    if isinstance(sd, Mapping) and ATTRIBUTES_KEY in sd:
+        _load_attributes(cb, sd[ATTRIBUTES_KEY])
+    elif set_state is None:
         _load_attributes(cb, sd)
     else:
         state = decode(sd, None, cb)
         if state is not None:
-            own(state)
+            set_state(state)
 
 
 def _collect_attributes(cb: Any) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _load_attributes(cb: Any, sd: Any) -> None:
 
 
 def _encode_state(state: Any) -> Any:
-    "Return a state with times as plain data; a state with other objects stays as it is."
+    "Encode a state as plain data, including times; return a state that holds other objects unchanged."
     try:
         return encode(state)
     except (OptionError, RecursionError, TypeError, ValueError):
@@ -151,10 +152,10 @@ def _warn_of_lost(cb: Any, lost: Mapping[str, str], consequence: str) -> None:
     )
 
 
-def _own_state(cb: Any, name: str) -> Any:
-    "Return a method of a callback, None for the empty method of Composer's base class."
+def _find_state_method(cb: Any, name: str) -> Any:
+    "Return a method of a callback, or None if it is missing or is the empty method of Composer's base class."
     f = getattr(cb, name, None)
-    return None if f is None or _within(_module_of(f), 'composer.core') else f
+    return None if f is None or _is_within(_module_of(f), 'composer.core') else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:
@@ -167,12 +168,12 @@ def parameters_of(f: Callable[..., Any]) -> set[str]:
 
 
 def takes_any(f: Callable[..., Any]) -> bool:
-    "Return True if `f` accepts any keyword."
+    "Return True if `f` accepts arbitrary keyword arguments."
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
 
 
 def send_to_loggers(learn: LearnerLike, method: str, *content: Any) -> None:
-    "Pass parameters, a text or images to learnkit's loggers, and to other callbacks with this method."
+    "Pass parameters, a string or images to learnkit's loggers, and to other callbacks with this method."
     send: dict[str, Callable[..., None]] = {
         'log_params': log_params,
         'log_text': log_text,
@@ -185,7 +186,8 @@ def send_to_loggers(learn: LearnerLike, method: str, *content: Any) -> None:
             getattr(cb, method)(*step, *content)
 
 
-def _own_methods(cb: object) -> set[str]:
+def _find_methods(cb: object) -> set[str]:
+    "Return the names of the methods of `cb`, without special methods."
     return {
         name
         for cls in type(cb).__mro__
@@ -199,5 +201,5 @@ def _module_of(f: Callable[..., Any]) -> str:
     return getattr(f, '__module__', '') or ''
 
 
-def _within(module: str, package: str) -> bool:
+def _is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(f'{package}.')

@@ -1,4 +1,4 @@
-"""Exchange trained models on the Hugging Face Hub: a file of `save_learner`, and a model card."""
+"""Save, upload and download trained models for the Hugging Face Hub: a `save_learner` file and a model card."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def save_for_hub(
     *,
     repo_id: str = 'user/name',  # repository that the model card names
 ) -> Path:
-    """Write what `push_to_hub` uploads: `learner.pth` by `learn.save_learner`, and a model card, `README.md`.
+    """Write the files that `push_to_hub` uploads, and return the folder.
 
-    The card has the last row of the history and the settings of the run. An existing file is overwritten. Returns the
-    folder. Raises `OptionError` for a value in `model_config` that is not plain, and `MissingExtraError` without
-    huggingface_hub.
+    The files are `learner.pth`, written by `learn.save_learner`, and `README.md`, a model card with the last row of the
+    history and the settings of the run. Existing files are overwritten. Raises `OptionError` for a value in
+    `model_config` that is not plain, and `MissingExtraError` without huggingface_hub.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -45,9 +45,9 @@ def save_for_hub(
     check_libraries('save_for_hub', 'huggingface_hub')
     target = Path(learn.path / folder).absolute()
     config = model_config or {}
-    _run_in_first(learn, partial(target.mkdir, parents=True, exist_ok=True))
+    _run_on_first_rank(learn, partial(target.mkdir, parents=True, exist_ok=True))
     learn.save_learner(target / FILE, **config)
-    _run_in_first(learn, partial(_write_card, learn, target / 'README.md', repo_id, config))
+    _run_on_first_rank(learn, partial(_write_card, learn, target / 'README.md', repo_id, config))
     return target
 
 
@@ -57,12 +57,12 @@ def push_to_hub(
     model_config: Mapping[str, Any] | None = None,  # plain arguments of the model's constructor
     *,
     private: bool | None = None,  # whether a new repository is private; None: the user's default
-    message: str = 'Upload a Learner',  # message of the commit
-    token: str | None = None,  # token of the Hub; None: of `hf auth login`
+    message: str = 'Upload a Learner',  # commit message
+    token: str | None = None,  # access token of the Hub; None: the token of `hf auth login`
 ) -> str:
-    """Upload weights, configuration and a model card to the Hugging Face Hub, and return the address of the commit.
+    """Upload weights, configuration and a model card to the Hugging Face Hub, and return the commit's URL.
 
-    The files of `save_for_hub` replace files of the same names in the repository, which keeps its history. Raises
+    The files of `save_for_hub` replace files with the same names in the repository, which keeps its history. Raises
     `MissingExtraError` without huggingface_hub, and the errors of huggingface_hub.
 
     >>> push_to_hub(learn, 'user/digits', {'hidden': 8})  # doctest: +SKIP
@@ -70,15 +70,15 @@ def push_to_hub(
     """
     check_libraries('push_to_hub', 'huggingface_hub')
     with TemporaryDirectory() as temporary:
-        # one folder for all ranks, of which the first one writes
+        # all ranks receive the folder of rank 0, which writes the files
         folder = learn.world.broadcast(temporary)
         save_for_hub(learn, folder, model_config, repo_id=repo_id)
         upload = partial(_upload, folder, repo_id, private, message, token)
-        return str(learn.world.broadcast(_run_in_first(learn, upload)))
+        return str(learn.world.broadcast(_run_on_first_rank(learn, upload)))
 
 
-def _run_in_first(learn: Learner, f: Callable[[], Any]) -> Any:
-    "Call a function in rank 0; its error is raised on all ranks."
+def _run_on_first_rank(learn: Learner, f: Callable[[], Any]) -> Any:
+    "Call a function on rank 0 and return its result there; raise its error on all ranks."
     return learn.world.run_on_all(f if learn.world.is_first else noop)
 
 
@@ -98,15 +98,15 @@ def from_hub(
     loss_func: Callable[..., Any] | None = None,  # as for `load_learner`
     *,
     revision: str | None = None,  # branch, tag or commit; None: the newest on the main branch
-    token: str | None = None,  # token of the Hub; None: of `hf auth login`
+    token: str | None = None,  # access token of the Hub; None: the token of `hf auth login`
     **options: Any,  # further arguments of `load_learner`
 ) -> Learner:
-    """Download a file that `push_to_hub` has uploaded, and create a Learner with it.
+    """Download a file that `push_to_hub` has uploaded, and create a Learner from it.
 
-    The file holds weights and plain values: no code of the repository is executed, as by `load_learner`, whose errors
-    are raised. A commit as `revision` makes sure that the weights are always the same. The file is kept in the cache of
-    huggingface_hub; what the Learner writes goes to the working directory. Raises `MissingExtraError` without
-    huggingface_hub, and the errors of huggingface_hub.
+    The file holds weights and plain values, and no code of the repository is executed. With a commit as `revision` the
+    weights are always the same. The file is kept in the cache of huggingface_hub; the Learner writes its files below
+    the working directory. Raises the errors of `load_learner` and of huggingface_hub, and `MissingExtraError` without
+    huggingface_hub.
 
     >>> learn = from_hub('user/digits', model=Digits, revision='8e2f...')  # doctest: +SKIP
     """
@@ -126,7 +126,7 @@ def _write_card(
     repo_id: str,
     model_config: Mapping[str, Any],
 ) -> None:
-    "Write the model card: metadata in YAML, then results, settings and how to load the model."
+    "Write the model card: metadata in YAML, results, settings, and code that loads the model."
     from huggingface_hub import ModelCardData
 
     settings, results, time = _describe_settings(learn), _find_results(learn), learn.time
@@ -171,7 +171,7 @@ def _find_results(learn: Learner) -> dict[str, Any]:
 
 
 def _describe_settings(learn: Learner) -> dict[str, Any]:
-    "Return the configuration without the options of callbacks; schedules have changed the rates."
+    "Return the configuration without callbacks' options; rates and momentum are marked 'at the end'."
     settings = {}
     for name, value in configuration(learn).items():
         if name.startswith('callback/'):
@@ -182,7 +182,7 @@ def _describe_settings(learn: Learner) -> dict[str, Any]:
 
 
 def _format_table(head: str, rows: Mapping[str, Any]) -> str:
-    "Return a table of Markdown; a name or value cannot end its cell."
+    "Return a Markdown table with escaped names and values."
     lines = [f'| {head} | value |', '|---|---|']
     lines += [f'| {_escape(name)} | {_escape(value)} |' for name, value in rows.items()]
     return '\n'.join(lines)

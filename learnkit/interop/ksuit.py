@@ -1,4 +1,4 @@
-"""ksuit and Noether callbacks in a Learner: `from_ksuit(cb)`."""
+"""Adapter that runs ksuit and Noether callbacks in a Learner: `from_ksuit(cb)`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ EVENTS = (
     'after_epoch',
 )
 PERIODIC = ('periodic_callback', '_periodic_callback')
-PASS = ('process_data', 'process_results')
-STOPS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
+PASS_HOOKS = ('process_data', 'process_results')
+STOP_HOOKS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
 TEMPLATES = {
     f'_{name}': name
     for name in (
@@ -75,7 +75,7 @@ TEMPLATES = {
         'track_after_update_step',
     )
 }
-HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS, 'at_eval', *STOPS)
+HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS_HOOKS, 'at_eval', *STOP_HOOKS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
 HOOK_ARGUMENTS = {
     'before_every_accumulation_step': ['batch'],
@@ -93,7 +93,7 @@ HOOK_ARGUMENTS = {
     'periodic_callback': ['interval_type', 'data_iter'],
     'process_results': ['interval_type', 'data_iter'],
 }
-# methods of base classes that call the periodic hook
+# methods of ksuit's base classes that call the periodic hook
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
 MICROBATCH_EVENTS = {
     'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
@@ -103,7 +103,8 @@ MICROBATCH_EVENTS = {
     'after_backward': ('track_after_accumulation_step',),
     'before_step': ('before_every_optim_step',),
 }
-GIVEN = '_given_by_learnkit'  # attribute with the names of the attributes that were set here
+# attribute of a ksuit callback with the names of the attributes that the adapter has set
+SET_ATTRIBUTES = '_given_by_learnkit'
 SHARED = ('writer', 'tracker')  # services that all ksuit callbacks of a Learner share
 INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': 'every_n_samples'}
 
@@ -114,14 +115,15 @@ def from_ksuit(
 ) -> Callback:
     """Return a callback that runs a ksuit or Noether callback.
 
-    A class is constructed when the callback is added to a Learner. Its constructor gets the options,
-    and as far as it or its bases accept them, by name: `trainer`, `model`, `data_container`,
+    A class is constructed when the callback is added to a Learner. Its constructor receives the
+    options and, if it or its bases accept them by name, `trainer`, `model`, `data_container`,
     `tracker`, `log_writer`, `checkpoint_writer`, `path_provider`, `metric_property_provider` and
-    `update_counter`. A constructor with a `callback_config` gets the options as an object of the
-    annotated class (without an annotation as a plain object). `model` is then the Learner's model
-    with what Noether's models have: `name`, `device`, `trainable_param_count`, `optimizer` and so on.
+    `update_counter`. A constructor with a `callback_config` receives the options as an object of the
+    annotated class (without an annotation, as a plain object). `model` is then the Learner's model
+    with the attributes of Noether's models: `name`, `device`, `trainable_param_count`, `optimizer`
+    and so on.
 
-    Each hook gets the arguments that it accepts by name: `update_counter`, `trainer`, `model`,
+    Each hook receives the arguments that it accepts by name: `update_counter`, `trainer`, `model`,
     `trainer_model`, `batch`, `losses`, `update_outputs`, `accumulation_steps`, `accumulation_step`,
     `times`, `effective_batch_size`, `batch_size`, `data_iter`, `interval_type` (see
     nbs/from_ksuit.ipynb). Hooks run without gradients. Before and after training, and at the end of
@@ -131,16 +133,17 @@ def from_ksuit(
 
     The attributes `trainer`, `model`, `data_container`, `tracker`, `writer`, `checkpoint_writer`,
     `path_provider`, `metric_property_provider`, `update_counter` and `logger` of the object are set if
-    missing or None. An object with `process_data(batch, trainer_model=)` and `process_results(results,
-    ...)` gets the batches of the loader that its `dataset_key` names, and its results concatenated.
-    `EarlyStopIteration`, and `should_stop_after_...` returning True, end the fit like `learn.stop()`;
-    `at_eval` runs at the end of a `learn.validate()`.
+    missing or None. For an object with `process_data(batch, trainer_model=)` and
+    `process_results(results, ...)`, the first method is called with each batch of the loader named
+    by its `dataset_key`, and the second one with the concatenated results. `EarlyStopIteration`, and
+    `should_stop_after_...` returning True, end the fit like `learn.stop()`. `at_eval` runs at the
+    end of a `learn.validate()`.
 
-    Checkpointed: the callback's `state_dict` (without one, or where it returns None, its changed
+    Checkpointed: the callback's `state_dict` (without one, or if it returns None, its changed
     attributes with plain data), start and progress of the fit, the log and the tracker's summary. In
     a resumed fit the state is loaded and `resume_from_checkpoint(paths, model)` is called before
-    `before_training`, whose counter holds the progress of the checkpoint; then the state is
-    loaded again, in case `before_training` has reset it.
+    `before_training`, whose counter holds the progress of the checkpoint. The state is loaded again
+    after `before_training`, which may have reset it.
 
     Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
 
@@ -159,10 +162,10 @@ def from_ksuit(
 
 
 class _FromKsuit(Callback):
-    "Run a ksuit callback, and count what ksuit's trainer reports and the Learner does not."
+    "Run a ksuit callback, and keep the counts that ksuit's trainer reports and the Learner does not."
 
     order, run_valid, remove_on_find = 45, False, True  # before the Recorder adds the epoch's row
-    runs_last = ('before_fit',)  # after the Recorder, which discards what was logged before
+    runs_last = ('before_fit',)  # after the Recorder, which discards values logged earlier
     is_ksuit = True
 
     def __init__(
@@ -176,9 +179,9 @@ class _FromKsuit(Callback):
             )
         self._config = config
         self._cls: type = cb if isinstance(cb, type) else type(cb)
-        self.wrapped: Any = None  # the object; None until it is constructed
+        self.wrapped: Any = None  # the ksuit callback; None until it is constructed
         self._is_constructed = isinstance(cb, type)
-        self.given: dict[str, Any] = {
+        self.services: dict[str, Any] = {
             'update_counter': UpdateCounter(self),
             'trainer': Trainer(self),
             'data_container': DataContainer(self),
@@ -189,56 +192,62 @@ class _FromKsuit(Callback):
             'metric_property_provider': MetricPropertyProvider(),
             'logger': logging.getLogger(self._cls.__name__),
         }
-        # start of the fit, and the last update
-        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
-        self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
-        self.at_epoch_end, self._counted = False, True
-        self._has_read_files = False  # of the checkpoint that the fit is resumed from
-        # parts of the loss of the microbatch, recorded between `after_pred` and `after_loss`
-        self._parts: dict[str, Any] = {}
-        self._records_parts = False
-        self._shared: Any = None  # class of ksuit that holds the writer of this run
+        # progress at the start of the fit, and at the last update
+        self.started_at, self._last_progress = Progress(0, 0, 0), Progress(0, 0, 0)
+        self._seen_size = 0  # largest number of samples in a batch so far
+        self._n_microbatches, self._microbatch_index = 1, 0
+        self._interval_kind = ''  # value of the hooks' argument `interval_type`
+        # whether training of the epoch is over, and whether the Learner has counted the epoch
+        self.at_epoch_end, self._is_epoch_counted = False, True
+        # whether `resume_from_checkpoint` has run for the resumed fit
+        self._has_read_files = False
+        # parts of the microbatch's loss, recorded between `after_pred` and `after_loss`
+        self._loss_parts: dict[str, Any] = {}
+        self._is_recording_parts = False
+        self._writer_class: Any = None  # ksuit class whose attribute holds the writer of this run
         self._times = Times()
-        self._mark = 0.0
+        self._lap_start = 0.0
         self._hooks: dict[str, Any] = {}
-        self._inner: dict[str, Any] = {}
-        self._takes: dict[str, list[str]] = {}
-        self._passes = False  # whether the callback processes the batches of a loader
-        self._every: dict[str, int] = {}
+        self._inner_hooks: dict[str, Any] = {}
+        self._argument_names: dict[str, list[str]] = {}
+        self._processes_batches = False  # whether the callback processes the batches of a loader
+        self._intervals: dict[str, int] = {}
         if not isinstance(cb, type):
             self._wrap(cb)
 
     def _wrap(self, cb: Any) -> None:
-        "Find the hooks of the callback."
+        "Store the callback and its hooks, and add handlers for the events of a batch that it needs."
         note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
         self.wrapped = cb
-        self._inner = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
+        self._inner_hooks = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
         self._hooks = {
-            **self._inner,
+            **self._inner_hooks,
             **{name: f for name, f in found.items() if name not in TEMPLATES},
         }
         if '_periodic_callback' in found:
             self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
         if 'periodic_callback' in self._hooks:
-            self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
-        self._takes = {name: self._find_arguments(name, f) for name, f in self._hooks.items()}
-        self._passes = all(name in self._hooks for name in PASS)
-        self._every = intervals_of(cb)
+            self._inner_hooks |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
+        self._argument_names = {
+            name: self._list_arguments(name, f) for name, f in self._hooks.items()
+        }
+        self._processes_batches = all(name in self._hooks for name in PASS_HOOKS)
+        self._intervals = find_intervals(cb)
         for event, hooks in MICROBATCH_EVENTS.items():
             if not self._hooks.keys().isdisjoint(hooks):
-                setattr(self, event, partial(self._in_batch, event, hooks[0]))
-        # these hooks get times
+                setattr(self, event, partial(self._run_batch_hook, event, hooks[0]))
+        # these hooks receive `times`
         if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
-            watch = {
-                'before_draw': self._start_watch,
-                'after_draw': self._end_draw,
+            timers = {
+                'before_draw': self._start_lap,
+                'after_draw': partial(self._add_lap, 'data_wait'),
                 'before_backward': partial(
-                    self._in_batch, 'before_backward', 'before_every_backward'
+                    self._run_batch_hook, 'before_backward', 'before_every_backward'
                 ),
             }
-            for event, handler in watch.items():
+            for event, handler in timers.items():
                 setattr(self, event, handler)
 
     def on_added(self) -> None:
@@ -254,12 +263,12 @@ class _FromKsuit(Callback):
     def _construct(self) -> None:
         self._share_services()
         model = model_view(self.learn.model, self)
-        services = {**self.given, 'model': model, 'log_writer': self.given['writer']}
+        services = {**self.services, 'model': model, 'log_writer': self.services['writer']}
         del services['logger']
         cb = construct(self._cls, services, self._config)
-        given = {**services, 'logger': self.given['logger']}
+        given = {**services, 'logger': self.services['logger']}
         own = vars(cb) if hasattr(cb, '__dict__') else {}
-        own[GIVEN] = {name for name, value in given.items() if own.get(name) is value}
+        own[SET_ATTRIBUTES] = {name for name, value in given.items() if own.get(name) is value}
         self._wrap(cb)
 
     @property
@@ -278,17 +287,17 @@ class _FromKsuit(Callback):
         self._set_attributes()
         self._has_read_files = False
         if self.learn.run.resume is not None:
-            self._load_early()
+            self._load_resumed_state()
         else:
-            self.at_epoch_end, self._counted = False, True
-            self.started_at = self._reached = self.progress()
-        if self._is_first():
-            self.given['writer'].forget()
-        with self._evaluating():
-            self._call('before_training')
+            self.at_epoch_end, self._is_epoch_counted = False, True
+            self.started_at = self._last_progress = self.progress()
+        if self._find_first() is self:
+            self.services['writer'].discard_entry()
+        with self._evaluation_mode():
+            self._call_hook('before_training')
 
-    def _load_early(self) -> None:
-        "Load the state of a checkpoint before `before_training`; the Learner loads it after `before_fit`."
+    def _load_resumed_state(self) -> None:
+        "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
         learn = self.learn
         resume = learn.run.resume
         state = resume.state['callbacks'].get(learn.callbacks.keys[id(self)])
@@ -300,48 +309,47 @@ class _FromKsuit(Callback):
 
     def before_epoch(self) -> None:
         if self.learn.fitting:
-            self._call('before_epoch')
+            self._call_hook('before_epoch')
 
-    def _start_watch(self) -> None:
-        self._mark = perf_counter()
-
-    def _end_draw(self) -> None:
-        self._lap('data_wait')
+    def _start_lap(self) -> None:
+        self._lap_start = perf_counter()
 
     def before_batch(self) -> None:
         learn, size = self.learn, self.learn.microbatch
-        self.given['writer'].flush()
-        self._piece, self.at_epoch_end, self._counted = -1, False, True
+        self.services['writer'].flush()
+        self._microbatch_index, self.at_epoch_end, self._is_epoch_counted = -1, False, True
         if learn.iter == 0 or not self._seen_size:
             self._seen_size = max(self._seen_size, sample_count(learn))
-        self._pieces = -(-sample_count(learn) // size) if isinstance(size, int) and size else 1
-        self._call('before_every_update')
+        self._n_microbatches = (
+            -(-sample_count(learn) // size) if isinstance(size, int) and size else 1
+        )
+        self._call_hook('before_every_update')
 
-    def _in_batch(self, event: str, hook: str) -> None:
-        "Run a hook of a microbatch or a step."
+    def _run_batch_hook(self, event: str, hook: str) -> None:
+        "Run the hook for an event of a microbatch or a step; record times and parts of the loss."
         if event in ('after_pred', 'after_loss'):
-            self._records_parts = event == 'after_pred'
+            self._is_recording_parts = event == 'after_pred'
             return
         if event == 'before_pred':
-            self._piece += 1
-            self._parts = {}
+            self._microbatch_index += 1
+            self._loss_parts = {}
         elif event == 'before_backward' and self._times:
-            self._lap('forward', 'update')
-        self._call(hook)
+            self._add_lap('forward', 'update')
+        self._call_hook(hook)
 
     def after_batch(self) -> None:
         learn = self.learn
         if self._times:
-            self._lap('backward', 'update')
+            self._add_lap('backward', 'update')
         if learn.n_iter is not None and learn.iter == learn.n_iter - 1:
             self._end_epoch()
-        now, before = self.progress(), self._reached
+        now, before = self.progress(), self._last_progress
         if now.update == before.update:
             return  # gradients accumulate
-        self._reached = now
-        self._call('track_after_update_step')
+        self._last_progress = now
+        self._call_hook('track_after_update_step')
         due = []
-        for kind, n in self._every.items():
+        for kind, n in self._intervals.items():
             if kind != 'epoch' and getattr(now, kind) // n > getattr(before, kind) // n:
                 due.append(kind)
         self._run_periodic('after_update', due)
@@ -352,95 +360,96 @@ class _FromKsuit(Callback):
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self.at_epoch_end, self._counted = True, False
+        self.at_epoch_end, self._is_epoch_counted = True, False
 
     def after_epoch(self) -> None:
-        self._counted, learn = True, self.learn  # the Learner has counted the epoch by now
+        self._is_epoch_counted, learn = True, self.learn  # the Learner counts it before this event
         if not learn.fitting:
             return self._run_at_eval()
         recorder = recorder_of(learn)
         values = recorder._frame.values.items() if recorder else ()
-        self.given['writer'].note({k: v for k, v in values if isinstance(v, (int, float))})
-        is_due = 'epoch' in self._every and learn.time.ep % self._every['epoch'] == 0
+        self.services['writer'].record({k: v for k, v in values if isinstance(v, (int, float))})
+        is_due = 'epoch' in self._intervals and learn.time.ep % self._intervals['epoch'] == 0
         self._run_periodic('after_epoch', ['epoch'] if is_due else [])
 
     def _run_at_eval(self) -> None:
-        "Run the hook of an evaluation outside of training."
+        "Run the hook `at_eval` after an evaluation outside of training."
         if self.learn.phase == 'predict' or 'at_eval' not in self._hooks:
             return
         self._set_attributes()
-        self._kind = 'eval'
-        with self._evaluating():
-            self._periodic() if self._passes else self._call('at_eval')
+        self._interval_kind = 'eval'
+        with self._evaluation_mode():
+            self._run_interval() if self._processes_batches else self._call_hook('at_eval')
 
     def after_fit(self) -> None:
         if not self.learn.fitting:
             return
-        self.given['writer'].flush()
-        with self._evaluating():
-            self._call('after_training')
+        self.services['writer'].flush()
+        with self._evaluation_mode():
+            self._call_hook('after_training')
 
     def cleanup(self) -> None:
-        self.given['writer'].flush()
+        self.services['writer'].flush()
         self._times.clear()
-        if self._shared is not None:
-            self._shared.log_writer_singleton = None
-        self._shared = None
+        if self._writer_class is not None:
+            self._writer_class.log_writer_singleton = None
+        self._writer_class = None
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Record a value that another callback logs, or a part of the loss."
         if isinstance(value, Tensor):
             value = value.detach()
-        if self._records_parts and name.startswith('train_'):
-            self._parts[name.removeprefix('train_')] = value
-        writer = self.given['writer']
+        if self._is_recording_parts and name.startswith('train_'):
+            self._loss_parts[name.removeprefix('train_')] = value
+        writer = self.services['writer']
         if name not in writer.log_cache:
-            writer.note({name: value})
+            writer.record({name: value})
 
     # -- calls -------------------------------------------------------------------------------------
 
     def _run_periodic(self, hook: str, due: list[str]) -> None:
-        "Run the periodic hook for the intervals that are due, through the callback's method if it has one."
-        if hook in self._hooks and not self._passes:
-            with self._evaluating() if due else nullcontext():
-                self._call(hook)
+        "Run the periodic hook for the intervals that are due, by the callback's own dispatcher `hook` if it has one."
+        if hook in self._hooks and not self._processes_batches:
+            with self._evaluation_mode() if due else nullcontext():
+                self._call_hook(hook)
         else:
-            for self._kind in due:
-                with self._evaluating():
-                    self._periodic()
+            for self._interval_kind in due:
+                with self._evaluation_mode():
+                    self._run_interval()
         for kind in ('epoch',) if hook == 'after_epoch' else ('update', 'sample'):
             if f'should_stop_after_{kind}' in self._hooks:
                 self._ask_to_stop(f'should_stop_after_{kind}')
 
     def _ask_to_stop(self, name: str) -> None:
-        f, now = self._hooks[name], self.progress()
-        more = {}
-        if 'effective_batch_size' in parameters_of(f):
-            more['effective_batch_size'] = self.effective_batch_size
-        if f(now, **more):
+        "End the fit if a hook `should_stop_after_...` returns True."
+        should_stop, options = self._hooks[name], {}
+        if 'effective_batch_size' in parameters_of(should_stop):
+            options['effective_batch_size'] = self.effective_batch_size
+        if should_stop(self.progress(), **options):
             self.learn.stop()
 
-    def _periodic(self) -> None:
-        if not self._passes:
-            return self._call('periodic_callback')
+    def _run_interval(self) -> None:
+        "Call the periodic hook, or process the batches of a loader."
+        if not self._processes_batches:
+            return self._call_hook('periodic_callback')
         process, model = self._hooks['process_data'], self.learn.model
         with torch.no_grad():
-            results = [process(batch, trainer_model=model) for batch in self._batches()]
-        self._call('process_results', join_results(results))
+            results = [process(batch, trainer_model=model) for batch in self._iterate_batches()]
+        self._call_hook('process_results', join_results(results))
 
-    def _batches(self) -> Iterator[Any]:
-        "Yield the batches of the loader named by the callback's `dataset_key`, on the device."
-        dl = self.given['data_container'].loader(getattr(self.wrapped, 'dataset_key', None))
+    def _iterate_batches(self) -> Iterator[Any]:
+        "Yield the batches of the loader named by `dataset_key`, moved to the model's device."
+        dl = self.services['data_container'].loader(getattr(self.wrapped, 'dataset_key', None))
         device = model_device(self.learn.model, self.learn.dls)
         with preserved_generators(dl):
             yield from (to_device(batch, device) for batch in dl)
 
-    def _call(self, name: str, *args: Any) -> None:
-        "Run a hook with its arguments; an exception named `EarlyStopIteration` ends the fit."
+    def _call_hook(self, name: str, *args: Any) -> None:
+        "Call a hook with the arguments that it accepts; an exception named `EarlyStopIteration` ends the fit."
         f = self._hooks.get(name)
         if f is None:
             return
-        values = {key: self._value(key) for key in self._takes[name]}
+        values = {key: self._get_argument(key) for key in self._argument_names[name]}
         try:
             with torch.no_grad():
                 f(*args, **values)
@@ -450,41 +459,47 @@ class _FromKsuit(Callback):
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
 
-    def _find_arguments(self, name: str, f: Any) -> list[str]:
-        "Return the arguments that a hook accepts; for a base-class hook, the arguments of the inner hook."
-        names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
-        last = self._inner.get(name, f)
-        if takes_any(f) and takes_any(last):
-            return names
-        takes = parameters_of(f) | (parameters_of(last) if takes_any(f) else set())
-        return [key for key in names if key in takes]
+    def _list_arguments(self, name: str, f: Any) -> list[str]:
+        """Return the names of the arguments that a hook accepts.
 
-    def _value(self, key: str) -> Any:
-        "Return the value of a hook's argument."
+        A hook with `**kwargs` passes them on to an inner hook, such as `_before_training`, whose
+        arguments are included.
+        """
+        names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
+        inner = self._inner_hooks.get(name, f)
+        if takes_any(f) and takes_any(inner):
+            return names
+        accepted = parameters_of(f)
+        if takes_any(f):
+            accepted |= parameters_of(inner)
+        return [key for key in names if key in accepted]
+
+    def _get_argument(self, key: str) -> Any:
+        "Return the value of a hook's argument by name."
         learn = self.learn
         if key in ('model', 'trainer_model'):
             return learn.model
-        if key in self.given:
-            return self.given[key]
+        if key in self.services:
+            return self.services[key]
         if key == 'losses':
-            return {'total': learn.loss, **(self._parts or {'loss': learn.loss})}
+            return {'total': learn.loss, **(self._loss_parts or {'loss': learn.loss})}
         if key == 'update_outputs':
             return name_outputs(learn.__dict__.get('pred'))
         if key == 'data_iter':
-            return self._batches()
+            return self._iterate_batches()
         if key == 'batch':
             return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
         return {
             'effective_batch_size': self.effective_batch_size,
             'batch_size': self.batch_size,
-            'interval_type': self._kind,
-            'accumulation_steps': self._pieces,
-            'accumulation_step': self._piece,
+            'interval_type': self._interval_kind,
+            'accumulation_steps': self._n_microbatches,
+            'accumulation_step': self._microbatch_index,
             'times': self._times,
         }[key]
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         "Set the model to evaluation mode in a context; restore modes and random generators."
         training = [m for m in self.learn.model.modules() if m.training]
         for m in training:
@@ -497,33 +512,30 @@ class _FromKsuit(Callback):
                 m.training = True
 
     def _set_attributes(self) -> None:
-        "Set missing attributes of the callback, and replace what was set here for another Learner."
+        "Set missing attributes of the callback, and replace attributes that were set for another Learner."
         self._share_services()
         owners = [c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)]
         if owners:
-            self._shared = owners[0]
-            self._shared.log_writer_singleton = self.given['writer']
-        # names of the attributes that were set here, and may be replaced
-        ours = getattr(self.wrapped, '__dict__', {}).setdefault(GIVEN, set())
-        for name, value in {**self.given, 'model': self._model()}.items():
-            if name not in ours and getattr(self.wrapped, name, None) is not None:
+            self._writer_class = owners[0]
+            self._writer_class.log_writer_singleton = self.services['writer']
+        # names of the attributes that this function has set, and may replace
+        set_names = getattr(self.wrapped, '__dict__', {}).setdefault(SET_ATTRIBUTES, set())
+        for name, value in {**self.services, 'model': self._view_model()}.items():
+            if name not in set_names and getattr(self.wrapped, name, None) is not None:
                 continue
             try:
                 setattr(self.wrapped, name, value)
             except AttributeError:
                 continue  # a read-only property
-            ours.add(name)
+            set_names.add(name)
 
-    def _model(self) -> Any:
-        "Return the Learner's model, for a callback that was constructed here with Noether's attributes."
+    def _view_model(self) -> Any:
+        "Return the Learner's model; for a callback constructed from a class, a view with Noether's attributes."
         model = self.learn.model
         return model_view(model, self) if self._is_constructed else model
 
-    def _is_first(self) -> bool:
-        return self._find_first() is self
-
     def _find_first(self) -> _FromKsuit:
-        "Return the first ksuit callback of the Learner, which stores what all of them share."
+        "Return the first ksuit callback of the Learner, which stores the services that all of them share."
         cbs = self.learn.cbs if self.learn is not None else ()
         return next((cb for cb in cbs if isinstance(cb, _FromKsuit)), self)
 
@@ -531,18 +543,19 @@ class _FromKsuit(Callback):
         "Use the writer and the tracker of the first ksuit callback of the Learner."
         first = self._find_first()
         for name in SHARED:
-            self.given[name] = first.given[name]
+            self.services[name] = first.services[name]
 
     # -- counting ----------------------------------------------------------------------------------
 
-    def _lap(self, *keys: str) -> None:
+    def _add_lap(self, *keys: str) -> None:
+        "Add the seconds since the last lap to the times with these keys."
         now = perf_counter()
         for key in keys:
-            self._times[key] += now - self._mark
-        self._mark = now
+            self._times[key] += now - self._lap_start
+        self._lap_start = now
 
     def progress(self) -> Progress:
-        "Return the progress of training; before a checkpoint is restored, its progress."
+        "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
         resume = self.learn.run.resume
         if resume is None:
             now = self.learn.time
@@ -551,99 +564,103 @@ class _FromKsuit(Callback):
             done = resume.loop['done']
             epochs, samples = done['ep'], done['sp']
             updates = done['st'] + resume.loop['n_steps']
-        return Progress(epochs + (self.at_epoch_end and not self._counted), updates, samples)
+        return Progress(
+            epochs + (self.at_epoch_end and not self._is_epoch_counted), updates, samples
+        )
 
     @property
     def batch_size(self) -> int:
-        "Number of samples of a batch, as seen or as reported by the loader; 0 if unknown."
+        "Samples per batch, from the batches seen or else from the loader; 0 if unknown."
         train = self.learn.dls.train
         reported = getattr(train, 'bs', None) or getattr(train, 'batch_size', None)
         return self._seen_size or reported or 0
 
     @property
     def effective_batch_size(self) -> int:
-        return self.batch_size * (self._batches_per_update() or 1)
+        return self.batch_size * (self._count_batches_per_update() or 1)
 
-    def _batches_per_update(self) -> int | None:
-        "Return the number of batches of a step, None if unknown."
-        found = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
-        if any(cb.batches for cb in found):
-            return max(cb.batches or 1 for cb in found)
-        n_accs = [cb.n_acc for cb in found]
-        least = max(n_accs, default=1)
-        if least == 1:
+    def _count_batches_per_update(self) -> int | None:
+        "Return the number of batches per optimizer step, or None if unknown."
+        accumulations = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        if any(cb.batches for cb in accumulations):
+            return max(cb.batches or 1 for cb in accumulations)
+        n_samples = max((cb.n_acc for cb in accumulations), default=1)
+        if n_samples == 1:
             return 1
-        return -(-least // self.batch_size) if self.batch_size else None
+        return -(-n_samples // self.batch_size) if self.batch_size else None
 
-    def updates_of(self, n: int | None) -> int | None:
-        "Return the number of steps of a fit of `n` batches, None if unknown."
-        per, size = self._batches_per_update(), n_batches(self.learn.dls.train)
+    def count_updates(self, n: int | None) -> int | None:
+        "Return the number of steps in a fit of `n` batches, or None if unknown."
+        per, size = self._count_batches_per_update(), n_batches(self.learn.dls.train)
         if n is None or per == 1:
             return n
         if per is None or not size or (n >= size and size < per):
-            return None  # samples left over in an epoch count for the next one
+            return None  # leftover samples of an epoch count toward the next epoch's first step
         epochs, rest = divmod(n, size)
         return epochs * -(-size // per) + (-(-rest // per) if rest >= per else 0)
 
     def updates_per_epoch(self) -> int | None:
-        return self.updates_of(n_batches(self.learn.dls.train))
+        return self.count_updates(n_batches(self.learn.dls.train))
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's state and progress; the first ksuit callback stores log and summary."
+        "Return the callback's state and progress; the first ksuit callback adds the log and the summary."
         shared = None
-        if self._is_first():
-            shared = {**self.given['writer'].state_dict(), 'summary': self.given['tracker'].summary}
+        if self._find_first() is self:
+            shared = {
+                **self.services['writer'].state_dict(),
+                'summary': self.services['tracker'].summary,
+            }
         return {
             'callback': state_of(self.wrapped),
             'started': dict(self.started_at),
-            'reached': dict(self._reached),
+            'reached': dict(self._last_progress),
             'size': self._seen_size,
             'at_epoch_end': self.at_epoch_end,
-            'counted': self._counted,
+            'counted': self._is_epoch_counted,
             'writer': shared,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's state and progress."
-        self.started_at, self._reached = Progress(**sd['started']), Progress(**sd['reached'])
+        self.started_at, self._last_progress = Progress(**sd['started']), Progress(**sd['reached'])
         self._seen_size = sd['size']
-        self.at_epoch_end, self._counted = sd['at_epoch_end'], sd['counted']
+        self.at_epoch_end, self._is_epoch_counted = sd['at_epoch_end'], sd['counted']
         if sd['writer'] is not None:
-            self.given['writer'].load_state_dict(sd['writer'])
-            self.given['tracker'].summary = dict(sd['writer'].get('summary', {}))
+            self.services['writer'].load_state_dict(sd['writer'])
+            self.services['tracker'].summary = dict(sd['writer'].get('summary', {}))
         load_state(self.wrapped, sd['callback'])
 
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
-        "Call the callback's own method to read its files next to a checkpoint."
+        "Call the callback's `resume_from_checkpoint`, which reads its files next to a checkpoint."
         resume = getattr(self.wrapped, 'resume_from_checkpoint', None)
         if self._has_read_files or resume is None:
             self._has_read_files = False
             return
         self._set_attributes()
         paths = Paths(self, Path(folder))
-        takes = parameters_of(resume)
+        accepted = parameters_of(resume)
         ids = {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
-        if 'stage_id' in takes:
-            resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
+        if 'stage_id' in accepted:
+            resume(**{k: v for k, v in ids.items() if k in accepted}, model=model)
         else:
             resume(paths, model)
 
 
 class Times(defaultdict[str, float]):
-    "Seconds of an update by part; ksuit's older names `data_time` and `update_time` can be read."
+    "Seconds of each part of an update; ksuit's older keys `data_time` and `update_time` can be read too."
 
     def __init__(self) -> None:
         super().__init__(float)
 
     def __missing__(self, name: str) -> float:
-        older = {'data_time': 'data_wait', 'update_time': 'update'}
-        return self[older[name]] if name in older else super().__missing__(name)
+        aliases = {'data_time': 'data_wait', 'update_time': 'update'}
+        return self[aliases[name]] if name in aliases else super().__missing__(name)
 
 
-def intervals_of(cb: Any) -> dict[str, int]:
-    "Return the intervals of a callback by kind; raise `OptionError` for an invalid one."
+def find_intervals(cb: Any) -> dict[str, int]:
+    "Return the intervals of a callback by unit; raise `OptionError` for an invalid interval."
     values = {kind: getattr(cb, name, None) for kind, name in INTERVALS.items()}
     every = {kind: n for kind, n in values.items() if n is not None}
     for kind, n in every.items():
@@ -652,7 +669,7 @@ def intervals_of(cb: Any) -> dict[str, int]:
 
 
 def join_results(results: list[Any]) -> Any:
-    "Concatenate the results of batches: tensors along dimension 0, numbers as a tensor, or None."
+    "Concatenate batch results: tensors along dimension 0, numbers into a tensor; None if all are None."
     if all(r is None for r in results):
         return None
     if all(isinstance(r, (int, float)) for r in results):

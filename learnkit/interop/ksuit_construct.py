@@ -1,19 +1,18 @@
-"""Construct ksuit callbacks from their classes, with the services that their constructors ask for."""
+"""Construct ksuit callbacks from their classes, with the services that their constructors accept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from learnkit.interop.hooks import takes_any
+from learnkit.interop.hooks import parameters_of, takes_any
 
 __all__ = ['construct', 'extend']
 
 
 class Options(SimpleNamespace):
-    "Configuration of a callback; an option that was not given is None."
+    "Configuration of a callback; a missing option is None."
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -21,18 +20,18 @@ class Options(SimpleNamespace):
 
 
 def extend(o: Any, attributes: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """Return a view of an object that also has the given attributes, computed when they are read.
+    """Return a view of an object with additional attributes, which are computed when they are read.
 
-    The view is an instance of a subclass of the object's class and shares its attributes. An
-    attribute that the object has itself, and that is not None, takes precedence.
+    The view is an instance of a subclass of the object's class and shares the object's attributes.
+    An attribute of the object takes precedence unless it is None.
 
     >>> class Model: n = 1
     >>> view = extend(Model(), {'n': lambda model: 2, 'twice': lambda model: 2 * model.n})
     >>> view.n, view.twice, isinstance(view, Model)
     (1, 2, True)
     """
-    lacking = [name for name in attributes if getattr(o, name, None) is None]
-    added = {name: property(attributes[name]) for name in lacking}
+    missing = [name for name in attributes if getattr(o, name, None) is None]
+    added = {name: property(attributes[name]) for name in missing}
     cls = type(type(o).__name__, (type(o),), added)
     view: Any = object.__new__(cls)
     object.__setattr__(view, '__dict__', vars(o))
@@ -46,9 +45,10 @@ def construct(
 ) -> Any:
     """Construct a callback with its options and with the services that its constructor accepts.
 
-    Constructors with `**kwargs` pass keywords on to the bases of the class. A constructor with a
-    `callback_config` gets the options that are not its own parameters as an object of the annotated
-    class; without an annotation, as a plain object whose missing options are None.
+    Constructors with `**kwargs` are assumed to pass keywords on to the bases of the class. For a
+    constructor with a parameter `callback_config`, the options that are not parameters are passed
+    as an instance of the annotated class, or, without an annotation, as an object whose missing
+    options are None.
 
     >>> class Best:
     ...     def __init__(self, callback_config, writer, **kwargs):
@@ -57,7 +57,7 @@ def construct(
     >>> best.key, best.name, best.writer
     ('valid_loss', None, 'log')
     """
-    accepted = _find_parameters(cls)
+    accepted = {name for init in _find_constructors(cls) for name in parameters_of(init)}
     arguments = {name: value for name, value in services.items() if name in accepted}
     if 'callback_config' in accepted and 'callback_config' not in config:
         own = {name: value for name, value in config.items() if name in accepted}
@@ -66,18 +66,8 @@ def construct(
     return cls(**{**arguments, **config})
 
 
-def _find_parameters(cls: type) -> set[str]:
-    "Return the keywords that the constructor of a class accepts, or passes on to its bases."
-    return {
-        p.name
-        for init in _find_constructors(cls)
-        for p in signature(init).parameters.values()
-        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    }
-
-
 def _find_constructors(cls: type) -> list[Callable[..., Any]]:
-    "Return the constructor of a class, and of its bases as long as each accepts any keyword."
+    "Return the constructors of a class and its bases, up to the first one that does not accept any keyword."
     found = []
     for base in cls.__mro__:
         init = vars(base).get('__init__')
@@ -90,7 +80,7 @@ def _find_constructors(cls: type) -> list[Callable[..., Any]]:
 
 
 def _find_config_class(cls: type) -> Callable[..., Any]:
-    "Return the annotated class of `callback_config`, if the annotation can be resolved."
+    "Return the annotated class of `callback_config`, or `Options` if no annotation can be resolved."
     for init in _find_constructors(cls):
         try:
             annotated = get_type_hints(init).get('callback_config')

@@ -1,4 +1,4 @@
-"""ksuit's trainer and Noether's model, as live views of the Learner."""
+"""Views of the Learner with the attributes of ksuit's trainer and of Noether's models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from learnkit.interop.composer_state import ComposerState
 from learnkit.interop.ksuit_construct import extend
 from learnkit.interop.ksuit_views import Progress, UpdateCounter
 
-__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'loss_parts']
+__all__ = ['Trainer', 'TrainerConfig', 'TrainerResult', 'model_view', 'name_outputs']
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TrainerResult:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    "Options of the trainer that callbacks read; None for what is unknown or not set."
+    "Trainer options that callbacks read; None if unknown or not set."
 
     effective_batch_size: int
     max_epochs: int | None
@@ -46,20 +46,25 @@ class TrainerConfig:
     callbacks: list[Any]
 
 
-class Trainer:
-    "ksuit's trainer; any other attribute is read from the Learner."
+def _make_service_property(name: str) -> property:
+    "Return a property of a view that is a service of the adapter, such as its writer."
+    return property(lambda view: view._adapter.services[name])
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
+
+class Trainer:
+    "View of the Learner as ksuit's trainer; attributes that are not defined here are read from the Learner."
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
             raise AttributeError(name)
-        return getattr(self._watch.learn, name)
+        return getattr(self._adapter.learn, name)
 
     @property
     def config(self) -> TrainerConfig:
-        learn, end = self._watch.learn, self.end_checkpoint
+        learn, end = self._adapter.learn, self.end_checkpoint
         size = learn.microbatch if isinstance(learn.microbatch, int) else None
         guards = [cb for cb in learn.cbs if isinstance(cb, GuardNonFinite)]
         return TrainerConfig(
@@ -76,11 +81,11 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        return model_device(self._watch.learn.model, self._watch.learn.dls)
+        return model_device(self._adapter.learn.model, self._adapter.learn.dls)
 
     @property
     def update_counter(self) -> UpdateCounter:
-        return self._watch.given['update_counter']
+        return self._adapter.services['update_counter']
 
     @property
     def start_checkpoint(self) -> Progress:
@@ -96,71 +101,54 @@ class Trainer:
 
     @property
     def effective_batch_size(self) -> int:
-        return self._watch.effective_batch_size
+        return self._adapter.effective_batch_size
 
     @property
     def updates_per_epoch(self) -> int | None:
-        return self._watch.updates_per_epoch()
+        return self._adapter.updates_per_epoch()
 
-    @property
-    def data_container(self) -> Any:
-        return self._watch.given['data_container']
-
-    @property
-    def path_provider(self) -> Any:
-        return self._watch.given['path_provider']
-
-    @property
-    def metric_property_provider(self) -> Any:
-        return self._watch.given['metric_property_provider']
-
-    @property
-    def tracker(self) -> Any:
-        return self._watch.given['tracker']
-
-    @property
-    def log_writer(self) -> Any:
-        return self._watch.given['writer']
-
-    @property
-    def checkpoint_writer(self) -> Any:
-        return self._watch.given['checkpoint_writer']
+    data_container = _make_service_property('data_container')
+    path_provider = _make_service_property('path_provider')
+    metric_property_provider = _make_service_property('metric_property_provider')
+    tracker = _make_service_property('tracker')
+    log_writer = _make_service_property('writer')
+    checkpoint_writer = _make_service_property('checkpoint_writer')
 
     @property
     def callbacks(self) -> list[Any]:
-        adapters = [cb for cb in self._watch.learn.cbs if hasattr(type(cb), 'is_ksuit')]
+        adapters = [cb for cb in self._adapter.learn.cbs if hasattr(type(cb), 'is_ksuit')]
         return [cb.wrapped for cb in adapters if cb.wrapped is not None]
 
     @property
     def autocast_context(self) -> Any:
-        return self._watch.learn.contexts('forward')
+        return self._adapter.learn.contexts('forward')
 
     @property
     def grad_scaler(self) -> Any:
-        return ComposerState(self._watch).scaler
+        return ComposerState(self._adapter).scaler
 
     @property
     def precision(self) -> str:
-        return ComposerState(self._watch).precision.value.removeprefix('amp_')
+        return ComposerState(self._adapter).precision.value.removeprefix('amp_')
 
     @property
     def last_loss(self) -> Any:
-        return self._watch.learn.loss
+        return self._adapter.learn.loss
 
     def train_step(
         self,
         batch: Any,  # batch of a loader, on the device of the model
         model: nn.Module | None = None,  # None: the Learner's
     ) -> TrainerResult:
-        "Compute the loss of a batch; the Learner's own batch and events are not touched."
-        learn = self._watch.learn
+        "Compute the loss of a batch, without events and without changing the Learner's batch."
+        learn = self._adapter.learn
         xb, yb = form_of(learn.dls, 'train').split(batch)
         pred, loss = unpack_output(apply_model(learn.model if model is None else model, xb))
         if learn.loss_func is not None:
             loss = learn.loss_func(pred, *yb)
         if loss is None:
             raise LossError('`train_step` needs a loss function, or a model that returns a loss.')
-        parts = loss_parts(loss)
+        parts = dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
         total: Any = parts['loss'] if 'loss' in parts else sum(parts.values())
         return TrainerResult(total, parts, name_outputs(pred))
 
@@ -168,13 +156,13 @@ class Trainer:
         self,
         batch: Any,
         dist_model: nn.Module | None = None,  # model that is called; None: the Learner's
-        model: nn.Module | None = None,  # unused: the Learner's optimizer knows its parameters
-        accumulation_steps_total: int = 1,  # number of batches of an optimizer step
+        model: nn.Module | None = None,  # unused: the Learner's optimizer holds the parameters
+        accumulation_steps_total: int = 1,  # number of batches per optimizer step
         accumulation_step: int = 0,  # index of this batch
         retain_graph: bool = False,
     ) -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Any]]:
-        "Train on a batch outside of the loop; return its losses, outputs and (no) times."
-        learn = self._watch.learn
+        "Train on a batch outside of the loop; return losses, outputs and an empty dict of times."
+        learn = self._adapter.learn
         with torch.enable_grad():
             with self.autocast_context:
                 result = self.train_step(batch, dist_model)
@@ -189,18 +177,13 @@ class Trainer:
         return detached, result.additional_outputs, {}
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the progress of the run, and the states of its ksuit callbacks."
+        "Return the progress of the run and the states of its ksuit callbacks."
         states = [cb.state_dict() if hasattr(cb, 'state_dict') else None for cb in self.callbacks]
         return {**dict(self.update_counter.cur_iteration), 'callback_state_dicts': states}
 
 
-def loss_parts(loss: Any) -> dict[str, Tensor]:
-    "Return the parts of a loss by name: of a dict its entries, otherwise the loss itself."
-    return dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
-
-
 def name_outputs(pred: Any) -> dict[str, Any]:
-    "Return detached predictions by name."
+    "Return detached predictions by name; a single output is named 'pred'."
     parts = pred if isinstance(pred, Mapping) else {'pred': pred}
     return {
         name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()
@@ -208,38 +191,36 @@ def name_outputs(pred: Any) -> dict[str, Any]:
 
 
 class ModelOptimizer:
-    "Noether's optimizer of a model: the Learner's, and the callbacks that schedule it."
+    "View of the Learner's optimizer and schedulers as the `optimizer` of a Noether model."
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
 
     @property
     def torch_optim(self) -> Any:
-        return self._watch.learn.opt
+        return self._adapter.learn.opt
 
     @property
     def schedule(self) -> Any:
-        "The callback that sets the learning rate, or None."
-        cbs = self._watch.learn.cbs
-        plain = next((cb for cb in cbs if isinstance(cb, LRScheduler)), None)
-        return self._find_scheduler('lr') or plain
+        "The callback that schedules the learning rate, or None."
+        cbs = self._adapter.learn.cbs
+        torch_scheduler = next((cb for cb in cbs if isinstance(cb, LRScheduler)), None)
+        return self._find_scheduler('lr') or torch_scheduler
 
     @property
     def weight_decay_schedule(self) -> Any:
-        "The callback that sets the weight decay, or None."
+        "The callback that schedules the weight decay, or None."
         return self._find_scheduler('wd') or self._find_scheduler('weight_decay')
 
     def _find_scheduler(self, name: str) -> Any:
-        cbs = self._watch.learn.cbs
-        return next(
-            (cb for cb in cbs if isinstance(cb, ParamScheduler) and name in cb.scheds), None
-        )
+        schedulers = [cb for cb in self._adapter.learn.cbs if isinstance(cb, ParamScheduler)]
+        return next((cb for cb in schedulers if name in cb.scheds), None)
 
     def state_dict(self) -> dict[str, Any]:
         return self.torch_optim.state_dict()
 
 
-def model_view(model: nn.Module, watch: Any) -> Any:
+def model_view(model: nn.Module, adapter: Any) -> Any:
     "Return a view of the model with the attributes of Noether's models."
 
     def count(model: nn.Module, requires_grad: bool) -> int:
@@ -249,12 +230,14 @@ def model_view(model: nn.Module, watch: Any) -> Any:
         model,
         {
             'name': lambda model: type(model).__name__,
-            'device': lambda model: model_device(model, watch.learn.dls),
+            'device': lambda model: model_device(model, adapter.learn.dls),
             'param_count': lambda model: count(model, True) + count(model, False),
             'trainable_param_count': lambda model: count(model, True),
             'frozen_param_count': lambda model: count(model, False),
             'is_frozen': lambda model: count(model, True) == 0,
-            'optimizer': lambda model: None if watch.learn.opt is None else ModelOptimizer(watch),
+            'optimizer': lambda model: (
+                None if adapter.learn.opt is None else ModelOptimizer(adapter)
+            ),
             'get_named_models': lambda model: lambda: {model.name: model},
         },
     )

@@ -1,4 +1,4 @@
-"""Arguments of ksuit callbacks: counters, trainer, writers, paths and data, as live views of the Learner."""
+"""Views of the Learner that ksuit callbacks receive: counter, writers, paths, tracker and data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-# metrics of which no value is better than another
+# names of metrics without a better direction
 NEUTRAL_KEYS = (
     'profiler/*',
     'profiling/*',
@@ -78,41 +78,41 @@ class Progress:
 
 
 class UpdateCounter:
-    "Progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), its start and its end."
+    "Current, start and end progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), and so on."
 
     def __init__(
         self,
-        watch: Any,  # adapter, with its learner and its counts
+        adapter: Any,  # callback of `from_ksuit`
     ) -> None:
-        self._watch = watch
+        self._adapter = adapter
 
     @property
     def cur_iteration(self) -> Progress:
-        return self._watch.progress()
+        return self._adapter.progress()
 
     @property
     def start_iteration(self) -> Progress:
-        return self._watch.started_at
+        return self._adapter.started_at
 
     @property
     def end_iteration(self) -> Progress:
-        learn, start, bs = self._watch.learn, self._watch.started_at, self._watch.batch_size
+        learn, start, bs = self._adapter.learn, self._adapter.started_at, self._adapter.batch_size
         budget = next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
         if budget:
-            return self._end_of_budget(budget.total)
+            return self._find_budget_end(budget.total)
         if not isinstance(learn.n_epoch, int):
             return Progress()
         end = start.epoch + learn.n_epoch
-        per_epoch = self._watch.updates_per_epoch()
+        per_epoch = self._adapter.updates_per_epoch()
         n = n_batches(learn.dls.train)
         return Progress(end, per_epoch and end * per_epoch, end * n * bs if n and bs else None)
 
-    def _end_of_budget(self, total: Time) -> Progress:
-        "Return the end of a fit in batches, steps or samples; unknown in other units."
-        start, n = self._watch.started_at, int(total.value)
+    def _find_budget_end(self, total: Time) -> Progress:
+        "Return the end of a fit with a budget of batches, steps or samples; empty for other units."
+        start, n = self._adapter.started_at, int(total.value)
         if total.unit == 'sp':
             return Progress(sample=(start.sample or 0) + n)
-        steps = {'st': n, 'ba': self._watch.updates_of(n)}.get(total.unit)
+        steps = {'st': n, 'ba': self._adapter.count_updates(n)}.get(total.unit)
         return Progress() if steps is None else Progress(update=(start.update or 0) + steps)
 
     cur_checkpoint, start_checkpoint, end_checkpoint = cur_iteration, start_iteration, end_iteration
@@ -131,20 +131,20 @@ class UpdateCounter:
 
     @property
     def updates_per_epoch(self) -> int | None:
-        return self._watch.updates_per_epoch()
+        return self._adapter.updates_per_epoch()
 
     @property
     def effective_batch_size(self) -> int:
-        return self._watch.effective_batch_size
+        return self._adapter.effective_batch_size
 
     @property
     def epoch_as_float(self) -> float:
-        per = self.updates_per_epoch
-        return (self.update or 0) / per if per else float(self.epoch or 0)
+        n = self.updates_per_epoch
+        return (self.update or 0) / n if n else float(self.epoch or 0)
 
     @property
     def is_full_epoch(self) -> bool:
-        return self._watch.at_epoch_end
+        return self._adapter.at_epoch_end
 
     @property
     def is_finished(self) -> bool:
@@ -154,16 +154,16 @@ class UpdateCounter:
 
 
 class LogWriter:
-    """Log scalars to `learn.log`, readable in `log_cache` until the next batch.
+    """Log scalars to `learn.log`, and keep them in `log_cache` until the next batch.
 
     All ksuit callbacks of a Learner share one writer. `log_cache` also holds the values that other
     callbacks have logged, and after an epoch the columns of its row in the history; `log_entries`
-    holds all values that were written here.
+    holds all values that this writer has logged.
     """
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
-        self._written: set[str] = set()  # names logged in this update
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._update_names: set[str] = set()  # names logged in this update
         self.log_cache: dict[str, Any] = {}
         self.log_entries: list[dict[str, Any]] = []
 
@@ -171,60 +171,60 @@ class LogWriter:
         self,
         key: str,
         value: Any,  # number, or tensor or array of one element
-        logger: logging.Logger | None = None,  # logger that also gets the value
+        logger: logging.Logger | None = None,  # logger that also receives the value
         format_str: str | None = None,  # format of the value for `logger`, such as '.4f'
     ) -> None:
-        """Log a number; raise `MetricError` for a name that was logged in this update already."""
+        "Log a number; raise `MetricError` if a value with this name was logged in the same update."
         key = key.removesuffix('/')
-        if key in self._written:
-            raise MetricError(f'{key!r} was logged already at {self._watch.progress()}.')
-        if not self._written:
-            # values of others may have been noted earlier in the update
-            self.log_cache |= dict(self._watch.progress())
-        self._written.add(key)
+        if key in self._update_names:
+            raise MetricError(f'{key!r} was logged already at {self._adapter.progress()}.')
+        if not self._update_names:
+            # other callbacks may have recorded values earlier in the update
+            self.log_cache |= dict(self._adapter.progress())
+        self._update_names.add(key)
         if isinstance(value, np.generic):
             value = value.item()
-        log_as_named(self._watch.learn, key, value)
+        log_as_named(self._adapter.learn, key, value)
         if isinstance(value, Tensor):
             value = value.item()
-        self.note({key: value})
+        self.record({key: value})
         if logger is not None:
             logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
 
     def add_nonscalar(self, key: str, value: Any) -> None:
-        "Pass images or a text to the loggers, and to callbacks that accept them."
+        "Pass images or a string to the loggers, and to callbacks that accept them."
         method = 'log_text' if isinstance(value, str) else 'log_images'
-        send_to_loggers(self._watch.learn, method, key, value)
+        send_to_loggers(self._adapter.learn, method, key, value)
 
-    def note(self, values: Mapping[str, Any]) -> None:
-        "Keep logged values, with the progress of the run."
+    def record(self, values: Mapping[str, Any]) -> None:
+        "Add logged values to the entry of this update, together with the progress of the run."
         if not self.log_cache:
-            self.log_cache = dict(self._watch.progress())
+            self.log_cache = dict(self._adapter.progress())
         self.log_cache |= values
 
     def get_all_metric_values(self, key: str) -> list[Any]:
-        "Return all values of a metric so far."
+        "Return all values of a metric that this writer has logged."
         return [entry[key] for entry in self.log_entries if key in entry]
 
     def flush(self) -> None:
-        "End the entry of this update."
+        "Append this update's entry to `log_entries`, without the values of other callbacks."
         if not self.log_cache:
             return
-        kept = {*self._written, 'epoch', 'update', 'sample'}  # the Learner keeps values of others
-        if self._written:
+        if self._update_names:
+            kept = {*self._update_names, 'epoch', 'update', 'sample'}
             self.log_entries.append({k: v for k, v in self.log_cache.items() if k in kept})
-        self.forget()
+        self.discard_entry()
 
-    def forget(self) -> None:
+    def discard_entry(self) -> None:
         "Discard the entry of this update."
         self.log_cache = {}
-        self._written.clear()
+        self._update_names.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return all written entries, and the entry of this update."
+        "Return all entries, and the entry of this update."
         return {
             'cache': dict(self.log_cache),
-            'written': sorted(self._written),
+            'written': sorted(self._update_names),
             'entries': list(self.log_entries),
         }
 
@@ -232,27 +232,27 @@ class LogWriter:
         "Restore all entries."
         self.log_cache = dict(sd['cache'])
         self.log_entries = [dict(entry) for entry in sd['entries']]
-        self._written = set(sd['written'])
+        self._update_names = set(sd['written'])
 
     def finish(self) -> None:
         "Do nothing: the Learner's loggers close themselves."
 
 
 class Tracker:
-    """Experiment tracker: `log` goes to `learn.log`, and the summary to the loggers' settings.
+    """Pass logged values to `learn.log`, and the summary to the loggers as parameters.
 
     All ksuit callbacks of a Learner share one tracker. `summary` holds all values by name.
     """
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
         self.summary: dict[str, Any] = {}
 
     def log(self, data: Mapping[str, Any]) -> None:
         "Log the numbers in `data`, except the counters, which the Learner logs."
         for name, value in data.items():
             if name not in ('epoch', 'update', 'sample'):
-                log_as_named(self._watch.learn, name, value)
+                log_as_named(self._adapter.learn, name, value)
 
     def set_summary(self, key: str, value: Any) -> None:
         "Set a value of the summary."
@@ -261,22 +261,22 @@ class Tracker:
     def update_summary(self, data: Mapping[str, Any]) -> None:
         "Set values of the summary."
         self.summary |= data
-        send_to_loggers(self._watch.learn, 'log_params', dict(data))
+        send_to_loggers(self._adapter.learn, 'log_params', dict(data))
 
 
 class Paths:
-    "Paths of files: below the Learner's `path`, or next to a checkpoint that a run resumes from."
+    "Folders for files: below the Learner's `path`, or next to the checkpoint that a run resumes from."
 
     def __init__(
         self,
-        watch: Any,
+        adapter: Any,
         checkpoints: Path | None = None,  # checkpoint folder; None: `checkpoints` below `path`
     ) -> None:
-        self._watch, self._checkpoints = watch, checkpoints
+        self._adapter, self._checkpoints = adapter, checkpoints
 
     @property
     def run_output_path(self) -> Path:
-        return Path(self._watch.learn.path)
+        return Path(self._adapter.learn.path)
 
     stage_output_path = output_path = run_output_path
 
@@ -296,39 +296,40 @@ class Paths:
     def get_stage_output_path(
         self, stage_name: str | None = None, stage_id: str | None = None
     ) -> Path:
-        "Return the folder that contains the folder of checkpoints."
+        "Return the parent of the checkpoint folder."
         return self.checkpoint_path.parent
 
 
 class CheckpointWriter:
     "Write weights as plain data, readable with `torch.load(file, weights_only=True)`."
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
 
     @property
     def path_provider(self) -> Paths:
-        return self._watch.given['path_provider']
+        return self._adapter.services['path_provider']
 
     def save_model_checkpoint(
         self,
         state_dict: Mapping[str, Any],
         checkpoint_tag: Any = 'latest',  # part of the file's name
-        model_name: str | None = None,  # part of the file's name; None: the class of the model
+        model_name: str | None = None,  # part of the file's name; None: class name of the model
         model_info: str | None = None,  # part of the file's name, such as 'ema'
-        output_name: str | None = None,  # whole name of the file instead
+        output_name: str | None = None,  # file name; None: built from the other arguments
         **extra: Any,  # further plain values to store
     ) -> Path:
         "Save a state dict and return the path."
-        paths, info = self._watch.given['path_provider'], f'_{model_info}' if model_info else ''
-        name = model_name or type(self._watch.learn.model).__name__
+        paths = self.path_provider
+        info = f'_{model_info}' if model_info else ''
+        name = model_name or type(self._adapter.learn.model).__name__
         file = paths.checkpoint_path / (output_name or f'{name}{info}_cp={checkpoint_tag}_model.th')
         extra = {k: v for k, v in extra.items() if k != 'model_config' and v is not None}
         data = {
             'state_dict': dict(state_dict),
             'checkpoint_tag': str(checkpoint_tag),
             'run_id': paths.run_id,
-            'training_iteration': dict(self._watch.progress()),
+            'training_iteration': dict(self._adapter.progress()),
             **extra,
         }
         with atomic_write(file) as tmp:
@@ -346,37 +347,38 @@ class CheckpointWriter:
         save_latest_optim: bool = False,
         model_info: str | None = None,
         checkpoint: Any = None,  # ksuit's name of `checkpoint_tag`
-        **unused: Any,  # names of submodels: all are saved
+        **unused: Any,  # names of submodels; all submodels are saved
     ) -> None:
-        "Save weights and optimizer of the Learner."
-        tags = [t for t in (checkpoint_tag, checkpoint) if t is not None]
-        tag = tags[0] if tags else self._watch.progress()
+        "Save the weights of `model`, the Learner's optimizer, and the state of `trainer`."
+        tag = checkpoint if checkpoint_tag is None else checkpoint_tag
+        if tag is None:
+            tag = self._adapter.progress()
         name = getattr(model, 'name', type(model).__name__)
-        folder = self._watch.given['path_provider'].checkpoint_path
-        weights = [
-            t for t, is_on in ((tag, save_weights), ('latest', save_latest_weights)) if is_on
-        ]
-        optims = [t for t, is_on in ((tag, save_optim), ('latest', save_latest_optim)) if is_on]
-        for t in weights:
+        folder = self.path_provider.checkpoint_path
+        weight_choices = ((tag, save_weights), ('latest', save_latest_weights))
+        optim_choices = ((tag, save_optim), ('latest', save_latest_optim))
+        weight_tags = [t for t, is_saved in weight_choices if is_saved]
+        optim_tags = [t for t, is_saved in optim_choices if is_saved]
+        for t in weight_tags:
             self.save_model_checkpoint(model.state_dict(), t, name, model_info)
-        opt = self._watch.learn.opt
-        states = [(t, 'optim', opt.state_dict()) for t in optims if opt is not None]
+        opt = self._adapter.learn.opt
+        states = [(t, 'optim', opt.state_dict()) for t in optim_tags if opt is not None]
         if trainer is not None:
-            states += [(t, 'trainer', trainer.state_dict()) for t in {*weights, *optims}]
+            states += [(t, 'trainer', trainer.state_dict()) for t in {*weight_tags, *optim_tags}]
         for t, kind, state in states:
             with atomic_write(folder / f'{name}_cp={t}_{kind}.th') as tmp:
                 torch.save(state, tmp)
 
 
 class DataContainer:
-    "Data by name: 'train', or the name of a validation loader."
+    "Loaders and data sets by name: 'train', or the name of a validation loader."
 
-    def __init__(self, watch: Any) -> None:
-        self._watch = watch
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
 
     @property
     def loaders(self) -> dict[str, Any]:
-        dls = self._watch.learn.dls
+        dls = self._adapter.learn.dls
         return {'train': dls.train, **dict(evaluation_loaders(dls))}
 
     @property
@@ -384,7 +386,7 @@ class DataContainer:
         return {name: data_set_of(dl) for name, dl in self.loaders.items()}
 
     def loader(self, key: str | None = None) -> Any:
-        "Return a loader by name, by default the first validation loader; raise `LoaderError` if unknown."
+        "Return a loader by name, or the first validation loader; raise `LoaderError` for an unknown name."
         loaders = self.loaders
         if key is None:
             key = next((name for name in loaders if name != 'train'), 'train')
@@ -395,12 +397,12 @@ class DataContainer:
         )
 
     def get_dataset(self, key: str | None = None, **unused: Any) -> Any:
-        "Return the data set of a loader; for a loader without one, its samples, which can be counted."
+        "Return the data set of a loader, or `Samples` for a loader without a data set."
         return data_set_of(self.loader(key))
 
 
 class Samples:
-    "Samples of a loader that has no data set; any other attribute is read from the loader."
+    "Iterate over and count the samples of a loader without a data set; other attributes are read from the loader."
 
     pipeline = None
 
@@ -423,7 +425,7 @@ class Samples:
 
 
 def data_set_of(dl: Any) -> Any:
-    "Return the data set of a loader; its `pipeline`, unless it has one, is the loader's `collate_fn`."
+    "Return the data set of a loader; its `pipeline` defaults to the loader's `collate_fn`."
     data_set = getattr(dl, 'dataset', None)
     if data_set is None:
         return Samples(dl)
@@ -433,9 +435,9 @@ def data_set_of(dl: Any) -> Any:
 
 
 class MetricPropertyProvider:
-    """Directions of metrics (higher, lower or neutral) by their names.
+    """Return the direction of a metric (higher, lower or neutral is better) by the metric's name.
 
-    As in ksuit, a name with `loss` or `error` is lower-is-better, one with `accuracy`
+    As in ksuit, names with `loss` or `error` are lower-is-better, names with `accuracy` are
     higher-is-better, and names in `optim/`, `lossdiff/`, `train_time/` and the like are neutral.
     Other names are looked up in `learnkit.MetricProperties`.
 
@@ -451,7 +453,7 @@ class MetricPropertyProvider:
             higher='*accuracy*', lower=['*loss*', '*error*'], neutral=NEUTRAL_KEYS
         )
 
-    def _direction(self, key: str) -> str:
+    def _find_direction(self, key: str) -> str:
         direction = self._directions.get(key)
         if direction is not None:
             return direction
@@ -461,10 +463,10 @@ class MetricPropertyProvider:
         )
 
     def higher_is_better(self, key: str) -> bool:
-        return self._direction(key) == 'higher'
+        return self._find_direction(key) == 'higher'
 
     def lower_is_better(self, key: str) -> bool:
-        return self._direction(key) == 'lower'
+        return self._find_direction(key) == 'lower'
 
     def is_neutral_key(self, key: str) -> bool:
         return self._directions.get(key) == 'neutral'

@@ -485,14 +485,14 @@ def test_an_order_or_a_kind_of_run_that_cannot_be_is_refused(
 def test_private_attributes_of_a_callback_hide_nothing(recwarn: pytest.WarningsRecorder) -> None:
     class Counts(Callback):
         def before_fit(self) -> None:
-            self._entered = 0
+            self._exit_stacks = 0
 
         def before_batch(self) -> None:
-            self._entered += 1
+            self._exit_stacks += 1
 
     learn = synth_learner(cbs=Counts)
-    assert hasattr(learn, '_entered')
+    assert hasattr(learn, '_exit_stacks')
     with learn.no_bar():
         learn.fit(1)
-    assert not recwarn.list and isinstance(learn._entered, list)
-    assert learn.counts._entered == learn.train_iter + 2
+    assert not recwarn.list and isinstance(learn._exit_stacks, list)
+    assert learn.counts._exit_stacks == learn.train_iter + 2

@@ -181,8 +181,8 @@ def test_ksuit_does_not_know_updates_of_epochs_shorter_than_one() -> None:
     learn = synth_learner(n_train=3, cbs=[adapter, GradientAccumulation(64)])
     with learn.no_bar():
         learn.fit(2)
-    assert adapter.given['update_counter'].updates_per_epoch is None
-    assert adapter.given['update_counter'].epoch_as_float == 2.0
+    assert adapter.services['update_counter'].updates_per_epoch is None
+    assert adapter.services['update_counter'].epoch_as_float == 2.0
 
 
 @pytest.mark.parametrize(('fitting', 'size', 'pieces'), [(None, 16, 1), (6, 6, 3)])

@@ -518,7 +518,7 @@ def test_mistakes() -> None:
 
 
 def test_metric_names_that_say_nothing_are_an_error() -> None:
-    provider = learner(Progress(every_n_epochs=1)).cbs[-1].given['metric_property_provider']
+    provider = learner(Progress(every_n_epochs=1)).cbs[-1].services['metric_property_provider']
     assert provider.is_neutral_key('optim/lr/0') and provider.lower_is_better('valid_loss')
     assert provider.lower_is_better('night/wer') and provider.is_neutral_key('lossdiff/a')
     with pytest.raises(MetricError, match="Is more of 'score' better"):

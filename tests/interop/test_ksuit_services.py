@@ -249,7 +249,7 @@ def test_parts_of_the_loss_have_their_names() -> None:
 )
 def test_directions_by_ksuits_rule(key: str, way: str) -> None:
     adapter = from_ksuit(Periodic, every_n_epochs=1)
-    provider = adapter.given['metric_property_provider']
+    provider = adapter.services['metric_property_provider']
     assert provider.higher_is_better(key) == (way == 'higher')
     assert provider.lower_is_better(key) == (way == 'lower')
     assert provider.is_neutral_key(key) == (way == 'neutral')

@@ -277,8 +277,8 @@ def read_learner(case: Case, learn: Learner) -> Outcome:
     if case.evaluates:
         with learn.no_bar():
             learn.validate()
-    adapters = [cb for cb in learn.cbs if hasattr(cb, 'given')]
-    writer, tracker = adapters[0].given['writer'], adapters[0].given['tracker']
+    adapters = [cb for cb in learn.cbs if hasattr(cb, 'services')]
+    writer, tracker = adapters[0].services['writer'], adapters[0].services['tracker']
     writer.flush()
     return Outcome(
         writer.log_entries,

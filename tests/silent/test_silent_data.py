@@ -741,7 +741,7 @@ def test_a_learner_that_never_ran_is_not_closed() -> None:
     learn = regression(cbs=Callback())
     learn.fit(1)
     other = copy.deepcopy(learn)
-    assert other._ran_in is None and learn._ran_in is not None
+    assert other._owner_pid is None and learn._owner_pid is not None
 
 
 def test_an_error_of_a_dropped_learner_is_a_warning() -> None:
