@@ -84,6 +84,10 @@ __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
 _open_learners: WeakSet[Learner] = WeakSet()  # Learners to close at interpreter exit
 
+# fastai's names; events to fire by hand around an evaluation
+_before_epoch = ['before_fit', 'before_epoch']
+_after_epoch = ['after_epoch', 'after_fit']
+
 _MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
