@@ -102,3 +102,15 @@ def test_thousands_of_fresh_plans_agree_with_fastai_itself() -> None:
 
 def test_the_recording_is_up_to_date_with_the_cases() -> None:
     assert set(RECORDED['cases']) == set(c.style_cases('learnkit'))
+
+
+def test_events_fired_around_an_evaluation_by_hand_have_fastais_names() -> None:
+    from learnkit.learner import _after_epoch, _before_epoch
+    from learnkit.testing import synth_learner
+
+    learn = synth_learner()
+    learn.remove_cb(learn.progress)
+    learn(_before_epoch)
+    learn._do_epoch_validate()
+    learn(_after_epoch)
+    assert learn.recorder.measured['valid_loss'] == learn.validate()[0]
