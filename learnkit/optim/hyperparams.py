@@ -205,7 +205,7 @@ def spread(values: slice, n: int) -> list[float]:
     return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
 
 
-# --------------------------------------------------------------------------------------- parameters
+# -- parameters ------------------------------------------------------------------------------------
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -290,7 +290,7 @@ def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
             yield p[1] if isinstance(p, tuple) else p
 
 
-# --------------------------------------------------------------------------------- fused optimizers
+# -- fused optimizers ------------------------------------------------------------------------------
 
 
 class CheckedGroup(NamedTuple):
