@@ -367,18 +367,7 @@ def MuonAdamW(
     if model is None:
         raise OptimizerError('MuonAdamW needs the model, to know its layers: `model=`.')
     hidden = {id(p) for p in hidden_matrices(model, but)}
-    groups = as_groups(params)
-    parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
-    places: list[list[tuple[str, int]]] = []
-    for group in groups:
-        by_name = {
-            'adamw': [p for p in group['params'] if id(p) not in hidden],
-            'muon': [p for p in group['params'] if id(p) in hidden],
-        }
-        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
-        places.append([(name, len(parts[name])) for name in names])
-        for name in names:
-            parts[name].append({**group, 'params': by_name[name]})
+    parts, places = _split_hidden(as_groups(params), hidden)
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
@@ -400,6 +389,25 @@ def MuonAdamW(
     res.share_groups(*places)
     res.spares_norms = True
     return res
+
+
+def _split_hidden(
+    groups: list[dict[str, Any]],  # param groups
+    hidden: set[int],  # ids of the parameters for Muon
+) -> tuple[dict[str, list[dict[str, Any]]], list[list[tuple[str, int]]]]:
+    "Split param groups by optimizer; also return, for each group, the optimizer and index of its parts."
+    parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
+    places = []
+    for group in groups:
+        by_name = {
+            'adamw': [p for p in group['params'] if id(p) not in hidden],
+            'muon': [p for p in group['params'] if id(p) in hidden],
+        }
+        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
+        places.append([(name, len(parts[name])) for name in names])
+        for name in names:
+            parts[name].append({**group, 'params': by_name[name]})
+    return parts, places
 
 
 def hidden_matrices(
