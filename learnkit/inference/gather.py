@@ -1,4 +1,4 @@
-"""Gather predictions in memory from all batches and ranks, or pass each batch on to a sink."""
+"""Gather the predictions of all batches and ranks in memory, or pass the predictions of each batch to a function."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class GatherPredsCallback(Callback):
 
     Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
     `save_preds` and `save_targs` receive one file a batch, named by the batch's number, which `torch.load` reads with
-    `weights_only=True`. With several ranks, each predicts its shard and gathers the results of all ranks, in the order
-    of the data.
+    `weights_only=True`. With several ranks, each rank predicts on its shard, and then gathers the results of all ranks
+    in the order of the data.
 
     >>> from learnkit.testing import synth_learner
     >>> gathered, learn = GatherPredsCallback(), synth_learner(n_valid=2)
@@ -71,12 +71,12 @@ class GatherPredsCallback(Callback):
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
         concat_dim: int = 0,  # dimension along which batches are concatenated
-        pickle_protocol: int = 2,  # ignored, for fastai's code: files are safe to load with 2 only
+        pickle_protocol: int = 2,  # ignored; accepted for code written for fastai
     ) -> None:
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
-        self._depth: int | None = None  # depth of the gathered run, to ignore runs inside it
+        self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
 
@@ -97,7 +97,7 @@ class GatherPredsCallback(Callback):
     def before_validate(self) -> None:
         depth = self.learn.run.depth
         if self._depth is None or depth < self._depth:
-            self._depth = depth  # a run inside this one was gathered before and has ended
+            self._depth = depth  # an earlier run at a larger depth has ended
         if not self._is_gathered_run():
             return
         self._start()
@@ -209,7 +209,7 @@ class GatherPredsCallback(Callback):
 
         Raises `BatchError` if no batch was predicted on.
         """
-        self._join()  # an interrupted run has not concatenated its batches
+        self._join()  # the batches of an interrupted run are not concatenated yet
         if not self.n_batches:
             raise BatchError(
                 'There is nothing to return: not one batch was predicted on. Does a callback '
@@ -224,14 +224,14 @@ class GatherPredsCallback(Callback):
 
 
 def _join_entries(items: list[Any], join: Callable[[list[Any]], Any]) -> Any:
-    "Concatenate tuples of inputs or targets entry by entry; their entries are never samples."
+    "Concatenate tuples of inputs or targets entry by entry; an entry is never a sample."
     if len({len(o) for o in items}) > 1:
         return join(items)  # raises
     return tuple(join(list(group)) for group in zip(*items, strict=True))
 
 
 class Replicated(list[Any]):
-    "Batches that are not sharded: every rank predicts on all of them."
+    "List of batches that is not sharded: every rank predicts on all batches."
 
 
 def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
@@ -267,12 +267,12 @@ def _find_batch_number(i: int, world: Comm) -> int:
 
 
 def _release_storage(t: Tensor) -> Tensor:
-    "Copy a small view of a large tensor (such as the last of many tokens), to free the large storage."
+    "Copy a small view of a large tensor (such as the last of many tokens), so that the large storage is freed."
     return t.clone() if 2 * t.nbytes < t.untyped_storage().nbytes() else t
 
 
 class AsyncToCPU:
-    """Copy of results to the CPU. From CUDA, the copy overlaps with the next batch, and ends one batch later.
+    """Copy results to the CPU; copies from CUDA overlap with the next batch and are returned one batch later.
 
     >>> transfer = AsyncToCPU()
     >>> transfer.put((torch.ones(1), 'a')), transfer.flush()
@@ -283,11 +283,11 @@ class AsyncToCPU:
         self._pending: list[tuple[Any, list[torch.cuda.Event]]] = []
 
     def put(self, b: Any) -> list[Any]:
-        "Start copying the tensors of a nested structure, and return the structures copied before."
+        "Start to copy the tensors of a nested structure, and return the copies that are complete."
         devices = {t.device for t in tensors_in(b)}
         if all(d.type != 'cuda' for d in devices):
             return [*self.flush(), map_tensors(b, Tensor.cpu)]
-        # torch copies to pinned memory, in order with the computation on the current stream
+        # torch copies to pinned memory, after the computation on the current stream
         copy = map_tensors(b, lambda t: t.to('cpu', non_blocking=True))
         events = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == 'cuda']
         completed = self.flush()
@@ -307,7 +307,7 @@ class AsyncToCPU:
 
 
 class PredictionSink:
-    "Entries of each batch of a run (predictions, targets, ...), passed to `give` after the batch."
+    "Collect the entries of each batch of a run (predictions, targets, ...), and pass them to `give` after the batch."
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class PredictionSink:
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self._depth: int | None = None  # depth of the collected run, to ignore runs inside it
+        self._depth: int | None = None  # depth of the collected run; runs inside it are ignored
         self.iter = 0  # number of the batch that is passed to `give`
 
     def callback(self) -> Callback:
