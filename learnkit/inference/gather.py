@@ -71,7 +71,7 @@ class GatherPredsCallback(Callback):
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
         concat_dim: int = 0,  # dimension along which batches are concatenated
-        pickle_protocol: int = 2,  # ignored; accepted for code written for fastai
+        pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs
@@ -101,7 +101,7 @@ class GatherPredsCallback(Callback):
         if not self._is_gathered_run():
             return
         self._start()
-        self._world = _find_sharing_ranks(self.learn)
+        self._world = _get_sharing_ranks(self.learn.world, self.learn.dl)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
@@ -123,16 +123,12 @@ class GatherPredsCallback(Callback):
             if self.with_loss
             else None
         )
-        self._note_size()
+        n = sample_count(learn)
+        self._sizes.append(n)
+        self._has_lists = self._has_lists or has_listed_samples((*learn.xb, *learn.yb), n)
         batch = (learn.iter, inputs, self._detach(learn.pred), self._detach(learn.yb), losses)
         for copied_batch in self._transfer.put(batch):
             self._keep(*copied_batch)
-
-    def _note_size(self) -> None:
-        "Record the number of samples of the current batch, and whether they are in a list."
-        n = sample_count(self.learn)
-        self._sizes.append(n)
-        self._has_lists = self._has_lists or has_listed_samples((*self.learn.xb, *self.learn.yb), n)
 
     def _detach(self, b: Any) -> Any:
         "Detach a batch; `AsyncToCPU` copies it to the CPU unless the loader has a `to_detach`."
@@ -147,7 +143,7 @@ class GatherPredsCallback(Callback):
             self.preds.append(map_tensors(preds, _release_storage))
         if self.with_targs:
             self.targets.append(targs)
-        number = str(_find_batch_number(i, self._world))
+        number = str(i * self._world.size + self._world.rank)  # batches go to the ranks in turn
         if self.save_preds is not None:
             save_plain(preds, Path(self.save_preds) / number)
         if self.save_targs is not None and targs:
@@ -253,17 +249,12 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
         world.size,
         **{'fillers': False, **options},
     )
-    return rank_dl, world if hasattr(rank_dl, 'share') else SINGLE_RANK
+    return rank_dl, _get_sharing_ranks(world, rank_dl)
 
 
-def _find_sharing_ranks(learn: LearnerLike) -> Comm:
-    "Return the ranks that share the current loader; `SINGLE_RANK` if the loader is not sharded."
-    return learn.world if hasattr(learn.dl, 'share') else SINGLE_RANK
-
-
-def _find_batch_number(i: int, world: Comm) -> int:
-    "Return the global number of a rank's batch `i`: batches are assigned to ranks in turn."
-    return i * world.size + world.rank
+def _get_sharing_ranks(world: Comm, dl: Any) -> Comm:
+    "Return the ranks that share a loader; `SINGLE_RANK` if the loader is not sharded."
+    return world if hasattr(dl, 'share') else SINGLE_RANK
 
 
 def _release_storage(t: Tensor) -> Tensor:
