@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -298,7 +297,7 @@ class _NpyFile:
         rows = np.ascontiguousarray(rows if rows.ndim else rows[None])
         if not self.n:
             self.dtype, self.shape = rows.dtype, rows.shape[1:]
-            self.file.write(self._header())
+            self._write_header()
         if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
             raise OptionError(
                 f'A .npy file holds rows of one shape and type: {list(self.shape)} {self.dtype} first, '
@@ -307,22 +306,17 @@ class _NpyFile:
         self.file.write(rows.data)
         self.n += len(rows)
         self.file.seek(0)
-        self.file.write(self._header())
+        self._write_header()
         self.file.seek(0, os.SEEK_END)
         self.file.flush()
 
-    def _header(self) -> bytes:
-        "Return a header (numpy's format 1.0) whose length does not depend on the number of rows."
-
-        def describe_rows(n: int) -> str:
-            return repr(
-                {
-                    'descr': np.lib.format.dtype_to_descr(self.dtype),
-                    'fortran_order': False,
-                    'shape': (n, *self.shape),
-                }
-            )
-
-        size = (10 + len(describe_rows(sys.maxsize)) + 1 + 63) // 64 * 64  # aligned to 64 bytes
-        start = b'\x93NUMPY\x01\x00' + (size - 10).to_bytes(2, 'little')
-        return start + describe_rows(self.n).ljust(size - 11).encode() + b'\n'
+    def _write_header(self) -> None:
+        "Write a header; numpy pads the number of rows, so the length of the header does not change."
+        np.lib.format.write_array_header_1_0(
+            self.file,
+            {
+                'descr': np.lib.format.dtype_to_descr(self.dtype),
+                'fortran_order': False,
+                'shape': (self.n, *self.shape),
+            },
+        )
