@@ -31,34 +31,38 @@ __all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
-# loggers to close at exit: one that was removed from its Learner is not closed otherwise
+# open loggers, which are closed at exit, even if they were removed from their Learner
 open_loggers: WeakSet[Logger] = WeakSet()
 
 
 class Logger(Callback):
     """Collect values and pass them to `log_metrics`, which subclasses define; the base class writes nothing.
 
-    Logged values: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`,
-    `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`;
-    the losses and metrics of each evaluation; and the other columns of each epoch's row, as
-    `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by
-    monitors). Images, text and settings come from `log_images`, `log_text` and `log_params`. The
-    values of one step are written together, after the step and once something is due. For a batch
-    that fails, the values logged before the failure count as a step.
+    Logged values:
 
-    Steps are batches over all fits (`learn.time.ba`). Any other counter pauses at times (optimizer
-    steps while gradients accumulate, epochs between evaluations), restarts with each fit, or is
-    unknown. If a Learner's counter is behind the steps logged before, for example by another
-    Learner, the steps continue after the last one.
+    - at the interval `every`: the training loss (`loss`) and the hyperparameters (`lr`, `mom`; `lr/0`, `lr/1` ... of
+      several groups)
+    - each value that a callback passes to `learn.log`
+    - the losses and metrics of each evaluation
+    - the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on, except values that were
+      logged with `shown=False` (by monitors)
+    - images, text and settings, from `log_images`, `log_text` and `log_params`
+
+    The values of one step are written together, after the step, at the next time that something is due. If a batch
+    fails, the values logged before the failure are written as a step.
+
+    Steps are batches over all fits (`learn.time.ba`). Every other counter may pause (optimizer steps while gradients
+    accumulate, epochs between evaluations), restart with each fit, or be unknown. If the log already has later steps,
+    for example of another Learner, the steps continue after the last logged step.
 
     Values stay on their device and are fetched together, in one transfer. A name that one callback
     logs several times in a step (for microbatches) is averaged; if two callbacks log it, an
     `OptionError` names both. `lr_find`, `validate()` and `get_preds()` log nothing.
 
-    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut`
-    around them, `flush`, `where` and `check`. It is opened at the first write, also after `close`,
-    and continues the same log. Checkpointed: the step, the values that are not written yet, and the
-    state that the backend needs to continue the log.
+    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, which write; `open` and `shut`, between
+    which these methods are called; and `flush`, `where` and `check`. The backend is opened at the first write, and at
+    the first write after `close`; it continues the same log. Checkpointed: the step, the values that are not written
+    yet, and the state that the backend needs to continue the log.
 
     >>> from learnkit.testing import synth_learner
     >>> class PrintLogger(Logger):
@@ -80,7 +84,7 @@ class Logger(Callback):
 
     def __init__(
         self,
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters: ba, st, sp, tok, sec
+        every: str | Time = '10ba',  # interval of losses and hyperparameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
         if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
@@ -91,11 +95,11 @@ class Logger(Callback):
         self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
         self._fresh = True  # whether the log was never opened
-        self._keep: int | None = None  # step after which a resumed log is cut off
-        self._shift = 0  # difference between steps and batches
+        self._keep: int | None = None  # last step that a resumed log keeps
+        self._shift = 0  # step minus number of batches
         self._handed = -1  # last written step
         self._ba = 0  # number of batches at the last check
-        self._last = -1  # last step at the end of the last run
+        self._last = -1  # last step when the previous run ended
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
         self._settings: dict[str, Any] = {}  # settings from `log_params`
@@ -107,7 +111,7 @@ class Logger(Callback):
         self._writers: dict[str, Any] = {}  # writer of each name in the last row
         self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
         self._eval_writers: dict[str, Any] = {}  # writer of each name in the evaluation
-        self._in_log: set[str] = set()  # columns of the epoch's row that are logged already
+        self._in_log: set[str] = set()  # columns of the epoch's row that need not be logged
         self._due = False
 
     @property
@@ -146,25 +150,25 @@ class Logger(Callback):
 
     def open(
         self,
-        keep: int | None,  # last step of a resumed run: later steps are dropped; None: keep all
+        keep: int | None,  # last step to keep, in a resumed run; None: keep all
     ) -> tuple[Any, int]:
-        "Open the backend and continue an existing log; return a handle and the last step (-1: none)."
+        "Open the backend and continue an existing log; return a handle and the last step (-1 for an empty log)."
         return True, -1
 
     def shut(self, handle: Any) -> None:
-        "Close the handle of `open`."
+        "Close the handle that `open` returned."
 
     def saved(self) -> dict[str, Any]:
         "Return the state that a resumed process needs to continue the log."
         return {}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        "Restore the state of `saved`."
+        "Restore the state that `saved` returned."
 
     # -- collecting --------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Check that the log can be written."
+        "Check that the log can be written, and that no other logger writes to it."
         learn = self.learn
         if not learn.fitting:
             return
@@ -187,7 +191,7 @@ class Logger(Callback):
             self._write_rows()
 
     def after_batch(self) -> None:
-        "Log loss and hyper-parameters if they are due."
+        "Log the loss and the hyperparameters if they are due."
         self._ba = self.learn.counters.batches
         if self._interval.is_due(self.learn):
             self._log_step()
@@ -212,9 +216,9 @@ class Logger(Callback):
         name: str,  # name in the log
         value: Any,  # number, or tensor of one element on any device
         weight: Any = 1,  # weight in the average; None: keep the latest value only
-        shown: bool = True,  # whether the Recorder's printed table has the value too
+        shown: bool = True,  # whether the Recorder's printed table also has the value
     ) -> None:
-        "Log a value of `learn.log`."
+        "Log a value that was passed to `learn.log`."
         learn = self.learn
         if not learn.fitting or learn.phase == 'predict':
             return
@@ -233,7 +237,7 @@ class Logger(Callback):
         values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
-        "Add a value to the current evaluation, or else to the current step."
+        "Add a value to the current evaluation if there is one, otherwise to the current step."
         if self._evaluated is None:
             values, writers = self._row(), self._writers
         else:
@@ -251,7 +255,7 @@ class Logger(Callback):
 
     @property
     def _now(self) -> int:
-        "The number of batches, including the current one."
+        "The number of training batches, including the current batch."
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
@@ -323,7 +327,7 @@ class Logger(Callback):
         self._handed = rows[-1][0] + self._shift
 
     def _begin(self, ba: int) -> None:
-        "Open the backend if closed; at the start of a fit set the first step and log the configuration."
+        "Open the backend if it is closed; at the start of a fit, also set the first step and log the configuration."
         if self._handle is None:
             with preserved_rng():
                 self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
@@ -341,7 +345,7 @@ class Logger(Callback):
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
-        "Log the configuration unless a resumed process has logged it; rates are from its beginning."
+        "Log the configuration, unless it equals the one logged `before` a resume; rates stay as logged before."
         self._params = {**configuration(self.learn), **self._settings}
         if before is not None:
             hypers = self.learn.opt.hypers[0]
@@ -363,7 +367,7 @@ class Logger(Callback):
         self._send(self.log_images, name, arrange_images(images, captions, grid))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
-        "Write an image or a text at the current step, after all values before it."
+        "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()
         self._begin(self._now)
         with preserved_rng():
@@ -393,12 +397,12 @@ class Logger(Callback):
             return
         handle, self._handle = self._handle, None
         open_loggers.discard(self)
-        # before Python 3.12, a Learner may be garbage-collected inside `torch.get_rng_state`, which holds a lock
+        # before Python 3.12, a Learner may be garbage-collected inside of `torch.get_rng_state`, which holds a lock
         with preserved_rng(with_torch=False):
             self.shut(handle)
 
     def state_dict(self) -> dict[str, Any]:
-        "Write all finished steps, and return the remaining values with the position in the log."
+        "Write all finished steps, and return the remaining values and the position in the log."
         if self._rows and self.learn is not None:
             self._write_pending()
         if self._handle is not None:
@@ -433,21 +437,21 @@ class Logger(Callback):
         self.restore(sd)
 
     def _write_pending(self) -> None:
-        "Write finished steps, so that a process that is lost has them in its log."
+        "Write finished steps, so that the log has them if the process is killed."
         self._write_rows()
 
     def __getstate__(self) -> dict[str, Any]:
-        "Leave out the open handle: a copy opens its own."
+        "Return the attributes without the open handle: a copy opens a new one."
         return {**self.__dict__, '_handle': None}
 
 
 class RunLogger(Logger):
-    """Base class of loggers whose backend gives each run an id, by which `open` continues the run.
+    """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
 
-    Checkpointed: also the id.
+    Checkpointed: the id, in addition to the state of `Logger`.
     """
 
-    _id: str | None = None  # id of the run; None before `open` has begun a run
+    _id: str | None = None  # id of the run; None before the first `open`
 
     def saved(self) -> dict[str, Any]:
         return {'id': self._id}
@@ -457,7 +461,7 @@ class RunLogger(Logger):
 
 
 def _close_at_exit(logger: Logger) -> None:
-    "Close a logger at exit before its library closes: exit functions run in reverse order."
+    "Close a logger at exit, before its library closes: exit functions run in reverse order of registration."
     open_loggers.add(logger)
     atexit.unregister(_close_all)
     atexit.register(_close_all)
