@@ -49,7 +49,7 @@ def log_params(
     settings = {name: plain(value) for name, value in params.items()}
     for cb in _active_loggers(learn):
         cb._settings |= settings
-        if cb._handle is not None and not cb._new_fit:
+        if cb._handle is not None and not cb._is_new_fit:
             cb._log_settings()
 
 

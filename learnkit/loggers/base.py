@@ -19,10 +19,10 @@ from learnkit.engine.counters import Every
 from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,
+    decode_rows,
+    encode_rows,
     fetch,
-    kept_rows,
     name_writer,
-    read_rows,
     writer_of,
 )
 from learnkit.metrics.base import Mean, is_number
@@ -94,14 +94,15 @@ class Logger(Callback):
             )
         self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
-        self._fresh = True  # whether the log was never opened
-        self._keep: int | None = None  # last step that a resumed log keeps
-        self._shift = 0  # step minus number of batches
-        self._handed = -1  # last written step
-        self._ba = 0  # number of batches at the last check
-        self._last = -1  # last step when the previous run ended
-        self._failed = self._new_fit = False
-        self._ba_at_start: int | None = None
+        self._is_new_log = True  # whether the log was never opened
+        self._kept_step: int | None = None  # last step that a resumed log keeps
+        self._step_offset = 0  # step minus number of batches
+        self._last_written = -1  # last written step
+        self._n_batches = 0  # number of batches at the last check
+        self._end_step = -1  # last step when the previous run ended
+        self._has_failed = False
+        self._is_new_fit = False  # True from the start of a fit to the first write
+        self._n_batches_at_start: int | None = None  # None in a resumed fit
         self._settings: dict[str, Any] = {}  # settings from `log_params`
         self._params: dict[str, Any] | None = None  # configuration as last logged
         self._clear()
@@ -111,8 +112,8 @@ class Logger(Callback):
         self._writers: dict[str, Any] = {}  # writer of each name in the last row
         self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
         self._eval_writers: dict[str, Any] = {}  # writer of each name in the evaluation
-        self._in_log: set[str] = set()  # columns of the epoch's row that need not be logged
-        self._due = False
+        self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
+        self._is_due = False
 
     @property
     def name(self) -> str:
@@ -182,17 +183,19 @@ class Logger(Callback):
                 )
         self.check()
         self._interval.start(learn)
-        self._ba = learn.counters.batches
-        self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
+        self._n_batches = learn.counters.batches
+        self._n_batches_at_start = self._n_batches
+        self._is_new_fit = True
+        self._has_failed = False
 
     def before_batch(self) -> None:
         "Write finished steps if they are due."
-        if self._due:
+        if self._is_due:
             self._write_rows()
 
     def after_batch(self) -> None:
         "Log the loss and the hyperparameters if they are due."
-        self._ba = self.learn.counters.batches
+        self._n_batches = self.learn.counters.batches
         if self._interval.is_due(self.learn):
             self._log_step()
 
@@ -209,7 +212,7 @@ class Logger(Callback):
                 # a rate in a tensor is overwritten by the next step
                 value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
-        self._due = True
+        self._is_due = True
 
     def receive_log(
         self,
@@ -227,9 +230,9 @@ class Logger(Callback):
                 f'{name!r} cannot be logged: give a printable name other than `step`.'
             )
         if not shown:
-            self._in_log.add(name)
+            self._logged_columns.add(name)
         writer = writer_of(sys._getframe(1))
-        values = self._row() if self._evaluated is None else self._evaluated
+        values = self._get_row() if self._evaluated is None else self._evaluated
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)
         if weight is None:
@@ -239,19 +242,15 @@ class Logger(Callback):
     def _put(self, name: str, value: Any, writer: Any) -> None:
         "Add a value to the current evaluation if there is one, otherwise to the current step."
         if self._evaluated is None:
-            values, writers = self._row(), self._writers
+            values, writers = self._get_row(), self._writers
         else:
             values, writers = self._evaluated, self._eval_writers
         if name in values and writers.get(name, writer) is not writer:
-            self._refuse(name, writers[name], writer)
+            raise OptionError(
+                f'`{name}` was logged twice in step {self._now + self._step_offset}: by '
+                f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
+            )
         values[name], writers[name] = value, writer
-
-    def _refuse(self, name: str, *writers: Any) -> None:
-        who = ' and by '.join(name_writer(w) for w in writers)
-        raise OptionError(
-            f'`{name}` was logged twice in step {self._now + self._shift}: by {who}. Give one of them '
-            'another name.'
-        )
 
     @property
     def _now(self) -> int:
@@ -259,7 +258,7 @@ class Logger(Callback):
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
-    def _row(self) -> dict[str, Any]:
+    def _get_row(self) -> dict[str, Any]:
         if not self._rows or self._rows[-1][0] != self._now:
             self._rows.append((self._now, {}))
             self._writers = {}
@@ -286,8 +285,8 @@ class Logger(Callback):
         evaluated, self._evaluated = self._evaluated or {}, None
         for name, value in evaluated.items():
             self._put(name, value, self._eval_writers[name])
-        self._in_log |= evaluated.keys()
-        self._due = True
+        self._logged_columns |= evaluated.keys()
+        self._is_due = True
 
     def before_train(self) -> None:
         "Drop the values of a cancelled evaluation."
@@ -306,15 +305,15 @@ class Logger(Callback):
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch):
             return
         for name, value in row.items():
-            if name != 'fit' and name not in self._in_log and is_number(value):
+            if name != 'fit' and name not in self._logged_columns and is_number(value):
                 self._put(f'epoch/{name}', value, recorder)
-        self._due = True
+        self._is_due = True
 
     # -- writing -----------------------------------------------------------------------------------
 
     def _write_rows(self, include_current: bool = False) -> None:
         "Write the rows of finished steps, and with `include_current` of the current step."
-        self._due = False
+        self._is_due = False
         n = len(self._rows)
         if n and not include_current and self._rows[-1][0] == self._now:
             n -= 1
@@ -323,25 +322,26 @@ class Logger(Callback):
             return
         self._begin(rows[0][0])
         values = fetch([row for _, row in rows])
-        self.write([(ba + self._shift, vs) for (ba, _), vs in zip(rows, values, strict=True)])
-        self._handed = rows[-1][0] + self._shift
+        self.write([(ba + self._step_offset, vs) for (ba, _), vs in zip(rows, values, strict=True)])
+        self._last_written = rows[-1][0] + self._step_offset
 
     def _begin(self, ba: int) -> None:
         "Open the backend if it is closed; at the start of a fit, also set the first step and log the configuration."
         if self._handle is None:
-            with preserved_rng():
-                self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
-            if self._keep is None:
-                self._last = max(self._last, found)
-            self._fresh, self._keep = False, None
+            with preserved_rng():  # W&B and MLflow draw names and ids
+                self._handle, found = self.open(self._kept_step)
+            if self._kept_step is None:
+                self._end_step = max(self._end_step, found)
+            self._is_new_log, self._kept_step = False, None
             _close_at_exit(self)
-        if not self._new_fit:
+        if not self._is_new_fit:
             return
-        self._new_fit, before = False, self._params if self._ba_at_start is None else None
-        if self._ba_at_start is not None:
-            self._shift = max(0, self._last - self._ba_at_start)
-        elif ba + self._shift <= self._handed:
-            self._shift = self._last - ba  # the Learner's counters were not resumed
+        self._is_new_fit = False
+        before = self._params if self._n_batches_at_start is None else None
+        if self._n_batches_at_start is not None:
+            self._step_offset = max(0, self._end_step - self._n_batches_at_start)
+        elif ba + self._step_offset <= self._last_written:
+            self._step_offset = self._end_step - ba  # the Learner's counters were not resumed
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
@@ -371,11 +371,11 @@ class Logger(Callback):
         self._write_rows()
         self._begin(self._now)
         with preserved_rng():
-            log(self._now + self._shift, name, content)
+            log(self._now + self._step_offset, name, content)
 
     def after_error(self) -> None:
         "Record that the run failed."
-        self._failed = True
+        self._has_failed = True
 
     def cleanup(self) -> None:
         "Write and flush the remaining values of the run."
@@ -385,11 +385,11 @@ class Logger(Callback):
             if self._handle is not None:
                 self.flush()
         finally:
-            self._last = self._end()
+            self._end_step = self._get_last_step()
             self._clear()
 
-    def _end(self) -> int:
-        return max(self._last, self._handed, self._ba + self._shift)
+    def _get_last_step(self) -> int:
+        return max(self._end_step, self._last_written, self._n_batches + self._step_offset)
 
     def close(self) -> None:
         "Close the backend; the next write opens it again."
@@ -408,16 +408,16 @@ class Logger(Callback):
         if self._handle is not None:
             self.flush()
         return {
-            'ba': self._ba,
-            'shift': self._shift,
+            'ba': self._n_batches,
+            'shift': self._step_offset,
             'interval': self._interval.state_dict(),
-            'last': self._end(),
-            'handed': self._handed,
-            'due': self._due,
-            'rows': kept_rows(self._rows),
-            'in_log': sorted(self._in_log),
+            'last': self._get_last_step(),
+            'handed': self._last_written,
+            'due': self._is_due,
+            'rows': encode_rows(self._rows),
+            'in_log': sorted(self._logged_columns),
             'settings': dict(self._settings),
-            'params': None if self._new_fit else self._params,
+            'params': None if self._is_new_fit else self._params,
             **self.saved(),
         }
 
@@ -425,15 +425,17 @@ class Logger(Callback):
         "Continue after the last step of the state; later steps are dropped from the log."
         self._clear()
         self.close()
-        self._ba = sd['ba']
+        self._n_batches = sd['ba']
         self._interval.load_state_dict(sd['interval'])
-        self._shift = sd['shift']
-        self._last = sd['last']
-        self._handed = sd['handed']
-        self._in_log = set(sd['in_log'])
-        self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
+        self._step_offset = sd['shift']
+        self._end_step = sd['last']
+        self._last_written = sd['handed']
+        self._logged_columns = set(sd['in_log'])
+        self._is_new_log = False
+        self._kept_step = sd['handed']
+        self._n_batches_at_start = None
         self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
-        self._rows, self._due = read_rows(sd['rows']), sd['due']
+        self._rows, self._is_due = decode_rows(sd['rows']), sd['due']
         self.restore(sd)
 
     def _write_pending(self) -> None:

@@ -64,7 +64,7 @@ class _FileLogger(Logger):
     def check(self) -> None:
         path = self.where()
         check_file(path)
-        is_replaced = self._fresh and not self.append
+        is_replaced = self._is_new_log and not self.append
         if path.exists():
             self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
 
@@ -72,7 +72,7 @@ class _FileLogger(Logger):
         "Open the file after its last whole line, or after the step that a run resumes from."
         path = self.where()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._fresh and not self.append:
+        if self._is_new_log and not self.append:
             path.unlink(missing_ok=True)
         text = _whole_lines(path) if path.exists() else ''
         rows = self.parse(path, text)

@@ -140,7 +140,7 @@ class MlflowLogger(RunLogger):
         self._handle.log_text(self._id, text, f'texts/{clean(name).replace("/", "_")}-{step}.txt')
 
     def shut(self, handle: Any) -> None:
-        handle.set_terminated(self._id, 'FAILED' if self._failed else 'FINISHED')
+        handle.set_terminated(self._id, 'FAILED' if self._has_failed else 'FINISHED')
 
 
 def clean(name: str) -> str:

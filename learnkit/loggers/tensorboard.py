@@ -56,7 +56,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self._run_folder) if self._run_folder else self._choose_folder()
-        found = _last_step(folder) if self._fresh and folder.exists() else -1
+        found = _last_step(folder) if self._is_new_log and folder.exists() else -1
         _await_new_second(folder)
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
 
@@ -79,7 +79,8 @@ class TensorBoardLogger(Logger):
 
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented Markdown is shown unchanged
-        self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), self._last + 1)
+        text = '\n'.join(f'    {line}' for line in lines)
+        self._handle.add_text('params', text, self._end_step + 1)
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):

@@ -26,8 +26,8 @@ from learnkit.metrics.base import Mean
 
 __all__ = [
     'fetch',
-    'kept_rows',
-    'read_rows',
+    'encode_rows',
+    'decode_rows',
     'writer_of',
     'name_writer',
     'configuration',
@@ -72,15 +72,15 @@ def fetch(
     ]
 
 
-def kept_rows(
+def encode_rows(
     rows: list[tuple[int, dict[str, Any]]],  # number of batches, and logged values by name
 ) -> list[tuple[int, dict[str, Any]]]:
     "Return rows as a checkpoint stores them, with the state of each `Mean`."
     return [(ba, {name: _as_state(v) for name, v in row.items()}) for ba, row in rows]
 
 
-def read_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    "Return the rows that `kept_rows` was called with."
+def decode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    "Return the rows that `encode_rows` was called with."
     return [(ba, {name: _from_state(v) for name, v in row.items()}) for ba, row in rows]
 
 

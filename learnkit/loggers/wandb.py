@@ -122,7 +122,7 @@ class WandbLogger(RunLogger):
             self._handle.log({name: wandb.Html(f'<pre>{escape(text)}</pre>')}, step=step)
 
     def shut(self, handle: Any) -> None:
-        handle.finish(exit_code=int(self._failed))
+        handle.finish(exit_code=int(self._has_failed))
 
 
 def _written_steps(folder: Path, run_id: str) -> list[int]:
