@@ -56,7 +56,7 @@ class CometLogger(RunLogger):
         project: str = 'learnkit',  # name of the project
         online: bool = False,  # whether to log to the server
         folder: str | Path = 'comet',  # folder of offline files: below `learn.path`, or absolute
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
         **options: Any,  # options of `comet_ml.ExperimentConfig`: `name`, `tags`, `log_code`, ...
     ) -> None:
         check_libraries('CometLogger', 'comet_ml')

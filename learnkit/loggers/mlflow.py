@@ -49,7 +49,7 @@ class MlflowLogger(RunLogger):
         tracking_uri: str | Path = 'mlruns',  # folder below `learn.path`, or a URI ('http://...')
         experiment: str = 'learnkit',  # name of the experiment
         run_name: str | None = None,  # name of the run; None: chosen by MLflow
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
     ) -> None:
         check_libraries('MlflowLogger', 'mlflow')
         super().__init__(every)

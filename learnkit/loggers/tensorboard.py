@@ -39,7 +39,7 @@ class TensorBoardLogger(Logger):
     def __init__(
         self,
         folder: str | Path | None = None,  # below `learn.path`, or absolute; None: new, in `runs`
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
