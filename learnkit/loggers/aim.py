@@ -19,7 +19,7 @@ class AimLogger(RunLogger):
 
     All fits of a Learner, and a process that resumes it, log to one run. After a resume from an
     earlier checkpoint, a value replaces the earlier value of its step. The configuration is the dict
-    `params`. Nothing of the machine is recorded, unless `options` ask for it. Raises
+    `params`. The client records nothing about the machine, unless `options` enable it. Raises
     `MissingExtraError` without aim.
 
     >>> import tempfile
@@ -33,7 +33,7 @@ class AimLogger(RunLogger):
 
     def __init__(
         self,
-        folder: str | Path = '.',  # parent of `.aim/`: below `learn.path`, or absolute
+        folder: str | Path = '.',  # parent of `.aim/`, relative to `learn.path` or absolute
         experiment: str = 'learnkit',  # name of the experiment
         every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
         **options: Any,  # further options of `aim.Run`: `log_system_params`, ...
@@ -55,7 +55,7 @@ class AimLogger(RunLogger):
         aim = import_library('aim', 'AimLogger')
         folder = self.where().parent
         folder.mkdir(parents=True, exist_ok=True)
-        # the client measures the machine, and copies the terminal, unless it is told otherwise
+        # by default, the client records measurements of the machine and the output of the terminal
         quiet = {'system_tracking_interval': None, 'capture_terminal_logs': False}
         repo = aim.Repo.from_path(str(folder), init=True)
         run = aim.Run(self._id, repo=repo, experiment=self.experiment, **{**quiet, **self.options})
