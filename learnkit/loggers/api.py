@@ -48,9 +48,7 @@ def log_params(
     "Log settings to all loggers of a Learner, as part of the configuration of this fit and later fits."
     settings = {name: plain(value) for name, value in params.items()}
     for cb in _active_loggers(learn):
-        cb._settings |= settings
-        if cb._handle is not None and not cb._is_new_fit:
-            cb._log_settings()
+        cb.add_settings(settings)
 
 
 def log_text(
@@ -67,7 +65,7 @@ def log_text(
     0 note before the first step
     """
     for cb in _active_loggers(learn):
-        cb._send(cb.log_text, name, str(text))
+        cb.send_text(name, str(text))
 
 
 def _active_loggers(learn: LearnerLike) -> list[Logger]:

@@ -366,6 +366,23 @@ class Logger(Callback):
         "Log images at the current step."
         self._send(self.log_images, name, arrange_images(images, captions, grid))
 
+    def send_text(
+        self,
+        name: str,  # name in the log
+        text: str,
+    ) -> None:
+        "Log text at the current step."
+        self._send(self.log_text, name, text)
+
+    def add_settings(
+        self,
+        settings: dict[str, Any],  # plain values by name
+    ) -> None:
+        "Add settings to the configuration; log the configuration, unless the next write logs it."
+        self._settings |= settings
+        if self._handle is not None and not self._is_new_fit:
+            self._log_settings()
+
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()

@@ -37,7 +37,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(
         self,
-        folder: str | Path | None = None,  # relative to `learn.path`; None: new, in `runs`
+        folder: str | Path | None = None,  # relative to `learn.path` or absolute; None: new
         every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
