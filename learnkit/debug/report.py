@@ -1,4 +1,4 @@
-"""Report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
+"""Write a report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_CLASSES = 30  # rows of the table of classes
 MAX_CONFUSED = 12  # rows of the table of confused classes
 MAX_POINTS = 5000  # points of the plot of predicted numbers
 
-# The browser loads nothing, whatever the file holds: no script, no frame, no address.
+# the Content-Security-Policy keeps the browser from loading anything: no scripts, no frames, no URLs
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -90,32 +90,32 @@ def write_report(
         if learn.world.is_first:
             text = page.render()
             with atomic_write(path) as tmp:
-                # names of folders may have bytes that are no text
+                # folder names may contain bytes that are not valid text
                 tmp.write_text(text, 'utf-8', 'replace')
     return path
 
 
 class _Page:
-    "The sections of a report; what needs all ranks is computed when the page is created."
+    "Sections of a report; the parts that need all ranks are computed in the constructor."
 
     def __init__(self, learn: LearnerLike, predictions: bool, top_k: int) -> None:
         self.learn, self.top_k = learn, top_k
-        self.left_out: dict[str, str] = {}  # reasons by the name of a part
+        self.left_out: dict[str, str] = {}  # error messages by name of the part that is left out
         self.layers = self._try('Layers', partial(_describe_layers, learn))
         self.interp: Interpretation | None = None
         if predictions and evaluation_loaders(learn.dls):
             self.interp = self._try('Predictions', partial(_interpret, learn))
 
     def _try(self, part: str, f: Callable[[], Any]) -> Any:
-        "Return the result of a function, or None for an error, which the report then names."
+        "Return the result of a function; for an error, return None and note the error in the report."
         try:
             return f()
-        except Exception as e:  # the other parts are worth having, also after a run that failed
+        except Exception as e:  # the other parts are useful, even after a failed run
             self.left_out[part] = f'{type(e).__name__}: {e}'
             return None
 
     def render(self) -> str:
-        "Return the text of the page."
+        "Return the HTML of the page."
         learn = self.learn
         title = f'{type(learn.model).__name__}: report of a run'
         now = datetime.now().astimezone()
@@ -143,7 +143,7 @@ class _Page:
         )
 
     def _history(self) -> str:
-        "Return the curves and the table of the epochs; nothing before the first step."
+        "Return the curves and the table of epochs, or an empty string before the first step."
         recorder = recorder_of(self.learn)
         if recorder is None or not (recorder.history or recorder.losses):
             return ''
@@ -152,7 +152,7 @@ class _Page:
         return f'<div class="plots">{plots}</div>{_scroll(rows)}'
 
     def _schedule(self) -> str:
-        "Return the hyperparameters of the last fit by step."
+        "Return a table and plots of the hyperparameters of the last fit."
         recorder = recorder_of(self.learn)
         if recorder is None or not recorder.losses:
             return ''
@@ -224,7 +224,7 @@ def _interpret(learn: LearnerLike) -> Interpretation:
 
 
 def _are_numbers(interp: Interpretation) -> bool:
-    "Return True for predictions of numbers, as many as targets."
+    "Return True if the predictions are floating-point numbers, one for each target."
     preds, targs = interp.preds, interp.targs
     if not isinstance(preds, Tensor) or not isinstance(targs, Tensor):
         return False
@@ -232,7 +232,7 @@ def _are_numbers(interp: Interpretation) -> bool:
 
 
 def _plot_numbers(interp: Interpretation) -> Any:
-    "Plot predictions over targets, at most `MAX_POINTS` of them."
+    "Plot at most `MAX_POINTS` predictions against their targets."
     preds, targs = (o.flatten().float() for o in (interp.preds, interp.targs))
     step = -(-len(targs) // MAX_POINTS)
     ax = new_axes(figsize=PANEL)[0]
@@ -243,7 +243,7 @@ def _plot_numbers(interp: Interpretation) -> Any:
 
 
 def _tabulate_numbers(interp: Interpretation) -> str:
-    "Return the errors of predicted numbers over all outputs."
+    "Return a table of the errors of predicted numbers, over all outputs."
     preds, targs = (o.flatten().double() for o in (interp.preds, interp.targs))
     errors = preds - targs
     rows = [
@@ -340,7 +340,7 @@ def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:
 
 
 def _show_samples(show: Callable[[], Any]) -> str:
-    "Return samples as a picture or as a table."
+    "Return the picture or the table that a function shows, as HTML."
     with _figures():
         shown = show()
         is_table = isinstance(shown, Table)
@@ -348,7 +348,7 @@ def _show_samples(show: Callable[[], Any]) -> str:
 
 
 def _plot(draw: Callable[[], Any]) -> str:
-    "Return what a function draws as HTML."
+    "Return the figure that a function draws, as HTML."
     with _figures():
         return _as_image(draw().figure, 'plot')
 
@@ -360,7 +360,7 @@ def _as_image(figure: Any, css_class: str) -> str:
 
 @contextmanager
 def _figures() -> Iterator[None]:
-    "Draw with matplotlib's defaults, and names as they are: a dollar sign begins no formula. Close all new figures."
+    "Return a context with matplotlib's default style and no formulas in dollar signs; new figures are closed at its end."
     plt = pyplot()
     before = set(plt.get_fignums())
     try:
@@ -370,7 +370,7 @@ def _figures() -> Iterator[None]:
             plt.rc_context({'text.parse_math': False}),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings('ignore', 'Glyph .* missing')  # of names in other scripts
+            warnings.filterwarnings('ignore', 'Glyph .* missing')  # in names, such as Chinese
             yield
     finally:
         for number in set(plt.get_fignums()) - before:
