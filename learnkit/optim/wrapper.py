@@ -131,15 +131,12 @@ class OptimWrapper(torch.optim.Optimizer):
             for o in self.optimizers.values()
             if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
         ]
-        # optimizers that get a closure, and optimizers that evaluate the loss again
-        self._closures: set[torch.optim.Optimizer] = set()
-        self._evaluating: set[torch.optim.Optimizer] = set()
-        for o in self.optimizers.values():
-            needed = detect_closure(o) if needs_closure is None else needs_closure
-            if needed is not False:
-                self._closures.add(o)
-            if needed:
-                self._evaluating.add(o)
+        needs = {
+            o: detect_closure(o) if needs_closure is None else needs_closure
+            for o in self.optimizers.values()
+        }
+        self._closures = {o for o, need in needs.items() if need is not False}  # get a closure
+        self._evaluating = {o for o, need in needs.items() if need}  # evaluate the loss again
         self.takes_closure = bool(self._closures)  # whether a step may evaluate the loss again
         params = list(self.parameters())
         if len(set(params)) < len(params):
