@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
 from learnkit.loggers.base import RunLogger
@@ -47,9 +46,6 @@ class AimLogger(RunLogger):
     def where(self) -> Path:
         "Return the folder of the repository."
         return Path(os.path.realpath(self.learn.path / self.folder)) / '.aim'
-
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         aim = import_library('aim', 'AimLogger')

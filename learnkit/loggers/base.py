@@ -12,6 +12,7 @@ from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.files import check_folder
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -467,10 +468,14 @@ class Logger(Callback):
 class RunLogger(Logger):
     """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
 
-    Checkpointed: the id, in addition to the state of `Logger`.
+    `where` returns a folder. Checkpointed: the id, in addition to the state of `Logger`.
     """
 
     _id: str | None = None  # id of the run; None before the first `open`
+
+    def check(self) -> None:
+        "Raise a typed error if files cannot be written to the folder of the log."
+        check_folder(self.where(), keep_new=True)
 
     def saved(self) -> dict[str, Any]:
         return {'id': self._id}

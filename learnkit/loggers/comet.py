@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
 from learnkit.loggers.base import RunLogger
@@ -70,9 +69,6 @@ class CometLogger(RunLogger):
     def where(self) -> Path:
         "Return the folder of offline files."
         return Path(os.path.realpath(self.learn.path / self.folder))
-
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         comet = import_library('comet_ml', 'CometLogger')

@@ -11,7 +11,6 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger
@@ -65,9 +64,8 @@ class MlflowLogger(RunLogger):
         return Path(os.path.realpath(self.learn.path / uri))
 
     def check(self) -> None:
-        folder = self.where()
-        if isinstance(folder, Path):
-            check_folder(folder, keep_new=True)
+        if isinstance(self.where(), Path):
+            super().check()
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger, open_loggers
@@ -66,9 +65,6 @@ class WandbLogger(RunLogger):
     def where(self) -> Path:
         "Return the folder of all runs."
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
-
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb
