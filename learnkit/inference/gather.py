@@ -50,7 +50,7 @@ class GatherPredsCallback(Callback):
     """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
     Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
-    `save_preds` and `save_targs` receive one file a batch, named by the batch's number, which `torch.load` reads with
+    `save_preds` and `save_targs` receive one file per batch, named by its number, which `torch.load` reads with
     `weights_only=True`. With several ranks, each rank predicts on its shard, and then gathers the results of all ranks
     in the order of the data.
 
@@ -66,8 +66,8 @@ class GatherPredsCallback(Callback):
         self,
         with_input: bool = False,  # also gather the inputs
         with_loss: bool = False,  # also gather the loss of each sample
-        save_preds: str | Path | None = None,  # folder for a file of predictions a batch
-        save_targs: str | Path | None = None,  # folder for a file of (first) targets a batch
+        save_preds: str | Path | None = None,  # folder for one file of predictions per batch
+        save_targs: str | Path | None = None,  # folder for one file of (first) targets per batch
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
         concat_dim: int = 0,  # dimension along which batches are concatenated
@@ -387,7 +387,7 @@ def reorder_samples(
     o: Any,  # predictions, inputs, targets or losses of a whole loader
     order: Tensor,  # index of each sample, of shape [samples]
 ) -> Any:
-    """Reorder the samples of tensors and of lists with one entry a sample.
+    """Reorder the samples of tensors and of lists with one entry per sample.
 
     Raises `BatchError` for an object with another number of entries.
 

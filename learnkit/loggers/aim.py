@@ -35,7 +35,7 @@ class AimLogger(RunLogger):
         folder: str | Path = '.',  # parent of `.aim/`, relative to `learn.path` or absolute
         experiment: str = 'learnkit',  # name of the experiment
         every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
-        **options: Any,  # further options of `aim.Run`: `log_system_params`, ...
+        **options: Any,  # additional options of `aim.Run`: `log_system_params`, ...
     ) -> None:
         check_libraries('AimLogger', 'aim')
         super().__init__(every)

@@ -54,7 +54,7 @@ class _FileLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.fname))
 
     def read_log(self) -> Any:
-        """Return the log as a pandas DataFrame, one row a step.
+        """Return the log as a pandas DataFrame, with one row per step.
 
         Raises `OptionError` for a file of another format.
         """

@@ -45,7 +45,7 @@ class WandbLogger(RunLogger):
         folder: str | Path = '.',  # parent of `wandb/`, relative to `learn.path` or absolute
         id: str | None = None,  # id of a run to continue; None: a new run
         every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
-        **options: Any,  # further options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
+        **options: Any,  # additional options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
     ) -> None:
         check_libraries('WandbLogger', 'wandb')
         super().__init__(every)

@@ -266,7 +266,7 @@ def ranger(
     eps: float = 1e-6,  # added to the denominator
     k: int = 6,  # steps between updates of the slow weights
     alpha: float = 0.5,  # step size of the slow weights, 0 to 1
-    **kwargs: Any,  # further arguments of `RAdam`
+    **kwargs: Any,  # additional arguments of `RAdam`
 ) -> Lookahead:
     "Make fastai's ranger: `Lookahead` around `RAdam`."
     return Lookahead(RAdam(params, lr=lr, mom=mom, wd=wd, eps=eps, **kwargs), k=k, alpha=alpha)
