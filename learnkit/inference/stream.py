@@ -38,7 +38,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
     def __init__(
         self,
         learn: LearnerLike,
-        run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator that runs one batch per step
+        run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator over batches
         batch: list[tuple[Any, ...]],  # list to which a step appends the batch's entries
         context: Callable[[], Any],  # f() -> context of each step
     ) -> None:
