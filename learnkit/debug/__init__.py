@@ -1,1 +1,1 @@
-"""Tools that look inside a training run."""
+"""Tools to inspect a training run: help, explanations, traces, representations and reports."""

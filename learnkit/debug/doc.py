@@ -1,6 +1,7 @@
 """Help that includes the comments of parameters: `doc(Learner.fit)`, `doc('after_loss')`, `doc(my_callback)`.
 
-The comments are read from the source code when help is requested."""
+The comments are read from the source code when help is requested.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
 
 # index of the first moment of an evaluation in `LIFECYCLE`
 _EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
-PARAMETERS = '\n\nParameters\n----------\n'  # heading in docstrings that a notebook has completed
+PARAMETERS = '\n\nParameters\n----------\n'  # heading that `add_parameters` adds to docstrings
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: '*',
     inspect.Parameter.VAR_KEYWORD: '**',
@@ -34,7 +35,7 @@ class Parameter(NamedTuple):
     "Parameter of a signature."
 
     text: str  # name, type and default: 'lr: float = 0.1'
-    comment: str  # comment in the source code, '' for none
+    comment: str  # comment in the source code, or ''
 
 
 class Doc:
@@ -130,7 +131,7 @@ def doc(
     return _describe_class(cls)
 
 
-# Kinds of objects
+# -- kinds of objects ------------------------------------------------------------------------------
 
 
 def _describe_name(name: str) -> Doc:
@@ -254,7 +255,7 @@ def open_levels(
     return [name for name, level in LEVELS.items() if is_open(level)]
 
 
-# Signatures
+# -- signatures ------------------------------------------------------------------------------------
 
 
 def comments(
@@ -279,7 +280,7 @@ def comments(
 
 
 def _read_signature(f: Any) -> tuple[list[Parameter] | None, Parameter | None]:
-    "Return the parameters, with separators '/' and '*', and the return type; None for each without a signature."
+    "Return the parameters, with separators '/' and '*', and the return type; `(None, None)` without a signature."
     try:
         signature = inspect.signature(f)
     except (TypeError, ValueError):
@@ -313,13 +314,13 @@ def _format_parameter(p: inspect.Parameter) -> str:
 
 
 def _format_value(value: Any, text: str | None = None) -> str:
-    "Return a type or a default as source code has it."
+    "Return a type or a default value as it appears in source code."
     if inspect.isroutine(value) or isinstance(value, type):
         return value.__name__
     return str(value) if text is None else text
 
 
-# Strings and lists
+# -- strings and lists -----------------------------------------------------------------------------
 
 
 def _get_public_names() -> dict[str, Any]:
@@ -343,7 +344,7 @@ def _get_title(f: Any) -> str:
 
 def _get_docstring(value: Any) -> str:
     text = inspect.cleandoc(inspect.getdoc(value) or '')
-    return text.partition(PARAMETERS)[0]  # they stand in the signature already
+    return text.partition(PARAMETERS)[0]  # the signature already has the parameters
 
 
 def _first_line(value: Any) -> str:
@@ -384,7 +385,7 @@ def _list_methods(cls: type) -> list[tuple[str, str]]:
 
 
 def _list_handlers(cb: Callback | type[Callback]) -> list[tuple[str, str]]:
-    "Return the events that a callback, or its class, handles, each with the first line of the handler's docstring."
+    "Return the events that a callback or a callback class handles, each with the first line of its docstring."
     events = (*EVENTS, *CONTEXTS.values())
     if isinstance(cb, type):
         return [(e, _first_line(getattr(cb, e))) for e in events if _has_handler(cb, e)]
@@ -409,7 +410,7 @@ def _format_list(head: str, rows: list[tuple[str, str]]) -> str:
     return '\n'.join([f'{head}:', *lines])
 
 
-# HTML
+# -- HTML ------------------------------------------------------------------------------------------
 
 
 def _make_code(text: str) -> str:

@@ -1,6 +1,6 @@
 """Inspect a training run: the callbacks that run at an event, the logged names, and the changes that callbacks make.
 
-`trace` replaces the handler tables of the loop, so the loop itself has no code for it.
+`trace` replaces the handler tables of the loop, so the loop needs no code for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from learnkit.engine.fastai_callbacks import is_foreign
 
 __all__ = ['explain', 'list_metric_names', 'trace', 'Handler', 'Handlers', 'Change', 'Trace']
 
-WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')
+WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')  # attributes that `trace` compares
 
 
 class Handler(NamedTuple):
@@ -133,7 +133,7 @@ def list_metric_names(learn: LearnerLike) -> dict[str, str]:
 
 
 def _compile_pattern(name: str) -> re.Pattern[str]:
-    "Return the pattern of a declared name, in which a `{parameter}` stands for any text."
+    "Return the regular expression of a declared name, in which `{parameter}` matches any string."
     return re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name)))
 
 
@@ -153,7 +153,7 @@ def trace(learn: LearnerLike) -> Iterator[Trace]:
 def _replace_tables(
     learn: LearnerLike, make: Callable[[HandlerTable], HandlerTable]
 ) -> Iterator[None]:
-    "Return a context in which the loop uses other handler tables."
+    "Return a context in which the loop uses the handler tables that `make` returns for its tables."
     learn.timings.stop(learn)
     original_tables = learn.tables
     callbacks = learn.callbacks
@@ -197,7 +197,7 @@ def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
 
 
 def find_user_function(cb: Any, event_name: str) -> Any:
-    "Return the function of a foreign callback, or of one that handles every event; None for any other."
+    "Return the user's function of a foreign callback or of a callback for every event; None for other callbacks."
     if is_foreign(cb):
         return getattr(cb, event_name, None)
     if not takes_every_event(cb):
@@ -259,7 +259,7 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     rng = capture_rng()
-    # `digest` covers tensors only, the hash covers the numbers
+    # `digest` covers the tensors of the states, the hash covers the numbers
     found['random numbers'] = digest(rng), hash(str(map_tensors(rng, torch.numel)))
     return found
 

@@ -1,4 +1,4 @@
-"""Help and completion in IPython and Jupyter: parameters in the help of `?`, a first completion without a wait."""
+"""Help and completion in IPython and Jupyter: comments of parameters in the help, and a fast first completion."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 __all__ = ['add_parameters', 'prepare_shell', 'warm_up_jedi']
 
-# what is typed first: completing it once parses the modules of the Learner and of callbacks
-_FIRST = (
+# completing this code makes jedi parse the modules of the Learner and of callbacks
+_FIRST_CODE = (
     'from learnkit import Learner\nlearn: Learner\nlearn.',
     'from learnkit import Callback\nclass C(Callback):\n    def before_fit(self):\n        self.',
 )
@@ -19,9 +19,9 @@ _FIRST = (
 def prepare_shell(
     shell: Any,  # IPython's shell
 ) -> None:
-    """Let the help of `?` and Shift-Tab have the parameters, and parse the package once after the next cell.
+    """Add the comments of parameters to the help of `?` and Shift-Tab, and call `warm_up_jedi` after the next cell.
 
-    Both happen once a shell. `import learnkit` calls this function in IPython.
+    Further calls for the same shell have no effect. `import learnkit` calls this function in IPython.
     """
     inspector, events = getattr(shell, 'inspector', None), getattr(shell, 'events', None)
     if inspector is None or events is None or hasattr(inspector, '_learnkit'):
@@ -45,9 +45,9 @@ def prepare_shell(
 
 
 def add_parameters(
-    obj: Any,  # function, method or class of the package; others are left alone
+    obj: Any,  # function, method or class of the package; other objects are not changed
 ) -> None:
-    "Append the comments of the parameters to the docstring, once."
+    "Append the comments of the parameters to the docstring, unless it has them already."
     obj = getattr(obj, '__func__', obj)
     is_class = isinstance(obj, type)
     if not is_class and not inspect.isfunction(obj):
@@ -67,7 +67,7 @@ def add_parameters(
 
 
 def warm_up_jedi() -> None:
-    "Complete what is typed first, so that jedi has parsed it."
+    "Complete typical first lines of code, so that jedi has parsed the modules of the package."
     if find_spec('jedi') is not None:
-        for code in _FIRST:
+        for code in _FIRST_CODE:
             import_module('jedi').Script(code).complete()

@@ -1,4 +1,4 @@
-"""Report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
+"""Write a report of a run as one HTML file: settings, history, curves, predictions, top losses, versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_CLASSES = 30  # rows of the table of classes
 MAX_CONFUSED = 12  # rows of the table of confused classes
 MAX_POINTS = 5000  # points of the plot of predicted numbers
 
-# The browser loads nothing, whatever the file holds: no script, no frame, no address.
+# the Content-Security-Policy keeps the browser from loading anything: no scripts, no frames, no URLs
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -90,44 +90,44 @@ def write_report(
         if learn.world.is_first:
             text = page.render()
             with atomic_write(path) as tmp:
-                # names of folders may have bytes that are no text
+                # folder names may contain bytes that are not valid text
                 tmp.write_text(text, 'utf-8', 'replace')
     return path
 
 
 class _Page:
-    "The sections of a report; what needs all ranks is computed when the page is created."
+    "Sections of a report; the parts that need all ranks are computed in the constructor."
 
     def __init__(self, learn: LearnerLike, predictions: bool, top_k: int) -> None:
         self.learn, self.top_k = learn, top_k
-        self.left_out: dict[str, str] = {}  # reasons by the name of a part
+        self.left_out: dict[str, str] = {}  # error messages by name of the part that is left out
         self.layers = self._try('Layers', partial(_describe_layers, learn))
         self.interp: Interpretation | None = None
         if predictions and evaluation_loaders(learn.dls):
             self.interp = self._try('Predictions', partial(_interpret, learn))
 
     def _try(self, part: str, f: Callable[[], Any]) -> Any:
-        "Return the result of a function, or None for an error, which the report then names."
+        "Return the result of a function; for an error, return None and note the error in the report."
         try:
             return f()
-        except Exception as e:  # the other parts are worth having, also after a run that failed
+        except Exception as e:  # the other parts are useful, even after a failed run
             self.left_out[part] = f'{type(e).__name__}: {e}'
             return None
 
     def render(self) -> str:
-        "Return the text of the page."
+        "Return the HTML of the page."
         learn = self.learn
         title = f'{type(learn.model).__name__}: report of a run'
         now = datetime.now().astimezone()
         sections = {
             'Run': lambda: _wrap(learner_html(learn)),
-            'History': self._history,
-            'Schedule': self._schedule,
-            'Predictions': self._predictions,
+            'History': self._render_history,
+            'Schedule': self._render_schedule,
+            'Predictions': self._render_predictions,
             'Layers': lambda: self.layers or '',
-            'Settings': lambda: _settings(learn),
-            'Data and seeds': lambda: _data(learn),
-            'Machine and versions': _environment,
+            'Settings': lambda: _render_settings(learn),
+            'Data and seeds': lambda: _render_data(learn),
+            'Machine and versions': _render_environment,
         }
         body = ''
         for name, render in sections.items():
@@ -138,12 +138,12 @@ class _Page:
             body += f'<section><h2>Left out</h2>\n{_wrap(definitions(self.left_out))}</section>\n'
         return (
             f'{_HEAD.format(title=escape(title))}<h1>{escape(type(learn.model).__name__)}</h1>\n'
-            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}{_progress(learn)}</p>\n'
+            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}{_describe_progress(learn)}</p>\n'
             f'{body}</body>\n</html>\n'
         )
 
-    def _history(self) -> str:
-        "Return the curves and the table of the epochs; nothing before the first step."
+    def _render_history(self) -> str:
+        "Return the curves and the table of epochs, or an empty string before the first step."
         recorder = recorder_of(self.learn)
         if recorder is None or not (recorder.history or recorder.losses):
             return ''
@@ -151,8 +151,8 @@ class _Page:
         rows = recorder.history._repr_html_() if recorder.history else ''
         return f'<div class="plots">{plots}</div>{_scroll(rows)}'
 
-    def _schedule(self) -> str:
-        "Return the hyperparameters of the last fit by step."
+    def _render_schedule(self) -> str:
+        "Return a table and plots of the hyperparameters of the last fit."
         recorder = recorder_of(self.learn)
         if recorder is None or not recorder.losses:
             return ''
@@ -162,12 +162,13 @@ class _Page:
             if values
         ]
         head = ['last fit', 'steps', 'first', 'least', 'largest', 'last']
-        figures = _scroll(table(head, [(n, str(k), *map(_short, vs)) for n, k, *vs in rows]))
+        cells = [(name, str(n), *map(_format_number, values)) for name, n, *values in rows]
+        figures = _scroll(table(head, cells))
         changed = [name for name, _, _, least, largest, _ in rows if least != largest]
         plots = self._try('Plots of the schedule', lambda: _plot_schedule(recorder, changed)) or ''
         return f'<div class="plots">{plots}</div>{figures}'
 
-    def _predictions(self) -> str:
+    def _render_predictions(self) -> str:
         "Return the confusion matrix or the predicted numbers, and the samples with the largest losses."
         interp = self.interp
         if interp is None or not len(interp):
@@ -192,7 +193,7 @@ class _Page:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _progress(learn: LearnerLike) -> str:
+def _describe_progress(learn: LearnerLike) -> str:
     if not learn.fitting:
         return ''
     total = '' if learn.n_epoch is None else f' of {learn.n_epoch}'
@@ -224,7 +225,7 @@ def _interpret(learn: LearnerLike) -> Interpretation:
 
 
 def _are_numbers(interp: Interpretation) -> bool:
-    "Return True for predictions of numbers, as many as targets."
+    "Return True if the predictions are floating-point numbers, one for each target."
     preds, targs = interp.preds, interp.targs
     if not isinstance(preds, Tensor) or not isinstance(targs, Tensor):
         return False
@@ -232,7 +233,7 @@ def _are_numbers(interp: Interpretation) -> bool:
 
 
 def _plot_numbers(interp: Interpretation) -> Any:
-    "Plot predictions over targets, at most `MAX_POINTS` of them."
+    "Plot at most `MAX_POINTS` predictions against their targets."
     preds, targs = (o.flatten().float() for o in (interp.preds, interp.targs))
     step = -(-len(targs) // MAX_POINTS)
     ax = new_axes(figsize=PANEL)[0]
@@ -243,13 +244,13 @@ def _plot_numbers(interp: Interpretation) -> Any:
 
 
 def _tabulate_numbers(interp: Interpretation) -> str:
-    "Return the errors of predicted numbers over all outputs."
+    "Return a table of the errors of predicted numbers, over all outputs."
     preds, targs = (o.flatten().double() for o in (interp.preds, interp.targs))
     errors = preds - targs
     rows = [
-        ('mean absolute error', _short(errors.abs().mean().item())),
-        ('root mean square error', _short(errors.square().mean().sqrt().item())),
-        ('standard deviation of the targets', _short(targs.std(correction=0).item())),
+        ('mean absolute error', _format_number(errors.abs().mean().item())),
+        ('root mean square error', _format_number(errors.square().mean().sqrt().item())),
+        ('standard deviation of the targets', _format_number(targs.std(correction=0).item())),
     ]
     return _scroll(table(['over all outputs', 'value'], rows))
 
@@ -258,11 +259,11 @@ def _tabulate_classes(interp: ClassificationInterpretation) -> str:
     matrix = interp.confusion_matrix()
     right, actual, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
     rows = [
-        (str(name), str(n), _share(hits, n), _share(hits, m))
+        (str(name), str(n), _format_share(hits, n), _format_share(hits, m))
         for name, hits, n, m in zip(interp.vocab, right, actual, predicted, strict=True)
     ]
     classes = table(['class', 'samples', 'recall', 'precision'], rows, max_rows=MAX_CLASSES)
-    share = _share(right.sum(), matrix.sum())
+    share = _format_share(right.sum(), matrix.sum())
     total = f'<p>{right.sum():,} of {matrix.sum():,} right: <b>{share}</b></p>'
     confused = [
         (str(actual_name), str(name), str(n)) for actual_name, name, n in interp.most_confused()
@@ -273,25 +274,28 @@ def _tabulate_classes(interp: ClassificationInterpretation) -> str:
     return f'{total}{_scroll(classes)}{_scroll(pairs)}'
 
 
-def _share(part: int, whole: int) -> str:
+def _format_share(part: int, whole: int) -> str:
     return f'{part / whole:.2%}' if whole else ''
 
 
-def _settings(learn: LearnerLike) -> str:
-    values = configuration(learn).items()
-    return _wrap(definitions({k: _short(v) if isinstance(v, float) else v for k, v in values}))
+def _render_settings(learn: LearnerLike) -> str:
+    settings = {
+        name: _format_number(value) if isinstance(value, float) else value
+        for name, value in configuration(learn).items()
+    }
+    return _wrap(definitions(settings))
 
 
-def _data(learn: LearnerLike) -> str:
+def _render_data(learn: LearnerLike) -> str:
     rows = []
     for name, dl in [('train', learn.dls.train), *evaluation_loaders(learn.dls)]:
         n = n_batches(getattr(dl, 'dataset', None))
         rows.append((name, describe_loader(dl), 'unknown' if n is None else f'{n:,}'))
     sizes = _scroll(table(['loader', 'batches', 'samples'], rows))
-    return sizes + _scroll(table(['generator', 'seed'], _seeds(learn)))
+    return sizes + _scroll(table(['generator', 'seed'], _list_seeds(learn)))
 
 
-def _seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
+def _list_seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
     "Yield the seeds of torch's generators; Python and NumPy do not keep their seeds."
     yield 'torch', str(torch.initial_seed())
     if torch.cuda.is_initialized():
@@ -302,12 +306,12 @@ def _seeds(learn: LearnerLike) -> Iterator[tuple[str, str]]:
                 yield f'{name}: {path}', str(generator.initial_seed())
 
 
-def _environment() -> str:
+def _render_environment() -> str:
     pairs = (line.partition(': ') for line in describe_environment().splitlines())
     return _wrap(definitions({name: value for name, _, value in pairs}))
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f'{value:.6g}'
 
 
@@ -318,16 +322,16 @@ def _plot_history(recorder: Recorder) -> str:
     html = ''
     if recorder.losses:
         html += _plot(lambda: recorder.plot_loss(ax=new_axes(figsize=PANEL)[0]))
-    for name in _panel_names(recorder):
+    for name in _find_panel_names(recorder):
         html += _plot(partial(recorder.plot_metrics, name, figsize=PANEL))
     return html
 
 
-def _panel_names(recorder: Recorder) -> list[str]:
+def _find_panel_names(recorder: Recorder) -> list[str]:
     "Return the names of the metrics that were recorded."
     if not recorder.history:
         return []
-    with _figures():
+    with _temporary_figures():
         try:
             return [ax.get_ylabel() for ax in recorder.plot_metrics()]
         except MetricError:
@@ -340,16 +344,16 @@ def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:
 
 
 def _show_samples(show: Callable[[], Any]) -> str:
-    "Return samples as a picture or as a table."
-    with _figures():
+    "Return the picture or the table that a function shows, as HTML."
+    with _temporary_figures():
         shown = show()
         is_table = isinstance(shown, Table)
         return _scroll(shown._repr_html_()) if is_table else _as_image(shown.figure, 'samples')
 
 
 def _plot(draw: Callable[[], Any]) -> str:
-    "Return what a function draws as HTML."
-    with _figures():
+    "Return the figure that a function draws, as HTML."
+    with _temporary_figures():
         return _as_image(draw().figure, 'plot')
 
 
@@ -359,8 +363,8 @@ def _as_image(figure: Any, css_class: str) -> str:
 
 
 @contextmanager
-def _figures() -> Iterator[None]:
-    "Draw with matplotlib's defaults, and names as they are: a dollar sign begins no formula. Close all new figures."
+def _temporary_figures() -> Iterator[None]:
+    "Return a context with matplotlib's default style, in which dollar signs are plain text; close all new figures."
     plt = pyplot()
     before = set(plt.get_fignums())
     try:
@@ -370,7 +374,7 @@ def _figures() -> Iterator[None]:
             plt.rc_context({'text.parse_math': False}),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings('ignore', 'Glyph .* missing')  # of names in other scripts
+            warnings.filterwarnings('ignore', 'Glyph .* missing')  # in names, such as Chinese
             yield
     finally:
         for number in set(plt.get_fignums()) - before:

@@ -1,4 +1,4 @@
-"""Text and HTML representations of a Learner. They draw no batch, move no tensor, and do not synchronize a device."""
+"""Text and HTML representations of a Learner, made without drawing a batch, moving a tensor or waiting for a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ['learner_html', 'learner_text']
 
 def learner_text(learn: LearnerLike) -> str:
     "Return a Learner's model, loss, validation loaders and callbacks on one line."
-    model, loss = (safe_call(partial(f, learn)) for f in (_model_name, _loss))
+    model, loss = (safe_call(partial(f, learn)) for f in (_get_model_name, _get_loss_name))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
     cbs = ', '.join(_list_reprs(learn, 'cbs'))
     return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
@@ -28,34 +28,34 @@ def learner_text(learn: LearnerLike) -> str:
 def learner_html(learn: LearnerLike) -> str:
     "Return the parts of a Learner and its training progress, as an HTML table."
     entries = {
-        'model': _model,
-        'data': _data,
-        'loss': _loss,
-        'optimizer': _optimizer,
-        'metrics': _metrics,
-        'callbacks': _callbacks,
-        'trained': _trained,
-        'last epoch': _last_epoch,
+        'model': _describe_model,
+        'data': _list_loaders,
+        'loss': _get_loss_name,
+        'optimizer': _describe_optimizer,
+        'metrics': _list_metrics,
+        'callbacks': _list_callbacks,
+        'trained': _describe_progress,
+        'last epoch': _describe_last_epoch,
     }
     return definitions(
         {name: partial(f, learn) for name, f in entries.items()}, type(learn).__name__
     )
 
 
-def _model_name(learn: LearnerLike) -> str:
+def _get_model_name(learn: LearnerLike) -> str:
     return type(learn.model).__name__
 
 
-def _loss(learn: LearnerLike) -> str | None:
+def _get_loss_name(learn: LearnerLike) -> str | None:
     return name_of(learn.loss_func) if learn.loss_func else None
 
 
-def _model(learn: LearnerLike) -> str:
+def _describe_model(learn: LearnerLike) -> str:
     params = list(learn.model.parameters())
     known = [p for p in params if not is_lazy(p)]
     n = sum(p.numel() for p in known)
     n_trained = sum(p.numel() for p in known if p.requires_grad)
-    description = f'{_model_name(learn)}, {n:,} parameters'
+    description = f'{_get_model_name(learn)}, {n:,} parameters'
     if n_trained != n:
         description += f', {n_trained:,} of them trained'
     if len(known) < len(params):
@@ -66,13 +66,13 @@ def _model(learn: LearnerLike) -> str:
     return description
 
 
-def _data(learn: LearnerLike) -> list[str]:
+def _list_loaders(learn: LearnerLike) -> list[str]:
     named = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
     return [f'{name}: {describe_loader(dl)}' for name, dl in named]
 
 
-def _optimizer(learn: LearnerLike) -> str:
-    "Describe the optimizer and its rates, also if it does not exist yet."
+def _describe_optimizer(learn: LearnerLike) -> str:
+    "Describe the optimizer and its learning rates; before it is made, describe the `opt_func`."
     opt = learn.opt
     name = name_of(getattr(learn.opt_func, 'func', learn.opt_func))
     if opt is None:
@@ -87,21 +87,21 @@ def _optimizer(learn: LearnerLike) -> str:
     return description
 
 
-def _metrics(learn: LearnerLike) -> str:
+def _list_metrics(learn: LearnerLike) -> str:
     return ', '.join(m.name for m in learn.metrics) or 'none'
 
 
-def _callbacks(learn: LearnerLike) -> list[str]:
+def _list_callbacks(learn: LearnerLike) -> list[str]:
     return _list_reprs(learn.callbacks, 'ordered')
 
 
 def _list_reprs(o: Any, name: str) -> list[str]:
-    "Return the representation of each callback; an error in one does not affect the others."
+    "Return the representation of each callback, or the error of a callback whose representation fails."
     found = safe_call(lambda: f() if callable(f := getattr(o, name)) else list(f))
     return [safe_call(partial(repr, cb)) for cb in found] if isinstance(found, list) else [found]
 
 
-def _trained(learn: LearnerLike) -> str:
+def _describe_progress(learn: LearnerLike) -> str:
     now = learn.time
     if not now.ba:
         return 'not yet'
@@ -113,14 +113,12 @@ def _trained(learn: LearnerLike) -> str:
     return f'{", ".join(counts)} in {in_words(now.sec, "sec")}'
 
 
-def _last_epoch(learn: LearnerLike) -> str:
+def _describe_last_epoch(learn: LearnerLike) -> str:
     recorder = recorder_of(learn)
     row = dict(recorder.history[-1]) if recorder is not None and recorder.history else {}
-    return (
-        ', '.join(
-            f'{name} {format_cell(value)}'
-            for name, value in row.items()
-            if name not in ('fit', 'time') and value is not None
-        )
-        or 'none'
-    )
+    cells = [
+        f'{name} {format_cell(value)}'
+        for name, value in row.items()
+        if name not in ('fit', 'time') and value is not None
+    ]
+    return ', '.join(cells) or 'none'

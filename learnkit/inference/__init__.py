@@ -1,1 +1,1 @@
-"""Predictions over a loader, interpretation, and sample tables."""
+"""Predictions on a loader, sinks for predictions, interpretation, and pictures or tables of samples."""

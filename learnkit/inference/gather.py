@@ -1,4 +1,4 @@
-"""Gather predictions in memory from all batches and ranks, or pass each batch on to a sink."""
+"""Gather the predictions of all batches and ranks in memory, or pass the predictions of each batch to a function."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class GatherPredsCallback(Callback):
     """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
     Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
-    `save_preds` and `save_targs` receive one file a batch, named by the batch's number, which `torch.load` reads with
-    `weights_only=True`. With several ranks, each predicts its shard and gathers the results of all ranks, in the order
-    of the data.
+    `save_preds` and `save_targs` receive one file per batch, named by its number, which `torch.load` reads with
+    `weights_only=True`. With several ranks, each rank predicts on its shard, and then gathers the results of all ranks
+    in the order of the data.
 
     >>> from learnkit.testing import synth_learner
     >>> gathered, learn = GatherPredsCallback(), synth_learner(n_valid=2)
@@ -66,17 +66,17 @@ class GatherPredsCallback(Callback):
         self,
         with_input: bool = False,  # also gather the inputs
         with_loss: bool = False,  # also gather the loss of each sample
-        save_preds: str | Path | None = None,  # folder for a file of predictions a batch
-        save_targs: str | Path | None = None,  # folder for a file of (first) targets a batch
+        save_preds: str | Path | None = None,  # folder for one file of predictions per batch
+        save_targs: str | Path | None = None,  # folder for one file of (first) targets per batch
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
         concat_dim: int = 0,  # dimension along which batches are concatenated
-        pickle_protocol: int = 2,  # ignored, for fastai's code: files are safe to load with 2 only
+        pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
-        self._depth: int | None = None  # depth of the gathered run, to ignore runs inside it
+        self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
 
@@ -97,11 +97,11 @@ class GatherPredsCallback(Callback):
     def before_validate(self) -> None:
         depth = self.learn.run.depth
         if self._depth is None or depth < self._depth:
-            self._depth = depth  # a run inside this one was gathered before and has ended
+            self._depth = depth  # an earlier run at a larger depth has ended
         if not self._is_gathered_run():
             return
         self._start()
-        self._world = _find_sharing_ranks(self.learn)
+        self._world = _get_sharing_ranks(self.learn.world, self.learn.dl)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
@@ -123,16 +123,12 @@ class GatherPredsCallback(Callback):
             if self.with_loss
             else None
         )
-        self._note_size()
+        n = sample_count(learn)
+        self._sizes.append(n)
+        self._has_lists = self._has_lists or has_listed_samples((*learn.xb, *learn.yb), n)
         batch = (learn.iter, inputs, self._detach(learn.pred), self._detach(learn.yb), losses)
         for copied_batch in self._transfer.put(batch):
             self._keep(*copied_batch)
-
-    def _note_size(self) -> None:
-        "Record the number of samples of the current batch, and whether they are in a list."
-        n = sample_count(self.learn)
-        self._sizes.append(n)
-        self._has_lists = self._has_lists or has_listed_samples((*self.learn.xb, *self.learn.yb), n)
 
     def _detach(self, b: Any) -> Any:
         "Detach a batch; `AsyncToCPU` copies it to the CPU unless the loader has a `to_detach`."
@@ -147,7 +143,7 @@ class GatherPredsCallback(Callback):
             self.preds.append(map_tensors(preds, _release_storage))
         if self.with_targs:
             self.targets.append(targs)
-        number = str(_find_batch_number(i, self._world))
+        number = str(i * self._world.size + self._world.rank)  # batches go to the ranks in turn
         if self.save_preds is not None:
             save_plain(preds, Path(self.save_preds) / number)
         if self.save_targs is not None and targs:
@@ -209,7 +205,7 @@ class GatherPredsCallback(Callback):
 
         Raises `BatchError` if no batch was predicted on.
         """
-        self._join()  # an interrupted run has not concatenated its batches
+        self._join()  # the batches of an interrupted run are not concatenated yet
         if not self.n_batches:
             raise BatchError(
                 'There is nothing to return: not one batch was predicted on. Does a callback '
@@ -224,14 +220,14 @@ class GatherPredsCallback(Callback):
 
 
 def _join_entries(items: list[Any], join: Callable[[list[Any]], Any]) -> Any:
-    "Concatenate tuples of inputs or targets entry by entry; their entries are never samples."
+    "Concatenate tuples of inputs or targets entry by entry; an entry is never a sample."
     if len({len(o) for o in items}) > 1:
         return join(items)  # raises
     return tuple(join(list(group)) for group in zip(*items, strict=True))
 
 
 class Replicated(list[Any]):
-    "Batches that are not sharded: every rank predicts on all of them."
+    "List of batches that is not sharded: every rank predicts on all batches."
 
 
 def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
@@ -253,26 +249,21 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
         world.size,
         **{'fillers': False, **options},
     )
-    return rank_dl, world if hasattr(rank_dl, 'share') else SINGLE_RANK
+    return rank_dl, _get_sharing_ranks(world, rank_dl)
 
 
-def _find_sharing_ranks(learn: LearnerLike) -> Comm:
-    "Return the ranks that share the current loader; `SINGLE_RANK` if the loader is not sharded."
-    return learn.world if hasattr(learn.dl, 'share') else SINGLE_RANK
-
-
-def _find_batch_number(i: int, world: Comm) -> int:
-    "Return the global number of a rank's batch `i`: batches are assigned to ranks in turn."
-    return i * world.size + world.rank
+def _get_sharing_ranks(world: Comm, dl: Any) -> Comm:
+    "Return the ranks that share a loader; `SINGLE_RANK` if the loader is not sharded."
+    return world if hasattr(dl, 'share') else SINGLE_RANK
 
 
 def _release_storage(t: Tensor) -> Tensor:
-    "Copy a small view of a large tensor (such as the last of many tokens), to free the large storage."
+    "Copy a small view of a large tensor (such as the last of many tokens), so that the large storage is freed."
     return t.clone() if 2 * t.nbytes < t.untyped_storage().nbytes() else t
 
 
 class AsyncToCPU:
-    """Copy of results to the CPU. From CUDA, the copy overlaps with the next batch, and ends one batch later.
+    """Copy results to the CPU; copies from CUDA overlap with the next batch and are returned one batch later.
 
     >>> transfer = AsyncToCPU()
     >>> transfer.put((torch.ones(1), 'a')), transfer.flush()
@@ -283,11 +274,11 @@ class AsyncToCPU:
         self._pending: list[tuple[Any, list[torch.cuda.Event]]] = []
 
     def put(self, b: Any) -> list[Any]:
-        "Start copying the tensors of a nested structure, and return the structures copied before."
+        "Start to copy the tensors of a nested structure, and return the copies that are complete."
         devices = {t.device for t in tensors_in(b)}
         if all(d.type != 'cuda' for d in devices):
             return [*self.flush(), map_tensors(b, Tensor.cpu)]
-        # torch copies to pinned memory, in order with the computation on the current stream
+        # torch copies to pinned memory, after the computation on the current stream
         copy = map_tensors(b, lambda t: t.to('cpu', non_blocking=True))
         events = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == 'cuda']
         completed = self.flush()
@@ -307,7 +298,7 @@ class AsyncToCPU:
 
 
 class PredictionSink:
-    "Entries of each batch of a run (predictions, targets, ...), passed to `give` after the batch."
+    "Collect the entries of each batch of a run (predictions, targets, ...), and pass them to `give` after the batch."
 
     def __init__(
         self,
@@ -332,7 +323,7 @@ class PredictionSink:
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self._depth: int | None = None  # depth of the collected run, to ignore runs inside it
+        self._depth: int | None = None  # depth of the collected run; runs inside it are ignored
         self.iter = 0  # number of the batch that is passed to `give`
 
     def callback(self) -> Callback:
@@ -396,7 +387,7 @@ def reorder_samples(
     o: Any,  # predictions, inputs, targets or losses of a whole loader
     order: Tensor,  # index of each sample, of shape [samples]
 ) -> Any:
-    """Reorder the samples of tensors and of lists with one entry a sample.
+    """Reorder the samples of tensors and of lists with one entry per sample.
 
     Raises `BatchError` for an object with another number of entries.
 

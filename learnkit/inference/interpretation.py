@@ -42,11 +42,11 @@ MAX_LABELED_CLASSES = 40  # maximum number of classes whose names and cell value
 
 
 class Interpretation:
-    """Predictions, targets and losses of a loader, each sample once and in order.
+    """Predictions, targets and losses of a loader, with each sample once and in order.
 
-    Create one by `from_learner`. `preds`, `targs`, `decoded` and `losses` are on the CPU; `decoded` holds classes if
-    the targets are classes. Inputs are not kept: they are read from the loader again when samples are shown, so the
-    loader must return the same samples each time.
+    `from_learner` creates an Interpretation. `preds`, `targs`, `decoded` and `losses` are on the CPU; `decoded` holds
+    classes if the targets are classes. Inputs are not kept: they are read from the loader again when samples are shown,
+    so the loader must return the same samples each time.
 
     >>> from learnkit.testing import synth_learner
     >>> interp = Interpretation.from_learner(synth_learner(default_cbs=False))
@@ -106,7 +106,7 @@ class Interpretation:
         self,
         idxs: Any,  # index of a sample, or several
     ) -> tuple[Any, ...]:  # inputs, predictions, targets, decoded predictions, losses
-        "Return all values of some samples; the inputs are read from the loader."
+        "Return inputs, predictions, targets and losses of some samples; the inputs are read from the loader."
         rows = self._check_idxs(idxs)
         xb = self._read_inputs(rows)
         take = lambda o: take_rows(o, len(self), rows)
@@ -126,7 +126,7 @@ class Interpretation:
         return [i % len(self) for i in rows]
 
     def _read_inputs(self, rows: list[int]) -> tuple[Any, ...]:
-        "Read some samples from the loader again, and restore the loader's state."
+        "Return the inputs of some samples, read from the loader again; the loader's state is restored afterwards."
         positions = self._order[rows].tolist()
         found: dict[int, tuple[Any, Any]] = {}  # samples by position in the loader
         with preserve_loaders([self.dl]), preserved_generators(self.dl):
@@ -194,9 +194,10 @@ class Interpretation:
         idxs: Any,  # indices of samples
         **kwargs: Any,  # `figsize` in inches, for images
     ) -> Any:
-        """Show samples with targets and predictions, wrong ones marked: images in a grid, other data as a table.
+        """Show samples with targets and predictions: images in a grid, other data as a table.
 
-        Masks of a segmentation are drawn next to their images, with one legend for the classes.
+        Wrong predictions are marked. Masks of a segmentation are drawn next to their images, with one legend for the
+        classes.
         """
         return self._show(self._check_idxs(idxs), **kwargs)
 
@@ -217,11 +218,11 @@ def _samples_error(dl: Any) -> LoaderError:
 
 
 class ClassificationInterpretation(Interpretation):
-    """Interpretation of a classifier with one class a sample, pixel or token; binary or multi-class.
+    """Interpretation of a binary or multi-class classifier with one class per sample, pixel or token.
 
-    The predicted class is decoded by the loss function, otherwise it is the highest score; for torch's binary losses, a
-    probability above one half is class 1. Class names come from `dls.vocab`; without it they are numbers. Targets that
-    the loss ignores (`ignore_index`) do not count.
+    The loss function decodes the predicted class; by default, it is the class with the highest score, and for torch's
+    binary losses, a probability above one half is class 1. Class names come from `dls.vocab`; without a vocab, they are
+    numbers. Targets that the loss ignores (`ignore_index`) do not count.
 
     Raises `OptionError` for targets that are not classes, and for more classes than names.
 
@@ -259,17 +260,17 @@ class ClassificationInterpretation(Interpretation):
 
     def plot_confusion_matrix(
         self,
-        normalize: bool = False,  # shares of each true class instead of counts
+        normalize: bool = False,  # write fractions of each true class instead of counts
         title: str = 'Confusion matrix',  # title of the plot
         cmap: str = 'Blues',  # name of a matplotlib color map
-        norm_dec: int = 2,  # number of decimals of shares
+        norm_dec: int = 2,  # number of decimals of the fractions
         plot_txt: bool = True,  # write the numbers into the cells; never for more than 40 classes
         figsize: tuple[float, float] | None = None,  # inches; None: by the number of classes
         ax: Any = None,  # matplotlib axes; None: a new figure
     ) -> Any:
         """Plot the confusion matrix, and return the axes; the row of a class without samples has no numbers.
 
-        Cells are colored by their share of the true class, also if they show counts. Raises `MissingExtraError`
+        Cells are colored by their fraction of the true class, even if they show counts. Raises `MissingExtraError`
         without matplotlib.
         """
         colors = import_library('matplotlib.colors', 'A plot')
@@ -280,11 +281,11 @@ class ClassificationInterpretation(Interpretation):
         side = min(max(4.0, 0.42 * n + 1.6), 14.0)
         ax = axes_or_new(ax, figsize or (side, side))
 
-        # shares give rare and frequent classes equal colors; the root makes single errors visible
+        # fractions give rare and frequent classes equal colors; the root makes single errors visible
         image = ax.imshow(shares, cmap=cmap, norm=colors.PowerNorm(0.5, 0, 1))
         tick_step = -(-n // MAX_LABELED_CLASSES)
         names = [shorten(name, 20) for name in self.vocab][::tick_step]
-        # letters that fit below a column, next to the same names at the left
+        # rotate names that are wider than a column, given the width of the same names at the left
         is_rotated = max(map(len, names)) > max(37 // (n + 1), 3)
         ax.set_xticks(range(0, n, tick_step), names, rotation=90 if is_rotated else 0)
         ax.set_yticks(range(0, n, tick_step), names)

@@ -1,4 +1,4 @@
-"""Evaluation, prediction and test-time augmentation of a loader."""
+"""Evaluation, prediction and test-time augmentation on a loader."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def validate(
     dl: Any = None,
     cbs: Any = None,
 ) -> Any:
-    "Compute loss and metrics, and return them as a list with names: `[valid_loss, *metrics]` of each loader."
+    "Compute and return the loss and metrics, as a list with names: `[valid_loss, *metrics]` of each loader."
     loader_name = _find_name(learn, ds_idx, dl)
     loaders: Any = None
     if dl is not None:
@@ -117,7 +117,7 @@ def get_preds(
 ) -> Any:
     "Return predictions and targets of a loader on the CPU, concatenated along the first dimension."
     check_function('act', act)
-    # instantiated before random generators are captured, which would undo a constructor's draws
+    # random generators are captured after this, so that random numbers drawn by a constructor stay drawn
     new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
     loader_name = _find_name(learn, ds_idx, dl)
@@ -145,17 +145,17 @@ def get_preds(
     res = cb.all_tensors()
     i = 1 if with_input else 0  # index of the predictions
     if res[i] is not None:
-        activate = act or partial(_for_samples, find_activation(learn.loss_func))
+        activate = act or partial(_apply_to_samples, find_activation(learn.loss_func))
         res[i] = activate(res[i])
         if with_decoded:
             decode = getattr(learn.loss_func, 'decodes', noop)
-            res.insert(i + 2, _for_samples(decode, res[i]))
+            res.insert(i + 2, _apply_to_samples(decode, res[i]))
     return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
 
 
-def _for_samples(
+def _apply_to_samples(
     f: Callable[[Any], Any],  # function of a batch
-    preds: Any,  # predictions; of batches with different sizes, a list of samples
+    preds: Any,  # predictions; a list of samples if their shapes differ
 ) -> Any:
     "Apply a function of a batch to predictions, or to each sample of a list of tensors."
     if not isinstance(preds, list) or not all(isinstance(t, Tensor) for t in preds):
@@ -254,7 +254,7 @@ def predict(
 def _predict_typed(
     learn: LearnerLike, item: Any, rm_type_tfms: Any, with_input: bool
 ) -> tuple[Any, ...]:
-    "Predict on one sample with data that creates test loaders and decodes batches (fastai)."
+    "Predict on one sample with `dls` that create test loaders and decode batches (fastai)."
     dls = learn.dls
     n = getattr(dls, 'n_inp', -1)
     dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
@@ -320,7 +320,7 @@ def tta(
 def _predict_augmented(
     learn: LearnerLike, dl: Any, open_split: Any, augment: Callable[..., Any] | None
 ) -> tuple[Any, Any]:
-    "Predict once, and reseed the random generators, so that the next call draws other numbers."
+    "Predict once, and reseed the random generators, so that the next call draws different numbers."
     cbs = _make_augmenter(augment) if augment else None
     with open_split() if open_split else nullcontext():
         res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=cbs)
@@ -331,7 +331,7 @@ def _predict_augmented(
 def plan_loader(
     learn: LearnerLike, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
 ) -> tuple[Any, Tensor | None]:
-    "Return the loader to predict on and, if its samples must be reordered, the permutation."
+    "Return the loader to predict on, and the permutation that reorders its samples, or None if they are in order."
     is_given = dl is not None
     dl = _choose_loader(learn, ds_idx, dl)
     if not reorder:
@@ -339,7 +339,7 @@ def plan_loader(
     if not callable(getattr(dl, 'get_idxs', None)):
         return in_order(dl), None
     with preserved_rng():  # `get_idxs` may draw samples
-        # a loader that was passed is used itself: `new` would lose its sample weights
+        # a loader that was passed is used unchanged: `new` would lose its sample weights
         if not is_given or dl.drop_last:
             dl = dl.new(shuffle=False, drop_last=False)
         idxs = list(_draw_idxs(dl))
@@ -351,7 +351,7 @@ def plan_loader(
 
 
 def _choose_loader(learn: LearnerLike, ds_idx: int, dl: Any) -> Any:
-    "Return the requested loader, unsharded."
+    "Return the requested loader; for a shard, the loader that was sharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
     return dl.source if isinstance(dl, Shard) else dl
 
@@ -371,7 +371,7 @@ def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
 
 
 def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
-    "Return a loader that is given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
+    "Return a loader, given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
     if isinstance(dl, str):
         return _get_loader(learn, dl)
     if is_rows(dl):
@@ -381,7 +381,7 @@ def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
         raise LoaderError(
             f'dl is {describe(dl)}, no batches: give {alternatives}`dl=TensorLoader(x, bs=64)`.'
         )
-    # in this order: `valid` of a single loader of fastai would split its data set
+    # `train_ds` is read first: reading `valid` of a single loader of fastai would split its data set
     if isinstance(dl, DataLoaders) or (hasattr(dl, 'train_ds') and hasattr(dl, 'valid')):
         raise LoaderError(
             f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.'
@@ -417,7 +417,7 @@ def _do_predictions(learn: LearnerLike, dl: Any) -> None:
 
 
 def _run_in_fit_and_epoch(learn: LearnerLike, body: Callable[[], Any]) -> None:
-    "Call `body` inside the fit and epoch events, as training does."
+    "Call `body` between the events of a fit and an epoch, as training does."
     epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
     learn._with_events(epoch, 'fit', CancelFitException)
 
@@ -434,7 +434,7 @@ def _draw_idxs(dl: Any) -> list[Any]:
 
 
 class _Constant:
-    "Function without arguments that returns a constant; unlike a lambda it can be pickled for workers."
+    "Function without arguments that returns a constant; unlike a lambda, it can be pickled for loader workers."
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -455,7 +455,7 @@ def _as_tuple(o: Any) -> tuple[Any, ...]:
 
 
 def _find_class_name(decoded: Any, vocab: Any) -> Any:
-    "Return the name of a class, or the names of all active classes; without a vocab return `decoded`."
+    "Return the name of a class, or the names of all classes that are True; without a vocab, return `decoded`."
     if vocab is None or not isinstance(decoded, Tensor) or decoded.is_floating_point():
         return decoded
     if decoded.dtype == torch.bool:
@@ -490,13 +490,13 @@ def _make_augmenter(augment: Callable[..., Any]) -> Callback:
 
 
 def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
-    "Apply `f` to each pair of corresponding tensors of two structures of the same form."
+    "Apply `f` to each pair of corresponding tensors of two nested structures."
     b_iter = iter(tensors_in(b))
     return map_tensors(a, lambda t: f(t, next(b_iter)))
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    "Return True if the tensors of two structures of the same kind are equal."
+    "Return True if two nested structures hold equal tensors."
     a_tensors, b_tensors = tensors_in(a), tensors_in(b)
     return len(a_tensors) == len(b_tensors) and all(map(torch.equal, a_tensors, b_tensors))
 
@@ -514,6 +514,7 @@ def _are_averageable(a: Any, b: Any) -> bool:
 
 
 def _replace_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
+    "Return a fastai loader with other transforms; raise `OptionError` for other loaders."
     if hasattr(dl, 'after_item'):
         return dl.new(after_item=item_tfms, after_batch=batch_tfms)
     raise OptionError(

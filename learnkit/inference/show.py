@@ -1,4 +1,4 @@
-"""Show a batch with its targets and predictions."""
+"""Show a batch with targets and predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show_results(
     shuffle: bool = False,
     **kwargs: Any,
 ) -> Any:
-    "Show a batch with its predictions: images in a grid, other data as a table; return the figure or table."
+    "Show a batch with targets and predictions: images in a grid, other data as a table. Return the figure or table."
     check_count('max_n', max_n)
     dl = learn.dls[ds_idx] if dl is None else dl
     if shuffle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -29,11 +28,11 @@ __all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
 
 
 def check_sink(sink: Any, names: tuple[str, ...], world: Comm = SINGLE_RANK) -> None:
-    "Raise `OptionError`, on every rank, for a sink that cannot store these entries."
-    world.run_on_all(partial(_check, sink, names, world))
+    "Raise `OptionError`, on every rank, for a sink that cannot store the entries of these names."
+    world.run_on_all(partial(_check_on_rank, sink, names, world))
 
 
-def _check(sink: Any, names: tuple[str, ...], world: Comm) -> None:
+def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     if callable(sink):
         return
     if _is_folder(sink):
@@ -60,7 +59,7 @@ def _check(sink: Any, names: tuple[str, ...], world: Comm) -> None:
 
 
 def _check_free(path: Path, is_folder: bool) -> None:
-    "Raise `OptionError` if writing would overwrite anything but the files of an interrupted run."
+    "Raise `OptionError` if a sink would overwrite anything but the files of an interrupted run."
     is_empty_folder = is_folder and path.is_dir() and not any(path.iterdir())
     if path.exists() and not is_empty_folder:
         raise OptionError(
@@ -86,7 +85,7 @@ def _has_npy_header(path: Path) -> bool:
         return file.read(6) in (b'', b'\x93NUMPY')
 
 
-# file of a batch, and temporary file while it is written
+# names of a batch's file and of its temporary file
 _BATCH_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')
 
 
@@ -111,9 +110,9 @@ def open_sink(
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that writes the entries of a batch.
 
-    A folder receives a file a batch, and a `.npy` file rows. Both are named `<name>.part` until complete, and are
-    readable at any time. Several ranks write into one folder, with files numbered in the order of the data. Each rank
-    writes its own `.npy` file; `read_rows` joins them.
+    A folder receives one file per batch; a `.npy` file receives the rows of the predictions. Both are named
+    `<name>.part` until they are complete, and are readable at any time. Several ranks write into one folder, with files
+    numbered in the order of the data. As for `.npy` files, each rank writes a separate file; `read_rows` joins them.
     """
     if world.size == 1 or number is None:
         number = partial(next, count())  # cancelled batches leave no gap
@@ -155,17 +154,17 @@ def _create_empty(path: Path) -> None:
 
 @contextmanager
 def _open_folder(path: Path, world: Comm) -> Iterator[Path]:
-    "Yield the `.part` folder, shared by all ranks of a disk, and rename it at the end."
+    "Yield the `.part` folder, which all ranks on a disk share, and rename it at the end."
     part = _part_path(path)
 
     def make() -> None:
         if part.is_dir():
-            rmtree(part)  # left by an interrupted run
+            rmtree(part)  # of an interrupted run
         part.mkdir(parents=True)
 
     def finish() -> None:
         if not part.is_dir():
-            return  # renamed by rank 0, on a shared disk
+            return  # on a shared disk, rank 0 has renamed it
         if path.exists():
             path.rmdir()  # `check_sink` has checked that the folder is empty
         os.replace(part, path)
@@ -200,8 +199,8 @@ def read_rows(
 ) -> np.ndarray:
     """Return predictions that were written to a `.npy` file, in the order of the data.
 
-    A single process's file is memory-mapped. Several ranks have written a file each (`preds.rank0.npy`) and an index
-    (`preds.index.json`); their rows are sorted in memory.
+    The file of a single process is memory-mapped. Several ranks write one file each (`preds.rank0.npy`) and an index
+    (`preds.index.json`); their rows are joined in memory.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -226,6 +225,7 @@ def read_rows(
 
 
 def _add_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any) -> None:
+    "Add the predictions of a batch's entries to an array."
     preds = entries[names.index('preds')]
     if not isinstance(preds, Tensor):
         raise OptionError(
@@ -241,15 +241,17 @@ def save_plain(
     o: Any,  # any nesting of tensors, numbers and strings
     path: Path,  # path of the file, which is written atomically
 ) -> None:
-    "Save plain containers and compact tensors, which `torch.load` reads with `weights_only=True`."
+    "Save an object as plain containers and compact tensors, which `torch.load` reads with `weights_only=True`."
     temporary = path.with_name(f'.{path.name}.tmp')
     torch.save(_to_plain(o), temporary)
     os.replace(temporary, path)
 
 
 def _to_plain(o: Any) -> Any:
+    "Convert arrays to tensors and dataclasses to dicts; raise `BatchError` for types that are not safe to load."
     if isinstance(o, Tensor):
-        return o.detach().as_subclass(Tensor).clone()  # a view would be saved with all its storage
+        # the clone frees a view from its storage, which `torch.save` would write as a whole
+        return o.detach().as_subclass(Tensor).clone()
     if isinstance(o, np.ndarray):
         return torch.as_tensor(o)
     if isinstance(o, Mapping):
@@ -291,11 +293,11 @@ class _NpyFile:
         self.file, self.n = file, 0
 
     def add(self, rows: np.ndarray) -> None:
-        "Append the rows of a batch; raise `OptionError` if their shape or type differs from the first batch's."
+        "Append the rows of a batch; raise `OptionError` if their shape or type differs from the first batch."
         rows = np.ascontiguousarray(rows if rows.ndim else rows[None])
         if not self.n:
             self.dtype, self.shape = rows.dtype, rows.shape[1:]
-            self.file.write(self._header())
+            self._write_header()
         if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
             raise OptionError(
                 f'A .npy file holds rows of one shape and type: {list(self.shape)} {self.dtype} first, '
@@ -304,22 +306,17 @@ class _NpyFile:
         self.file.write(rows.data)
         self.n += len(rows)
         self.file.seek(0)
-        self.file.write(self._header())
+        self._write_header()
         self.file.seek(0, os.SEEK_END)
         self.file.flush()
 
-    def _header(self) -> bytes:
-        "Return a header (numpy's format 1.0) whose length does not depend on the number of rows."
-
-        def describe_rows(n: int) -> str:
-            return repr(
-                {
-                    'descr': np.lib.format.dtype_to_descr(self.dtype),
-                    'fortran_order': False,
-                    'shape': (n, *self.shape),
-                }
-            )
-
-        size = (10 + len(describe_rows(sys.maxsize)) + 1 + 63) // 64 * 64  # aligned to 64 bytes
-        start = b'\x93NUMPY\x01\x00' + (size - 10).to_bytes(2, 'little')
-        return start + describe_rows(self.n).ljust(size - 11).encode() + b'\n'
+    def _write_header(self) -> None:
+        "Write a header; numpy pads the number of rows, so the length of the header does not change."
+        np.lib.format.write_array_header_1_0(
+            self.file,
+            {
+                'descr': np.lib.format.dtype_to_descr(self.dtype),
+                'fortran_order': False,
+                'shape': (self.n, *self.shape),
+            },
+        )

@@ -1,7 +1,8 @@
-"""Predictions as an iterator over batches, in constant memory.
+"""Predict on a loader as an iterator over batches, in constant memory.
 
-A stream is a run that pauses between batches. At each pause the Learner's outer state (module modes, random generators,
-loop state, gradient mode, lock, weights that callbacks changed) is restored; when the run resumes, its own state is.
+A stream is a run that pauses between batches. At each pause, the state that the Learner had outside of the run is
+restored (module modes, random generators, loop state, gradient mode, lock, weights that callbacks changed). When the
+run resumes, the state of the run is restored.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _RUN_ATTRIBUTES = ('fitting', 'error', 'logger', 'create_mbar')
 class PredictionStream(Iterator[tuple[Any, ...]]):
     """Iterator over the predictions of each batch, computed on demand; the result of `learn.predict_iter`.
 
-    `close`, or deleting the stream, ends the run early; a `with` block closes the stream at its end.
+    `close`, or deleting the stream, ends the run early. A `with` block closes the stream at its end.
     """
 
     def __init__(
         self,
         learn: LearnerLike,
-        run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator that runs one batch a step
+        run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator over batches
         batch: list[tuple[Any, ...]],  # list to which a step appends the batch's entries
         context: Callable[[], Any],  # f() -> context of each step
     ) -> None:
@@ -67,7 +68,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
         return self._batch.pop()
 
     def close(self) -> None:
-        "End the run like a `CancelValidException`, and restore the Learner; further calls have no effect."
+        "End the run as a `CancelValidException` does, and restore the Learner; further calls have no effect."
         if self._state is None:
             return self._steps.close()  # type: ignore[attr-defined]  # it is a generator
         try:
@@ -77,9 +78,8 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 
     def _handle_event(self) -> None:
         "Close the stream if an event fires while the stream is paused: another run has started."
-        if self._running or self._state is None:
-            return
-        self._invalidate()
+        if not self._running and self._state is not None:
+            self._invalidate()
 
     def _invalidate(self) -> None:
         self._is_invalid = True
@@ -93,7 +93,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
             self._running = True
             if self._state is not None:
                 _restore_state(learn, self._state)
-                learn.lock.acquire()  # the run holds the lock once more, and released it to pause
+                learn.lock.acquire()  # the run holds the lock, and has released it for the pause
             try:
                 if self._state is not None:
                     learn.callbacks.notify('on_run_resumed')
@@ -134,7 +134,7 @@ _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # paused streams
 
 
 def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
-    "Return the state that a stream exchanges when it pauses or resumes."
+    "Return the state of the Learner that a stream captures and restores when it pauses or resumes."
     attributes = {
         name: learn.__dict__[name] for name in (*STATE, *_RUN_ATTRIBUTES) if name in learn.__dict__
     }
@@ -170,7 +170,7 @@ def end_streams(learn: LearnerLike) -> None:
 def stream_predictions(
     learn: LearnerLike, dl: Any, cbs: Any, inner: bool, loader_name: str | None
 ) -> Iterator[None]:
-    "Predict on a loader and yield after each batch: the levels of the loop as generators."
+    "Predict on a loader and yield after each batch, with the events and levels of the loop as generators."
     with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
         learn.logger, learn.create_mbar = noop, False
         learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name

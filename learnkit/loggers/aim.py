@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
 from learnkit.loggers.base import RunLogger
@@ -19,7 +18,7 @@ class AimLogger(RunLogger):
 
     All fits of a Learner, and a process that resumes it, log to one run. After a resume from an
     earlier checkpoint, a value replaces the earlier value of its step. The configuration is the dict
-    `params`. Nothing of the machine is recorded, unless `options` ask for it. Raises
+    `params`. The client records nothing about the machine, unless `options` enable it. Raises
     `MissingExtraError` without aim.
 
     >>> import tempfile
@@ -33,10 +32,10 @@ class AimLogger(RunLogger):
 
     def __init__(
         self,
-        folder: str | Path = '.',  # parent of `.aim/`: below `learn.path`, or absolute
+        folder: str | Path = '.',  # parent of `.aim/`, relative to `learn.path` or absolute
         experiment: str = 'learnkit',  # name of the experiment
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
-        **options: Any,  # further options of `aim.Run`: `log_system_params`, ...
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
+        **options: Any,  # additional options of `aim.Run`: `log_system_params`, ...
     ) -> None:
         check_libraries('AimLogger', 'aim')
         super().__init__(every)
@@ -48,14 +47,11 @@ class AimLogger(RunLogger):
         "Return the folder of the repository."
         return Path(os.path.realpath(self.learn.path / self.folder)) / '.aim'
 
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
-
     def open(self, keep: int | None) -> tuple[Any, int]:
         aim = import_library('aim', 'AimLogger')
         folder = self.where().parent
         folder.mkdir(parents=True, exist_ok=True)
-        # the client measures the machine, and copies the terminal, unless it is told otherwise
+        # by default, the client records measurements of the machine and the output of the terminal
         quiet = {'system_tracking_interval': None, 'capture_terminal_logs': False}
         repo = aim.Repo.from_path(str(folder), init=True)
         run = aim.Run(self._id, repo=repo, experiment=self.experiment, **{**quiet, **self.options})

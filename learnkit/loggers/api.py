@@ -1,4 +1,4 @@
-"""Log images, text and settings to all loggers of a Learner, from callbacks or other code."""
+"""Functions that log images, text and settings to all loggers of a Learner, from callbacks or other code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def log_images(
 ) -> None:
     """Log images to all loggers of a Learner, at the current step.
 
-    C is 1, 3 or 4. Several images become one picture, a grid, in every log. Captions are drawn into
-    the picture, for which small images are enlarged. `validate()` and `get_preds()` log nothing.
-    Raises `OptionError` for other shapes and types and for another number of captions, and
+    C is 1, 3 or 4. Several images become one picture, a grid. Captions are drawn into the picture,
+    and small images are enlarged for them. `validate()` and `get_preds()` log nothing. Raises
+    `OptionError` for other shapes and types and for a wrong number of captions, and
     `MissingExtraError` for captions without matplotlib.
 
     >>> import torch
@@ -45,12 +45,10 @@ def log_params(
     learn: LearnerLike,  # the Learner, or one of its callbacks
     params: dict[str, Any],  # settings by name
 ) -> None:
-    "Log settings to all loggers of a Learner, with the configuration of this and later fits."
+    "Log settings to all loggers of a Learner, as part of the configuration of this fit and later fits."
     settings = {name: plain(value) for name, value in params.items()}
     for cb in _active_loggers(learn):
-        cb._settings |= settings
-        if cb._handle is not None and not cb._new_fit:
-            cb._log_settings()
+        cb.add_settings(settings)
 
 
 def log_text(
@@ -58,7 +56,7 @@ def log_text(
     name: str,  # name of the text in the log
     text: str,
 ) -> None:
-    """Log a text to all loggers of a Learner, at the current step.
+    """Log text to all loggers of a Learner, at the current step.
 
     >>> from learnkit.testing import synth_learner
     >>> class Texts(Logger):
@@ -67,11 +65,11 @@ def log_text(
     0 note before the first step
     """
     for cb in _active_loggers(learn):
-        cb._send(cb.log_text, name, str(text))
+        cb.send_text(name, str(text))
 
 
 def _active_loggers(learn: LearnerLike) -> list[Logger]:
-    "Return the loggers of a Learner; none in a separate evaluation or prediction, which logs nothing."
+    "Return the loggers of a Learner, or an empty list in an evaluation or prediction outside of a fit."
     learn = learn.learn if isinstance(learn, Callback) else learn
     if learn.run.depth and not learn.fitting:
         return []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.files import check_folder
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -19,10 +20,10 @@ from learnkit.engine.counters import Every
 from learnkit.loggers.grid import arrange_images
 from learnkit.loggers.values import (
     configuration,
+    decode_rows,
+    encode_rows,
     fetch,
-    kept_rows,
     name_writer,
-    read_rows,
     writer_of,
 )
 from learnkit.metrics.base import Mean, is_number
@@ -31,34 +32,38 @@ __all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
-# loggers to close at exit: one that was removed from its Learner is not closed otherwise
+# open loggers, which are closed at exit, even if they were removed from their Learner
 open_loggers: WeakSet[Logger] = WeakSet()
 
 
 class Logger(Callback):
     """Collect values and pass them to `log_metrics`, which subclasses define; the base class writes nothing.
 
-    Logged values: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`,
-    `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`;
-    the losses and metrics of each evaluation; and the other columns of each epoch's row, as
-    `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by
-    monitors). Images, text and settings come from `log_images`, `log_text` and `log_params`. The
-    values of one step are written together, after the step and once something is due. For a batch
-    that fails, the values logged before the failure count as a step.
+    Logged values:
 
-    Steps are batches over all fits (`learn.time.ba`). Any other counter pauses at times (optimizer
-    steps while gradients accumulate, epochs between evaluations), restarts with each fit, or is
-    unknown. If a Learner's counter is behind the steps logged before, for example by another
-    Learner, the steps continue after the last one.
+    - at the interval `every`: the training loss (`loss`) and the hyperparameters (`lr`, `mom`; `lr/0`, `lr/1` ... of
+      several groups)
+    - each value that a callback passes to `learn.log`
+    - the losses and metrics of each evaluation
+    - the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on, except values that were
+      logged with `shown=False` (by monitors)
+    - images, text and settings, from `log_images`, `log_text` and `log_params`
+
+    The values of one step are written together, after the step, at the next time that something is due. If a batch
+    fails, the values logged before the failure are written as a step.
+
+    Steps are batches over all fits (`learn.time.ba`). Every other counter may pause (optimizer steps while gradients
+    accumulate, epochs between evaluations), restart with each fit, or be unknown. If the log already has later steps,
+    for example of another Learner, the steps continue after the last logged step.
 
     Values stay on their device and are fetched together, in one transfer. A name that one callback
     logs several times in a step (for microbatches) is averaged; if two callbacks log it, an
     `OptionError` names both. `lr_find`, `validate()` and `get_preds()` log nothing.
 
-    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut`
-    around them, `flush`, `where` and `check`. It is opened at the first write, also after `close`,
-    and continues the same log. Checkpointed: the step, the values that are not written yet, and the
-    state that the backend needs to continue the log.
+    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, which write; `open` and `shut`, between
+    which these methods are called; and `flush`, `where` and `check`. The backend is opened at the first write, and at
+    the first write after `close`; it continues the same log. Checkpointed: the step, the values that are not written
+    yet, and the state that the backend needs to continue the log.
 
     >>> from learnkit.testing import synth_learner
     >>> class PrintLogger(Logger):
@@ -80,7 +85,7 @@ class Logger(Callback):
 
     def __init__(
         self,
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters: ba, st, sp, tok, sec
+        every: str | Time = '10ba',  # interval of losses and hyperparameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
         if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
@@ -90,14 +95,15 @@ class Logger(Callback):
             )
         self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
-        self._fresh = True  # whether the log was never opened
-        self._keep: int | None = None  # step after which a resumed log is cut off
-        self._shift = 0  # difference between steps and batches
-        self._handed = -1  # last written step
-        self._ba = 0  # number of batches at the last check
-        self._last = -1  # last step at the end of the last run
-        self._failed = self._new_fit = False
-        self._ba_at_start: int | None = None
+        self._is_new_log = True  # whether the log was never opened
+        self._kept_step: int | None = None  # last step that a resumed log keeps
+        self._step_offset = 0  # step minus number of batches
+        self._last_written = -1  # last written step
+        self._n_batches = 0  # number of batches at the last check
+        self._end_step = -1  # last step when the previous run ended
+        self._has_failed = False
+        self._is_new_fit = False  # True from the start of a fit to the first write
+        self._n_batches_at_start: int | None = None  # None in a resumed fit
         self._settings: dict[str, Any] = {}  # settings from `log_params`
         self._params: dict[str, Any] | None = None  # configuration as last logged
         self._clear()
@@ -107,8 +113,8 @@ class Logger(Callback):
         self._writers: dict[str, Any] = {}  # writer of each name in the last row
         self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
         self._eval_writers: dict[str, Any] = {}  # writer of each name in the evaluation
-        self._in_log: set[str] = set()  # columns of the epoch's row that are logged already
-        self._due = False
+        self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
+        self._is_due = False
 
     @property
     def name(self) -> str:
@@ -146,25 +152,25 @@ class Logger(Callback):
 
     def open(
         self,
-        keep: int | None,  # last step of a resumed run: later steps are dropped; None: keep all
+        keep: int | None,  # last step to keep, in a resumed run; None: keep all
     ) -> tuple[Any, int]:
-        "Open the backend and continue an existing log; return a handle and the last step (-1: none)."
+        "Open the backend and continue an existing log; return a handle and the last step (-1 for an empty log)."
         return True, -1
 
     def shut(self, handle: Any) -> None:
-        "Close the handle of `open`."
+        "Close the handle that `open` returned."
 
     def saved(self) -> dict[str, Any]:
         "Return the state that a resumed process needs to continue the log."
         return {}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        "Restore the state of `saved`."
+        "Restore the state that `saved` returned."
 
     # -- collecting --------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Check that the log can be written."
+        "Check that the log can be written, and that no other logger writes to it."
         learn = self.learn
         if not learn.fitting:
             return
@@ -178,17 +184,19 @@ class Logger(Callback):
                 )
         self.check()
         self._interval.start(learn)
-        self._ba = learn.counters.batches
-        self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
+        self._n_batches = learn.counters.batches
+        self._n_batches_at_start = self._n_batches
+        self._is_new_fit = True
+        self._has_failed = False
 
     def before_batch(self) -> None:
         "Write finished steps if they are due."
-        if self._due:
+        if self._is_due:
             self._write_rows()
 
     def after_batch(self) -> None:
-        "Log loss and hyper-parameters if they are due."
-        self._ba = self.learn.counters.batches
+        "Log the loss and the hyperparameters if they are due."
+        self._n_batches = self.learn.counters.batches
         if self._interval.is_due(self.learn):
             self._log_step()
 
@@ -205,16 +213,16 @@ class Logger(Callback):
                 # a rate in a tensor is overwritten by the next step
                 value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
-        self._due = True
+        self._is_due = True
 
     def receive_log(
         self,
         name: str,  # name in the log
         value: Any,  # number, or tensor of one element on any device
         weight: Any = 1,  # weight in the average; None: keep the latest value only
-        shown: bool = True,  # whether the Recorder's printed table has the value too
+        shown: bool = True,  # whether the Recorder's printed table also has the value
     ) -> None:
-        "Log a value of `learn.log`."
+        "Log a value that was passed to `learn.log`."
         learn = self.learn
         if not learn.fitting or learn.phase == 'predict':
             return
@@ -223,9 +231,9 @@ class Logger(Callback):
                 f'{name!r} cannot be logged: give a printable name other than `step`.'
             )
         if not shown:
-            self._in_log.add(name)
+            self._logged_columns.add(name)
         writer = writer_of(sys._getframe(1))
-        values = self._row() if self._evaluated is None else self._evaluated
+        values = self._get_row() if self._evaluated is None else self._evaluated
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)
         if weight is None:
@@ -233,29 +241,25 @@ class Logger(Callback):
         values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
-        "Add a value to the current evaluation, or else to the current step."
+        "Add a value to the current evaluation if there is one, otherwise to the current step."
         if self._evaluated is None:
-            values, writers = self._row(), self._writers
+            values, writers = self._get_row(), self._writers
         else:
             values, writers = self._evaluated, self._eval_writers
         if name in values and writers.get(name, writer) is not writer:
-            self._refuse(name, writers[name], writer)
+            raise OptionError(
+                f'`{name}` was logged twice in step {self._now + self._step_offset}: by '
+                f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
+            )
         values[name], writers[name] = value, writer
-
-    def _refuse(self, name: str, *writers: Any) -> None:
-        who = ' and by '.join(name_writer(w) for w in writers)
-        raise OptionError(
-            f'`{name}` was logged twice in step {self._now + self._shift}: by {who}. Give one of them '
-            'another name.'
-        )
 
     @property
     def _now(self) -> int:
-        "The number of batches, including the current one."
+        "The number of training batches, including the current batch."
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
-    def _row(self) -> dict[str, Any]:
+    def _get_row(self) -> dict[str, Any]:
         if not self._rows or self._rows[-1][0] != self._now:
             self._rows.append((self._now, {}))
             self._writers = {}
@@ -282,8 +286,8 @@ class Logger(Callback):
         evaluated, self._evaluated = self._evaluated or {}, None
         for name, value in evaluated.items():
             self._put(name, value, self._eval_writers[name])
-        self._in_log |= evaluated.keys()
-        self._due = True
+        self._logged_columns |= evaluated.keys()
+        self._is_due = True
 
     def before_train(self) -> None:
         "Drop the values of a cancelled evaluation."
@@ -302,15 +306,15 @@ class Logger(Callback):
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch):
             return
         for name, value in row.items():
-            if name != 'fit' and name not in self._in_log and is_number(value):
+            if name != 'fit' and name not in self._logged_columns and is_number(value):
                 self._put(f'epoch/{name}', value, recorder)
-        self._due = True
+        self._is_due = True
 
     # -- writing -----------------------------------------------------------------------------------
 
     def _write_rows(self, include_current: bool = False) -> None:
         "Write the rows of finished steps, and with `include_current` of the current step."
-        self._due = False
+        self._is_due = False
         n = len(self._rows)
         if n and not include_current and self._rows[-1][0] == self._now:
             n -= 1
@@ -319,29 +323,30 @@ class Logger(Callback):
             return
         self._begin(rows[0][0])
         values = fetch([row for _, row in rows])
-        self.write([(ba + self._shift, vs) for (ba, _), vs in zip(rows, values, strict=True)])
-        self._handed = rows[-1][0] + self._shift
+        self.write([(ba + self._step_offset, vs) for (ba, _), vs in zip(rows, values, strict=True)])
+        self._last_written = rows[-1][0] + self._step_offset
 
     def _begin(self, ba: int) -> None:
-        "Open the backend if closed; at the start of a fit set the first step and log the configuration."
+        "Open the backend if it is closed; at the start of a fit, also set the first step and log the configuration."
         if self._handle is None:
-            with preserved_rng():
-                self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
-            if self._keep is None:
-                self._last = max(self._last, found)
-            self._fresh, self._keep = False, None
+            with preserved_rng():  # W&B and MLflow draw names and ids
+                self._handle, found = self.open(self._kept_step)
+            if self._kept_step is None:
+                self._end_step = max(self._end_step, found)
+            self._is_new_log, self._kept_step = False, None
             _close_at_exit(self)
-        if not self._new_fit:
+        if not self._is_new_fit:
             return
-        self._new_fit, before = False, self._params if self._ba_at_start is None else None
-        if self._ba_at_start is not None:
-            self._shift = max(0, self._last - self._ba_at_start)
-        elif ba + self._shift <= self._handed:
-            self._shift = self._last - ba  # the Learner's counters were not resumed
+        self._is_new_fit = False
+        before = self._params if self._n_batches_at_start is None else None
+        if self._n_batches_at_start is not None:
+            self._step_offset = max(0, self._end_step - self._n_batches_at_start)
+        elif ba + self._step_offset <= self._last_written:
+            self._step_offset = self._end_step - ba  # the Learner's counters were not resumed
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
-        "Log the configuration unless a resumed process has logged it; rates are from its beginning."
+        "Log the configuration, unless it equals the one logged `before` a resume; rates stay as logged before."
         self._params = {**configuration(self.learn), **self._settings}
         if before is not None:
             hypers = self.learn.opt.hypers[0]
@@ -362,16 +367,33 @@ class Logger(Callback):
         "Log images at the current step."
         self._send(self.log_images, name, arrange_images(images, captions, grid))
 
+    def send_text(
+        self,
+        name: str,  # name in the log
+        text: str,
+    ) -> None:
+        "Log text at the current step."
+        self._send(self.log_text, name, text)
+
+    def add_settings(
+        self,
+        settings: dict[str, Any],  # plain values by name
+    ) -> None:
+        "Add settings to the configuration; log the configuration, unless the next write logs it."
+        self._settings |= settings
+        if self._handle is not None and not self._is_new_fit:
+            self._log_settings()
+
     def _send(self, log: Any, name: str, content: Any) -> None:
-        "Write an image or a text at the current step, after all values before it."
+        "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()
         self._begin(self._now)
         with preserved_rng():
-            log(self._now + self._shift, name, content)
+            log(self._now + self._step_offset, name, content)
 
     def after_error(self) -> None:
         "Record that the run failed."
-        self._failed = True
+        self._has_failed = True
 
     def cleanup(self) -> None:
         "Write and flush the remaining values of the run."
@@ -381,11 +403,11 @@ class Logger(Callback):
             if self._handle is not None:
                 self.flush()
         finally:
-            self._last = self._end()
+            self._end_step = self._get_last_step()
             self._clear()
 
-    def _end(self) -> int:
-        return max(self._last, self._handed, self._ba + self._shift)
+    def _get_last_step(self) -> int:
+        return max(self._end_step, self._last_written, self._n_batches + self._step_offset)
 
     def close(self) -> None:
         "Close the backend; the next write opens it again."
@@ -393,27 +415,27 @@ class Logger(Callback):
             return
         handle, self._handle = self._handle, None
         open_loggers.discard(self)
-        # before Python 3.12, a Learner may be garbage-collected inside `torch.get_rng_state`, which holds a lock
+        # before Python 3.12, a Learner may be garbage-collected inside of `torch.get_rng_state`, which holds a lock
         with preserved_rng(with_torch=False):
             self.shut(handle)
 
     def state_dict(self) -> dict[str, Any]:
-        "Write all finished steps, and return the remaining values with the position in the log."
+        "Write all finished steps, and return the remaining values and the position in the log."
         if self._rows and self.learn is not None:
             self._write_pending()
         if self._handle is not None:
             self.flush()
         return {
-            'ba': self._ba,
-            'shift': self._shift,
+            'ba': self._n_batches,
+            'shift': self._step_offset,
             'interval': self._interval.state_dict(),
-            'last': self._end(),
-            'handed': self._handed,
-            'due': self._due,
-            'rows': kept_rows(self._rows),
-            'in_log': sorted(self._in_log),
+            'last': self._get_last_step(),
+            'handed': self._last_written,
+            'due': self._is_due,
+            'rows': encode_rows(self._rows),
+            'in_log': sorted(self._logged_columns),
             'settings': dict(self._settings),
-            'params': None if self._new_fit else self._params,
+            'params': None if self._is_new_fit else self._params,
             **self.saved(),
         }
 
@@ -421,33 +443,39 @@ class Logger(Callback):
         "Continue after the last step of the state; later steps are dropped from the log."
         self._clear()
         self.close()
-        self._ba = sd['ba']
+        self._n_batches = sd['ba']
         self._interval.load_state_dict(sd['interval'])
-        self._shift = sd['shift']
-        self._last = sd['last']
-        self._handed = sd['handed']
-        self._in_log = set(sd['in_log'])
-        self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
+        self._step_offset = sd['shift']
+        self._end_step = sd['last']
+        self._last_written = sd['handed']
+        self._logged_columns = set(sd['in_log'])
+        self._is_new_log = False
+        self._kept_step = sd['handed']
+        self._n_batches_at_start = None
         self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
-        self._rows, self._due = read_rows(sd['rows']), sd['due']
+        self._rows, self._is_due = decode_rows(sd['rows']), sd['due']
         self.restore(sd)
 
     def _write_pending(self) -> None:
-        "Write finished steps, so that a process that is lost has them in its log."
+        "Write finished steps, so that the log has them if the process is killed."
         self._write_rows()
 
     def __getstate__(self) -> dict[str, Any]:
-        "Leave out the open handle: a copy opens its own."
+        "Return the attributes without the open handle: a copy opens a new one."
         return {**self.__dict__, '_handle': None}
 
 
 class RunLogger(Logger):
-    """Base class of loggers whose backend gives each run an id, by which `open` continues the run.
+    """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
 
-    Checkpointed: also the id.
+    `where` returns a folder. Checkpointed: the id, in addition to the state of `Logger`.
     """
 
-    _id: str | None = None  # id of the run; None before `open` has begun a run
+    _id: str | None = None  # id of the run; None before the first `open`
+
+    def check(self) -> None:
+        "Raise a typed error if files cannot be written to the folder of the log."
+        check_folder(self.where(), keep_new=True)
 
     def saved(self) -> dict[str, Any]:
         return {'id': self._id}
@@ -457,7 +485,7 @@ class RunLogger(Logger):
 
 
 def _close_at_exit(logger: Logger) -> None:
-    "Close a logger at exit before its library closes: exit functions run in reverse order."
+    "Close a logger at exit, before its library closes: exit functions run in reverse order of registration."
     open_loggers.add(logger)
     atexit.unregister(_close_all)
     atexit.register(_close_all)

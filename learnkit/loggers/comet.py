@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
 from learnkit.loggers.base import RunLogger
@@ -17,7 +16,7 @@ from learnkit.loggers.values import png
 
 __all__ = ['CometLogger']
 
-# what the client records by itself: the logger's values again, the terminal, the code and the machine
+# options that are off: the client would record the logged values again, the terminal, the code and the machine
 _QUIET = (
     'auto_metric_logging',
     'auto_output_logging',
@@ -29,18 +28,18 @@ _QUIET = (
     'log_graph',
     'parse_args',
 )
-_MESSAGES = 'messages.json'  # file of an offline archive, with a message a line
+_MESSAGES = 'messages.json'  # file in an offline archive, with one message per line
 
 
 class CometLogger(RunLogger):
     """Log to an experiment of Comet, by default offline: to files in `folder`, for `comet upload`.
 
     All fits of a Learner, and a process that resumes it, log to one experiment (with the same key).
-    Offline, `close` writes `<key>.zip`, and a resumed process a further file; values between the
-    last `close` and a kill of the process are lost. After a resume from an earlier checkpoint, steps
-    in these files are not logged again. With `online=True` Comet keeps both values of such a step.
-    Nothing of code and machine is recorded, unless `options` ask for it. Raises `MissingExtraError`
-    without comet_ml.
+    Offline, `close` writes `<key>.zip`, and a resumed process writes a further file. If the process
+    is killed, values since the last `close` are lost. After a resume from an earlier checkpoint,
+    steps in these files are not logged again. With `online=True`, Comet keeps both values of such a
+    step. The client records nothing about the code and the machine, unless `options` enable it.
+    Raises `MissingExtraError` without comet_ml.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -55,8 +54,8 @@ class CometLogger(RunLogger):
         self,
         project: str = 'learnkit',  # name of the project
         online: bool = False,  # whether to log to the server
-        folder: str | Path = 'comet',  # folder of offline files: below `learn.path`, or absolute
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        folder: str | Path = 'comet',  # for offline files, relative to `learn.path` or absolute
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
         **options: Any,  # options of `comet_ml.ExperimentConfig`: `name`, `tags`, `log_code`, ...
     ) -> None:
         check_libraries('CometLogger', 'comet_ml')
@@ -70,9 +69,6 @@ class CometLogger(RunLogger):
     def where(self) -> Path:
         "Return the folder of offline files."
         return Path(os.path.realpath(self.learn.path / self.folder))
-
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         comet = import_library('comet_ml', 'CometLogger')
@@ -118,7 +114,7 @@ class CometLogger(RunLogger):
 
 
 def _find_last_step(folder: Path, key: str) -> int:
-    "Return the last step of a metric in the offline files of an experiment, -1 without one."
+    "Return the last step of a metric in the offline files of an experiment, or -1 if there is no metric."
     steps = [-1]
     for path in folder.glob(f'{key}*.zip'):
         with ZipFile(path) as parts:

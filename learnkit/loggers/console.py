@@ -1,4 +1,4 @@
-"""Log to the console or to `logging`, one line every so many batches."""
+"""Log to the console or to `logging`, with one line per interval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ['ConsoleLogger']
 class ConsoleLogger(Logger):
     """Print a line with the latest values at an interval, and after each evaluation.
 
-    A line is printed when its step is over. `out` receives the line: `print`, or
+    A line is printed after its step. `out` receives the line: `print`, or
     `logging.getLogger('train').info`. Text is printed too, images are not.
 
     >>> from learnkit.testing import synth_learner
@@ -48,7 +48,7 @@ class ConsoleLogger(Logger):
         "Keep finished steps for the next line."
 
     def _send(self, log: Any, name: str, content: Any) -> None:
-        log(self._now + self._shift, name, content)
+        log(self._now + self._step_offset, name, content)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self.out(f'step {step}: {name}: {text}')

@@ -1,4 +1,4 @@
-"""Log to plain files, CSV and JSON lines; each call writes whole lines to the operating system."""
+"""Log to CSV files and files of JSON lines; each call writes whole lines to the operating system."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _ELSEWHERE = 'To log, give another `fname`, or move that file away.'
 def read_log(
     path: str | Path,  # path of a file of `CSVLogger` or `JSONLinesLogger`
 ) -> list[dict[str, Any]]:
-    """Return a log as one dict per step, with `step` and the logged values, e.g. for `pandas.DataFrame`.
+    """Return a log as one dict per step, with `step` and the logged values; `pandas.DataFrame` accepts the list.
 
-    An unfinished last line of a killed process is skipped. Raises `OptionError` for another file.
+    The unfinished last line of a killed process is skipped. Raises `OptionError` for a file that is not a log.
     """
     path = Path(path)
-    return [row for row in _logger_class(path).parse(path, _whole_lines(path)) if 'step' in row]
+    rows = _find_logger_class(path).parse(path, _read_lines(path))
+    return [row for row in rows if 'step' in row]
 
 
 class _FileLogger(Logger):
@@ -53,7 +54,7 @@ class _FileLogger(Logger):
         return Path(os.path.realpath(self.learn.path / self.fname))
 
     def read_log(self) -> Any:
-        """Return the log as a pandas DataFrame, one row a step.
+        """Return the log as a pandas DataFrame, with one row per step.
 
         Raises `OptionError` for a file of another format.
         """
@@ -64,27 +65,27 @@ class _FileLogger(Logger):
     def check(self) -> None:
         path = self.where()
         check_file(path)
-        is_replaced = self._fresh and not self.append
+        is_replaced = self._is_new_log and not self.append
         if path.exists():
-            self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
+            self.parse(path, _read_lines(path, first_only=is_replaced or self._handle is not None))
 
     def open(self, keep: int | None) -> tuple[Any, int]:
-        "Open the file after its last whole line, or after the step that a run resumes from."
+        "Open the file to append after its last whole line, or after the last step to keep; drop the rest of the file."
         path = self.where()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._fresh and not self.append:
+        if self._is_new_log and not self.append:
             path.unlink(missing_ok=True)
-        text = _whole_lines(path) if path.exists() else ''
+        text = _read_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
-        kept = rows if keep is None else self._until(rows, keep)
+        kept = rows if keep is None else self._take_until(rows, keep)
         self._read_columns()
         if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
             with atomic_write(path) as tmp:
-                tmp.write_text(self._text(kept), 'utf-8', newline='')
+                tmp.write_text(self._format_file(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
 
-    def _until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
-        "Return the rows up to a step, with a configuration after it if the fit does not log it again."
+    def _take_until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+        "Return the rows up to a step, and the configuration after this step if the fit does not log it again."
         ends = [i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep]
         end = max(ends, default=0)
         if self._params is not None and end < len(rows) and 'params' in rows[end]:
@@ -105,18 +106,19 @@ class _FileLogger(Logger):
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         with self._handle.open('ab', buffering=0) as f:
-            f.write(self._lines(rows).encode())  # one call, so that lines are written whole
+            f.write(self._format_lines(rows).encode())  # one call, so that whole lines are written
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write `<file>.images/<name>-<step>-<i>.png`."
         for i, image in enumerate(images):
-            self._path_in('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
+            self._make_path('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
 
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write `<file>.texts/<name>-<step>.txt`."
-        self._path_in('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
+        self._make_path('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
 
-    def _path_in(self, kind: str, name: str) -> Path:
+    def _make_path(self, kind: str, name: str) -> Path:
+        "Return the path of a file in the folder of one kind of content, and create the folder."
         path = self.where()
         folder = path.with_name(f'{path.name}.{kind}')
         folder.mkdir(exist_ok=True)
@@ -124,17 +126,19 @@ class _FileLogger(Logger):
 
     @staticmethod
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
-        "Return the rows of whole lines. Raises `OptionError` for lines of another format."
+        "Return the rows of whole lines; raise `OptionError` for lines of another format."
         raise NotImplementedError
 
     def _read_columns(self) -> None:
-        "Read the header of a file that is appended to."
+        "Read the header of an existing file, if the format has one."
 
-    def _lines(self, rows: list[dict[str, Any]]) -> str:
+    def _format_lines(self, rows: list[dict[str, Any]]) -> str:
+        "Return the lines of some rows."
         raise NotImplementedError
 
-    def _text(self, rows: list[dict[str, Any]]) -> str:
-        return self._lines(rows)
+    def _format_file(self, rows: list[dict[str, Any]]) -> str:
+        "Return the content of a file with these rows."
+        return self._format_lines(rows)
 
 
 class CSVLogger(_FileLogger):
@@ -144,10 +148,10 @@ class CSVLogger(_FileLogger):
     configuration is in `<file>.params.json`, images and text in `<file>.images/` and
     `<file>.texts/`. `read_log` reads the file.
 
-    An existing file is appended to, and its steps continue; `append=False` replaces the file, but
-    never when a run is resumed, or in a further fit. After a resume from an earlier checkpoint, the
-    rows after that checkpoint are dropped. Raises `OptionError`, before training, for a path that
-    cannot be written and for an existing file of another format.
+    The log continues an existing file and its steps. `append=False` replaces the file at the first
+    fit, unless a run is resumed. After a resume from an earlier checkpoint, the rows after that
+    checkpoint are dropped. Raises `OptionError`, before training, for a path that cannot be written
+    and for an existing file of another format.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -164,7 +168,7 @@ class CSVLogger(_FileLogger):
     def __init__(
         self,
         fname: str | Path = 'metrics.csv',  # path below `learn.path`, or an absolute path
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
         append: bool = True,  # whether to append to an existing file; False: replace it
     ) -> None:
         super().__init__(fname, every, append)
@@ -180,25 +184,26 @@ class CSVLogger(_FileLogger):
         if not new:
             return super()._append(rows)
         path = self._handle
-        before = self.parse(path, _whole_lines(path)) if path.exists() else []
+        before = self.parse(path, _read_lines(path)) if path.exists() else []
         self._columns += new
         with atomic_write(path) as tmp:
-            tmp.write_text(self._text([*before, *rows]), 'utf-8', newline='')
+            tmp.write_text(self._format_file([*before, *rows]), 'utf-8', newline='')
 
     def _read_columns(self) -> None:
         path = self.where()
-        header = _whole_lines(path, first_only=True) if path.exists() else ''
-        self._columns = next(csv.reader([header]), []) if header else []
+        header = _read_lines(path, first_only=True) if path.exists() else ''
+        self._columns = next(csv.reader([header]))
 
-    def _lines(self, rows: list[dict[str, Any]]) -> str:
+    def _format_lines(self, rows: list[dict[str, Any]]) -> str:
         out = io.StringIO()
         csv.writer(out, lineterminator='\n').writerows(
             [row.get(name, '') for name in self._columns] for row in rows
         )
         return out.getvalue()
 
-    def _text(self, rows: list[dict[str, Any]]) -> str:
-        return self._lines([{name: name for name in self._columns}, *rows]) if self._columns else ''
+    def _format_file(self, rows: list[dict[str, Any]]) -> str:
+        header = {name: name for name in self._columns}
+        return self._format_lines([header, *rows]) if header else ''
 
     @staticmethod
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
@@ -224,7 +229,8 @@ class JSONLinesLogger(_FileLogger):
     """Log to a file of JSON lines: `{"step": 10, "loss": 0.5, ...}`, and `{"params": {...}}` for each fit.
 
     Values that are not finite are written as `NaN` or `Infinity`, which Python and pandas read.
-    Images and text are in `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
+    Images and text are in `<file>.images/` and `<file>.texts/`. Existing files and resumed runs are
+    handled as by `CSVLogger`.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -240,7 +246,7 @@ class JSONLinesLogger(_FileLogger):
     def __init__(
         self,
         fname: str | Path = 'metrics.jsonl',  # path below `learn.path`, or an absolute path
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
         append: bool = True,  # whether to append to an existing file; False: replace it
     ) -> None:
         super().__init__(fname, every, append)
@@ -248,7 +254,7 @@ class JSONLinesLogger(_FileLogger):
     def log_params(self, params: dict[str, Any]) -> None:
         self._append([{'params': params}])
 
-    def _lines(self, rows: Iterable[dict[str, Any]]) -> str:
+    def _format_lines(self, rows: Iterable[dict[str, Any]]) -> str:
         return ''.join(f'{json.dumps(row)}\n' for row in rows)
 
     @staticmethod
@@ -265,15 +271,15 @@ class JSONLinesLogger(_FileLogger):
         )
 
 
-def _logger_class(path: Path) -> type[_FileLogger]:
+def _find_logger_class(path: Path) -> type[_FileLogger]:
     for cls in (CSVLogger, JSONLinesLogger):
         if path.suffix in cls._suffixes:
             return cls
     raise OptionError(f'{path} is not a log: logs end in .csv, .jsonl or .ndjson.')
 
 
-def _whole_lines(path: Path, first_only: bool = False) -> str:
-    "Return the finished lines of a file, or its first line."
+def _read_lines(path: Path, first_only: bool = False) -> str:
+    "Return the lines of a file that end in a newline, or its first line."
     with path.open('rb') as f:
         data = f.readline() if first_only else f.read()
     return data[: data.rfind(b'\n') + 1].decode('utf-8', 'replace')

@@ -1,4 +1,4 @@
-"""Grid of images with captions, as one picture."""
+"""Arrange images with captions as one picture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from learnkit.loggers.values import as_images
 __all__ = ['add_captions', 'arrange_images', 'make_grid']
 
 GAP = 2  # pixels between images
-MIN_WIDTH = 96  # width in pixels that a captioned image is enlarged to
-LINE_HEIGHT = 15  # pixels of a line of a caption
+MIN_WIDTH = 96  # least width of a captioned image, in pixels
+LINE_HEIGHT = 15  # pixels per line of a caption
 FONT_SIZE = 11  # pixels
-CHAR_WIDTH = 6  # pixels, of an average character
-MAX_LINES = 3  # of a caption
-DPI = 64  # a power of two: sizes in inches are exact
+CHAR_WIDTH = 6  # pixels per average character
+MAX_LINES = 3  # lines of a caption
+DPI = 64  # a power of two, so that sizes in inches are exact
 
 Pixels = np.ndarray[Any, Any]
 
@@ -33,7 +33,7 @@ def arrange_images(
     captions: Sequence[Any] | None = None,  # text above each image
     grid: bool = True,  # whether several images become one picture
 ) -> Pixels:  # bytes (N, H, W, C)
-    "Return images with their captions, as one picture or one by one; raise `OptionError` for wrong arguments."
+    "Return images with their captions, as one picture or separately; raise `OptionError` for wrong arguments."
     pixels: Pixels = as_images(images)
     if captions is not None:
         is_list = isinstance(captions, Sized) and not isinstance(captions, str)
@@ -48,7 +48,7 @@ def arrange_images(
 def make_grid(
     images: Pixels,  # bytes (N, H, W, C)
 ) -> Pixels:  # one picture (1, H', W', C)
-    """Return images as one picture, on white, with about as many rows as columns.
+    """Return images as one picture on a white background, with about as many rows as columns.
 
     >>> make_grid(np.zeros((5, 8, 6, 3), np.uint8)).shape
     (1, 18, 22, 3)
@@ -68,7 +68,7 @@ def add_captions(
     images: Pixels,  # bytes (N, H, W, C)
     captions: Sequence[Any],  # text above each image
 ) -> Pixels:  # (N, H', W', C)
-    """Write a caption above each image; images of less than 96 pixels are enlarged by a whole number.
+    """Write a caption above each image; images narrower than 96 pixels are enlarged by a whole factor.
 
     Raises `MissingExtraError` without matplotlib.
 
@@ -89,7 +89,7 @@ def add_captions(
 
 def _fit_caption(caption: Any, width: int) -> str:
     "Return the first lines of a caption, shortened to the width of an image."
-    # names of files may have bytes that are no text
+    # file names may contain bytes that are not valid text
     text = str(caption).encode('utf-8', 'replace').decode()
     lines = text.splitlines()[:MAX_LINES]
     return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
@@ -102,12 +102,12 @@ def _draw_captions(captions: list[str], width: int, height: int) -> Pixels:
     figure = figures.Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor='white')
     canvas = agg.FigureCanvasAgg(figure)
     text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black')
-    # a dollar sign begins no formula, whatever the user's settings
+    # a dollar sign is not the start of a formula, even if the user's settings say so
     text.set(parse_math=False, usetex=False)
     text.set_fontsize(FONT_SIZE * 72 / DPI)
     pictures = np.empty((len(captions), height, width, 4), np.uint8)
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Glyph .* missing')  # of other scripts
+        warnings.filterwarnings('ignore', 'Glyph .* missing')  # such as Chinese
         for i, caption in enumerate(captions):
             text.set_text(caption)
             canvas.draw()

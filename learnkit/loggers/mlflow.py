@@ -11,7 +11,6 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger
@@ -19,8 +18,8 @@ from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
 
-_BATCH_SIZE = 1000  # largest number of metrics that a server accepts in one call
-_PARAM_LENGTH = 6000  # largest number of characters of a parameter
+_BATCH_SIZE = 1000  # maximum number of metrics that a server accepts in one call
+_PARAM_LENGTH = 6000  # maximum number of characters of a parameter
 _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'
 
 
@@ -29,11 +28,11 @@ class MlflowLogger(RunLogger):
 
     All fits of a Learner, and a process that resumes it, log to one run. MLflow cannot delete
     logged values: after a resume from an earlier checkpoint, values that the run already has are
-    kept and not logged again. A parameter that a later fit changes is logged under a further name,
-    such as `fit_2/epochs`. `close` ends the run, as FAILED if the last fit failed. MLflow requires
-    consent to log to folders, which is given for this logger only; a database
-    (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises `MissingExtraError`
-    without mlflow.
+    kept and not logged again. A parameter that a later fit changes is logged under an additional
+    name, such as `fit_2/epochs`. `close` ends the run, with the status FAILED if the last fit
+    failed. MLflow requires consent to log to folders; this logger gives it, for itself only. A
+    database (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises
+    `MissingExtraError` without mlflow.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -49,13 +48,13 @@ class MlflowLogger(RunLogger):
         tracking_uri: str | Path = 'mlruns',  # folder below `learn.path`, or a URI ('http://...')
         experiment: str = 'learnkit',  # name of the experiment
         run_name: str | None = None,  # name of the run; None: chosen by MLflow
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
     ) -> None:
         check_libraries('MlflowLogger', 'mlflow')
         super().__init__(every)
         self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
-        self._logged_steps: dict[str, int] = {}  # last step that the run has, by metric
-        self._metric_names: dict[str, str] = {}  # MLflow's name of each logged name
+        self._logged_steps: dict[str, int] = {}  # last step in the run, by metric
+        self._metric_names: dict[str, str] = {}  # metric name in MLflow of each logged name
 
     def where(self) -> Any:
         "Return the folder, or the address of a database or server."
@@ -65,9 +64,8 @@ class MlflowLogger(RunLogger):
         return Path(os.path.realpath(self.learn.path / uri))
 
     def check(self) -> None:
-        folder = self.where()
-        if isinstance(folder, Path):
-            check_folder(folder, keep_new=True)
+        if isinstance(self.where(), Path):
+            super().check()
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient
@@ -140,7 +138,7 @@ class MlflowLogger(RunLogger):
         self._handle.log_text(self._id, text, f'texts/{clean(name).replace("/", "_")}-{step}.txt')
 
     def shut(self, handle: Any) -> None:
-        handle.set_terminated(self._id, 'FAILED' if self._failed else 'FINISHED')
+        handle.set_terminated(self._id, 'FAILED' if self._has_failed else 'FINISHED')
 
 
 def clean(name: str) -> str:
@@ -153,7 +151,7 @@ def clean(name: str) -> str:
 
 
 def find_names(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
-    """Return MLflow's name for each name. A folder of MLflow holds names as paths: none may lie below another.
+    """Return the name in MLflow for each name; in a folder of MLflow names are paths, so none may be below another.
 
     >>> find_names(['loss', 'loss/aux', 'lr/0'], taken=['lr/1'])
     {'loss': 'loss', 'loss/aux': 'loss.aux', 'lr/0': 'lr/0'}
@@ -172,7 +170,7 @@ def find_names(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
 
 
 def _find_name(name: str, value: str, logged: dict[str, str]) -> str:
-    "Return a name under which a parameter is logged with this value, or is not logged yet."
+    "Return the first name under which a parameter is logged with this value, or is not logged yet."
     n, found = 1, name
     while logged.get(found, value) != value:
         n += 1
@@ -182,7 +180,7 @@ def _find_name(name: str, value: str, logged: dict[str, str]) -> str:
 
 @contextmanager
 def _allow_folders() -> Iterator[None]:
-    "Give the consent that MLflow requires to log to a folder, within a context."
+    "Return a context that gives the consent that MLflow requires to log to a folder."
     before = os.environ.get(_ALLOW)
     os.environ[_ALLOW] = 'true'
     try:

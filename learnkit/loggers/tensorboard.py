@@ -21,11 +21,10 @@ __all__ = ['TensorBoardLogger']
 class TensorBoardLogger(Logger):
     """Log scalars, images and text to a folder for TensorBoard: `tensorboard --logdir runs`.
 
-    Without `folder` each run gets a new folder, `runs/<date and time>`, which a resumed process
-    finds again. An existing folder is appended to, and its steps continue. After a resume from an
-    earlier checkpoint, TensorBoard hides the numbers that were logged after that checkpoint (but
-    not text). The configuration is the text `params`. Raises `MissingExtraError` without
-    tensorboard.
+    Without `folder`, each run gets a new folder, `runs/<date and time>`, and a resumed process uses
+    it again. The log continues an existing folder and its steps. After a resume from an earlier
+    checkpoint, TensorBoard hides the numbers that were logged after that checkpoint (but not text).
+    The configuration is the text `params`. Raises `MissingExtraError` without tensorboard.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -38,15 +37,15 @@ class TensorBoardLogger(Logger):
 
     def __init__(
         self,
-        folder: str | Path | None = None,  # below `learn.path`, or absolute; None: new, in `runs`
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        folder: str | Path | None = None,  # relative to `learn.path` or absolute; None: new
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
         self.folder, self._run_folder = folder, ''
 
     def where(self) -> Path:
-        "Return the folder, or the parent of all runs' folders."
+        "Return the folder, or without `folder` the parent folder of all runs."
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     def check(self) -> None:
@@ -56,7 +55,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self._run_folder) if self._run_folder else self._choose_folder()
-        found = _last_step(folder) if self._fresh and folder.exists() else -1
+        found = _last_step(folder) if self._is_new_log and folder.exists() else -1
         _await_new_second(folder)
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
 
@@ -79,7 +78,8 @@ class TensorBoardLogger(Logger):
 
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented Markdown is shown unchanged
-        self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), self._last + 1)
+        text = '\n'.join(f'    {line}' for line in lines)
+        self._handle.add_text('params', text, self._end_step + 1)
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):
@@ -103,13 +103,13 @@ class TensorBoardLogger(Logger):
 
 
 def _await_new_second(folder: Path) -> None:
-    "Wait while a file has this second in its name: files are read by name, so order would be lost."
+    "Wait while the name of a file has the current second: TensorBoard reads files in the order of their names."
     while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')):
         sleep(0.02)
 
 
 def _last_step(folder: Path) -> int:
-    "Return the last step of a scalar in a folder, -1 if it has none."
+    "Return the last step of a scalar in a folder, or -1 if there is no scalar."
     # tensorboard has no type annotations
     reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 1}).Reload()

@@ -1,4 +1,4 @@
-"""Values for loggers: fetched from their device together, with their writers, settings and pixels."""
+"""Convert values for loggers: numbers from devices, rows for checkpoints, the configuration of a Learner, images."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from learnkit.metrics.base import Mean
 
 __all__ = [
     'fetch',
-    'kept_rows',
-    'read_rows',
+    'encode_rows',
+    'decode_rows',
     'writer_of',
     'name_writer',
     'configuration',
@@ -40,7 +40,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def fetch(
-    rows: list[dict[str, Any]],  # numbers, tensors of one element, `Mean`s by name
+    rows: list[dict[str, Any]],  # numbers, tensors with one element and `Mean`s, by name
 ) -> list[dict[str, Any]]:
     """Return the rows as Python numbers, with one transfer per device.
 
@@ -49,7 +49,7 @@ def fetch(
     >>> fetch([{'loss': torch.tensor([0.5]), 'lr': 0.1}])
     [{'loss': 0.5, 'lr': 0.1}]
     """
-    totals = [[(name, *_total_and_count(v)) for name, v in row.items()] for row in rows]
+    totals = [[(name, *_split_mean(v)) for name, v in row.items()] for row in rows]
     tensors: dict[torch.device, list[Tensor]] = {}
     for row in totals:
         for _, total, count in row:
@@ -72,33 +72,32 @@ def fetch(
     ]
 
 
-def kept_rows(
+def encode_rows(
     rows: list[tuple[int, dict[str, Any]]],  # number of batches, and logged values by name
 ) -> list[tuple[int, dict[str, Any]]]:
-    "Return rows as a checkpoint stores them, with the state of each `Mean`."
-    return [(ba, {name: _as_state(v) for name, v in row.items()}) for ba, row in rows]
+    "Return rows as a checkpoint stores them: with the state of each `Mean`."
+    return [(ba, {name: _encode(v) for name, v in row.items()}) for ba, row in rows]
 
 
-def read_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    "Return the rows that `kept_rows` was called with."
-    return [(ba, {name: _from_state(v) for name, v in row.items()}) for ba, row in rows]
+def decode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    "Return the rows that `encode_rows` converted."
+    return [(ba, {name: _decode(v) for name, v in row.items()}) for ba, row in rows]
 
 
-def _as_state(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     return {'mean': value.state_dict()} if isinstance(value, Mean) else value
 
 
-def _from_state(value: Any) -> Any:
-    return _load_mean(value['mean']) if isinstance(value, dict) else value
-
-
-def _load_mean(sd: dict[str, Any]) -> Mean:
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
     mean = Mean()
-    mean.load_state_dict(sd)
+    mean.load_state_dict(value['mean'])
     return mean
 
 
-def _total_and_count(value: Any) -> tuple[Any, Any]:
+def _split_mean(value: Any) -> tuple[Any, Any]:
+    "Return the total and count of a `Mean`; the count of a single value is 1."
     return (value.total, value.count) if isinstance(value, Mean) else (value, 1)
 
 
@@ -107,7 +106,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.to(wide) for t in tensors])
 
 
-# ------------------------------------------------------------------------------------------ writers
+# -- writers ---------------------------------------------------------------------------------------
 
 # code objects that call handlers of the callback in their local variable `cb`
 _DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
@@ -116,14 +115,14 @@ _DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
 def writer_of(
     frame: FrameType,  # frame of `learn.log`
 ) -> Any:
-    "Return the callback whose handler called `learn.log`, otherwise the code that called it."
-    caller: FrameType | None = frame.f_back or frame
-    code = caller.f_code if caller is not None else frame.f_code
+    "Return the callback whose handler called `learn.log`; without a callback, return the code that called it."
+    frame = frame.f_back or frame
+    caller: FrameType | None = frame
     while caller is not None:
         if caller.f_code in _DISPATCH:
             return caller.f_locals['cb']
         caller = caller.f_back
-    return code
+    return frame.f_code
 
 
 def name_writer(writer: Any) -> str:
@@ -134,7 +133,7 @@ def name_writer(writer: Any) -> str:
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
 
-# ------------------------------------------------------------------------------------ configuration
+# -- configuration ---------------------------------------------------------------------------------
 
 
 def configuration(learn: LearnerLike) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def _callback_options(cb: Any, key: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    "Return a plain value, the number of a tensor, or the string or name of another value."
+    "Return a plain value unchanged, a tensor with one element as a number, and other values as a string or a name."
     if isinstance(value, PLAIN):
         return as_atom(value)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -198,18 +197,18 @@ def plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, (Time, PurePath, slice, Mapping)):
         return str(value)
-    if isinstance(value, Sequence):  # also lists of libraries for configuration
+    if isinstance(value, Sequence):  # also the list types of configuration libraries
         return f'[{", ".join(str(plain(v)) for v in value)}]'
     return name_of(unwrap_partial(value))
 
 
-# ------------------------------------------------------------------------------------------- images
+# -- images ----------------------------------------------------------------------------------------
 
 
 def as_images(
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W), floats in [0, 1] or bytes
 ) -> Any:
-    """Return images as an array (N, H, W, C) of bytes. Raises `OptionError` for other shapes and types.
+    """Return images as an array (N, H, W, C) of bytes; raise `OptionError` for other shapes and types.
 
     >>> as_images(torch.rand(3, 8, 6)).shape
     (1, 8, 6, 3)

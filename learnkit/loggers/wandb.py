@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
-from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger, open_loggers
@@ -22,13 +21,13 @@ _STEP_FILE = 'last_step'  # file next to the records of a run, with the last log
 class WandbLogger(RunLogger):
     """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
 
-    `mode='online'` logs to the server. Without `mode`, the environment variable `WANDB_MODE` decides,
-    and without both the run is offline.
+    `mode='online'` logs to the server. The default of `mode` is the environment variable
+    `WANDB_MODE`, otherwise 'offline'.
 
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
     accepts each step once: after a resume from an earlier checkpoint, steps that the run already
-    has are kept and not logged again. `close` ends the run, as failed if the last fit failed.
-    Raises `MissingExtraError` without wandb.
+    has are kept and not logged again. `close` ends the run, with the status failed if the last fit
+    failed. Raises `MissingExtraError` without wandb.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -43,10 +42,10 @@ class WandbLogger(RunLogger):
         self,
         project: str = 'learnkit',  # name of the project
         mode: str | None = None,  # 'offline', 'online', 'shared', 'disabled'; None: see above
-        folder: str | Path = '.',  # parent of `wandb/`: below `learn.path`, or absolute
+        folder: str | Path = '.',  # parent of `wandb/`, relative to `learn.path` or absolute
         id: str | None = None,  # id of a run to continue; None: a new run
-        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
-        **options: Any,  # further options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
+        every: str | Time = '10ba',  # interval of losses and hyperparameters, as in `Logger`
+        **options: Any,  # additional options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
     ) -> None:
         check_libraries('WandbLogger', 'wandb')
         super().__init__(every)
@@ -67,9 +66,6 @@ class WandbLogger(RunLogger):
         "Return the folder of all runs."
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
 
-    def check(self) -> None:
-        check_folder(self.where(), keep_new=True)
-
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb
 
@@ -79,7 +75,7 @@ class WandbLogger(RunLogger):
         for cb in list(open_loggers):
             if isinstance(cb, WandbLogger) and self._id and cb._id == self._id:
                 cb.close()
-        # console capture would record the progress bars
+        # off, because console capture would record the progress bars
         quiet = wandb.Settings(console='off', silent=self.mode != 'online')
         given = {'settings': quiet, 'reinit': 'create_new', **self.options}
         mode: Any = self.mode
@@ -122,12 +118,12 @@ class WandbLogger(RunLogger):
             self._handle.log({name: wandb.Html(f'<pre>{escape(text)}</pre>')}, step=step)
 
     def shut(self, handle: Any) -> None:
-        handle.finish(exit_code=int(self._failed))
+        handle.finish(exit_code=int(self._has_failed))
 
 
 def _written_steps(folder: Path, run_id: str) -> list[int]:
     "Return the last step of each part of a run in a folder; every process writes one part."
-    # a part has a number if two began in the same second
+    # the folder of a part ends in a number if two parts began in the same second
     name = re.compile(rf'.*run-.*-{re.escape(run_id)}(-\d+)?')
     files = [p for p in folder.glob(f'wandb/*/{_STEP_FILE}') if name.fullmatch(p.parent.name)]
     contents = [p.read_text() for p in files]

@@ -1,4 +1,4 @@
-"""Annealing schedules: functions from a position (0 to 1) to a value between `start` and `end`, and combinations."""
+"""Annealing schedules: functions that map a position from 0 to 1 to a value, and combinations of schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDING = 1e-6  # tolerance of positions and sums of fractions
 
 
 class Annealer:
-    "Schedule from `start` to `end`, a function of the position (0 to 1) that can be pickled."
+    "Schedule from `start` to `end`: a function of the position (0 to 1) that can be pickled."
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ def annealer(
 ) -> Callable[..., Annealer]:
     """Convert `f(start, end, pos, *more)` to a function of `(start, end, *more)` that returns a schedule.
 
-    `start` and `end` are numbers, arrays or tensors. Raises `ScheduleError` for values that `f` cannot interpolate,
-    and for positions outside of 0 to 1.
+    `start` and `end` are numbers, arrays or tensors. The returned function raises `ScheduleError` for values that `f`
+    cannot interpolate. Its schedules raise `ScheduleError` for positions outside of 0 to 1.
 
     >>> @annealer
     ... def SchedSquare(start, end, pos): return start + (end - start) * pos ** 2
@@ -79,7 +79,7 @@ def annealer(
     def make(start: Any, end: Any, *more: Any, **named: Any) -> Annealer:
         more = signature.bind(start, end, *more, **named).args[2:]
         schedule = Annealer(make, f, start, end, *more)
-        _try_out(schedule)
+        _check_values(schedule)
         return schedule
 
     parameters = inspect.signature(f).parameters.values()
@@ -90,7 +90,8 @@ def annealer(
     return make
 
 
-def _try_out(schedule: Annealer) -> None:
+def _check_values(schedule: Annealer) -> None:
+    "Raise `ScheduleError` if a schedule has no real value at its start or its middle."
     try:
         with np.errstate(divide='raise', invalid='raise'):
             values = [schedule(0.0), schedule(0.5)]
@@ -144,7 +145,7 @@ def SchedCos(start: Any, end: Any, pos: Any) -> Any:
 
 @annealer
 def SchedNo(start: Any, end: Any, pos: Any) -> Any:
-    "Stay at `start`."
+    "Return `start` at every position."
     return start
 
 
@@ -186,12 +187,12 @@ class _Combined:
 
 
 def combine_scheds(
-    pcts: Sequence[float],  # fraction of the whole for each schedule, with sum 1
+    pcts: Sequence[float],  # length of each schedule, as a fraction of the whole; the sum is 1
     scheds: Sequence[Schedule],  # schedules over positions 0 to 1
 ) -> Schedule:
-    """Return a schedule that follows several schedules in sequence; a boundary belongs to the later schedule.
+    """Return a schedule that runs several schedules in sequence; a boundary belongs to the later schedule.
 
-    Raises `ScheduleError` for negative fractions, a sum other than 1, and a different number of schedules.
+    Raises `ScheduleError` for negative fractions, a sum other than 1, and if `pcts` and `scheds` differ in length.
 
     >>> f = combine_scheds([0.25, 0.75], [SchedLin(0., 1.), SchedNo(1., 1.)])
     >>> f(0.125), f(0.9)

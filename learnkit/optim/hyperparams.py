@@ -1,4 +1,4 @@
-"""Param groups: their parameters, their hyperparameters by fastai's names, and requirements of fused kernels."""
+"""Param groups: parameters, hyperparameters by fastai's names, and the memory layout that fused kernels require."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# where a hyperparameter is: a key of torch's param group, and an index if the key holds a tuple
+# place of a hyperparameter: a key of torch's param group, and an index if the value of the key is a tuple
 Place = tuple[str, int | None]
-# fastai's name of a hyperparameter -> its places, the first existing key counts
+# fastai's name of a hyperparameter -> possible places; the first key that exists is used
 HYPERS: dict[str, tuple[Place, ...]] = {
     'lr': (('lr', None),),
     'mom': (('momentum', None), ('betas', 0)),
@@ -85,7 +85,7 @@ class Hypers(MutableMapping[str, Any]):
     def find(
         self,
         name: str,
-        with_exempt: bool = False,  # also the weight decay of exempt parameters, which is not set
+        with_exempt: bool = False,  # include the weight decay of exempt parameters, which stays 0
     ) -> list[tuple[dict[str, Any], str, int | None]]:
         "Return the param groups that have a hyperparameter, each with the key and index in it."
         return [
@@ -109,7 +109,7 @@ class Hypers(MutableMapping[str, Any]):
         if not self.find(name, with_exempt=True):
             raise KeyError(name)
         for group, key, index in self.find(name):
-            # a clone, because the caller may change the tensor
+            # the caller may change the tensor later
             own = value.clone() if isinstance(value, torch.Tensor) else value
             set_value(group, key, index, own)
 
@@ -135,30 +135,30 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     {'betas': (0.8, 0.999), 'weight_decay': 0.1}
     """
     try:
-        takes = inspect.signature(opt).parameters
+        accepted = inspect.signature(opt).parameters
     except (TypeError, ValueError):
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        place = None if name in takes else place_of(name, takes)
+        place = None if name in accepted else place_of(name, accepted)
         key, index = place or (name, None)
         if index is not None:
-            res.setdefault(key, takes[key].default)
+            res.setdefault(key, accepted[key].default)
         set_value(res, key, index, value)
-    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return res
     for name in res:
-        if name in takes:
+        if name in accepted:
             continue
         maker = getattr(unwrap_partial(opt), '__name__', opt)
         raise OptimizerError(
-            f'{maker} does not take `{name}`.{did_you_mean(name, [*takes, *HYPERS])}'
+            f'{maker} does not take `{name}`.{did_you_mean(name, [*accepted, *HYPERS])}'
         )
     return res
 
 
 def list_values(name: str, value: Any, n: int) -> list[Any]:
-    """Return the values of a hyperparameter: one value is repeated `n` times, a slice is spread (see `spread`).
+    """Return a hyperparameter's values for `n` groups; a single value is repeated, and a slice is spread (`spread`).
 
     Raises `OptimizerError` for a value that no optimizer can use.
 
@@ -205,7 +205,7 @@ def spread(values: slice, n: int) -> list[float]:
     return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
 
 
-# --------------------------------------------------------------------------------------- parameters
+# -- parameters ------------------------------------------------------------------------------------
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -290,18 +290,18 @@ def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
             yield p[1] if isinstance(p, tuple) else p
 
 
-# --------------------------------------------------------------------------------- fused optimizers
+# -- fused optimizers ------------------------------------------------------------------------------
 
 
 class CheckedGroup(NamedTuple):
-    "Objects, sizes and strides of a param group at its last full check."
+    "State, parameters and memory layout of a param group at its last full check."
 
     state: Any  # compared by identity: loading a state replaces the object
     params: list[Any]  # compared by identity: splitting a group replaces the list
     sizes: tuple[Any, ...]  # sizes that change with new states or parameters
     cpu_params: list[Any]  # parameters on the CPU
     device_params: list[Any]  # parameters on other devices with 4 or more dimensions
-    layout: Any  # memory layout of both
+    layout: Any  # memory layout of `cpu_params` and `device_params`
 
 
 class FusedGuard:
@@ -310,7 +310,8 @@ class FusedGuard:
     torch's CPU kernels ignore strides: a state from before `model.to(memory_format=torch.channels_last)` would be
     applied to the wrong weights without an error. torch's CUDA kernels raise an error. States are checked after a
     load, a new state or a layout change; CPU parameters and gradients are checked at each step. State tensors
-    replaced by user code are not detected."""
+    replaced by user code are not detected.
+    """
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt
@@ -328,6 +329,7 @@ class FusedGuard:
                 group['fused'] = False
 
     def _count_sizes(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        "Return values that change with new states, parameters or devices."
         params = group['params']
         return len(self.opt.state), len(params), params[0].is_cuda, bool(group.get('momentum'))
 

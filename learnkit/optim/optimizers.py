@@ -38,7 +38,7 @@ def _wrap(opt: torch.optim.Optimizer) -> OptimWrapper:
     return res
 
 
-# -------------------------------------------------------------------------------------- torch's own
+# -- optimizers of torch ---------------------------------------------------------------------------
 
 
 def SGD(
@@ -48,7 +48,7 @@ def SGD(
     wd: float = 0.0,  # weight decay
     decouple_wd: bool = True,  # decoupled weight decay; False: L2 regularization
 ) -> OptimWrapper:
-    """Make fastai's SGD with torch's class; as `opt_func` with other options: `partial(SGD, mom=0.9)`.
+    """Make fastai's SGD with torch's class. Other options in a Learner: `opt_func=partial(SGD, mom=0.9)`.
 
     >>> SGD([nn.Parameter(torch.zeros(2))], lr=0.1, mom=0.9).hypers[0]
     {'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
@@ -68,8 +68,8 @@ def RMSProp(
 ) -> OptimWrapper:
     """Make fastai's RMSProp with torch's class.
 
-    Without momentum both are equal, except that fastai 2.8 ignores `eps`. With momentum torch accumulates steps,
-    `b = mom * b + g / (sqrt(v) + eps)`, and fastai divides the accumulated gradients by the current root.
+    Without momentum, torch and fastai take the same steps, except that fastai 2.8 ignores `eps`. With momentum, torch
+    accumulates steps, `b = mom * b + g / (sqrt(v) + eps)`; fastai divides accumulated gradients by the current root.
 
     >>> RMSProp([nn.Parameter(torch.zeros(2))], mom=0.9).hypers[0]
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.0, 'eps': 1e-08}
@@ -89,7 +89,7 @@ def Adam(
     decouple_wd: bool = True,  # decoupled weight decay (AdamW)
     fused: bool | None = None,  # fused kernel; None: if the device supports it
 ) -> OptimWrapper:
-    """Make fastai's Adam with torch's class and fastai's defaults; with others: `opt_func=partial(Adam, wd=0.1)`.
+    """Make fastai's Adam with torch's class. Other options in a Learner: `opt_func=partial(Adam, wd=0.1)`.
 
     The fused kernel differs from torch's loop by rounding, and is three to five times as fast on a CPU.
 
@@ -115,8 +115,8 @@ def RAdam(
 ) -> OptimWrapper:
     """Make fastai's RAdam (Liu et al., 2020) with torch's class.
 
-    torch adds `eps` before the bias correction of the root, fastai after. `eps` therefore has a larger effect in the
-    first steps with torch.
+    torch adds `eps` to the root before its bias correction, fastai after it. `eps` therefore has a larger effect in
+    the first steps with torch.
 
     Raises `OptimizerError` if `beta` is not 0.
     """
@@ -170,7 +170,7 @@ class DecoupledRMSprop(torch.optim.RMSprop):
     step = decay_and_step
 
 
-# ---------------------------------------------------------------------------------------- Lookahead
+# -- Lookahead -------------------------------------------------------------------------------------
 
 # attributes that a Lookahead copies from the OptimWrapper that it wraps
 LAYOUT = (
@@ -191,9 +191,9 @@ LAYOUT = (
 class Lookahead(OptimWrapper):
     """Step with another optimizer, and every `k` steps interpolate between slow and fast weights.
 
-    Every `k` steps, slow weights move by `alpha` towards the fast weights, and the fast weights are set to the slow
-    weights (Zhang et al., 2019). Slow weights and the step count are in the optimizer's state dict. Slow weights are
-    initialized at the first step, so that weights may be loaded before.
+    Every `k` steps, the slow weights move by `alpha` towards the fast weights, and the fast weights are set to the slow
+    weights (Zhang et al., 2019). The slow weights and the step count are in the optimizer's state dict. The slow
+    weights are initialized at the first step, so weights can be loaded before.
 
     >>> w = nn.Parameter(torch.tensor([1.]))
     >>> opt = Lookahead(SGD([w], lr=0.1), k=2)
@@ -266,13 +266,13 @@ def ranger(
     eps: float = 1e-6,  # added to the denominator
     k: int = 6,  # steps between updates of the slow weights
     alpha: float = 0.5,  # step size of the slow weights, 0 to 1
-    **kwargs: Any,  # further arguments of `RAdam`
+    **kwargs: Any,  # additional arguments of `RAdam`
 ) -> Lookahead:
     "Make fastai's ranger: `Lookahead` around `RAdam`."
     return Lookahead(RAdam(params, lr=lr, mom=mom, wd=wd, eps=eps, **kwargs), k=k, alpha=alpha)
 
 
-# -------------------------------------------------------------------------------- pytorch_optimizer
+# -- pytorch_optimizer -----------------------------------------------------------------------------
 
 
 def QHAdam(
@@ -290,7 +290,7 @@ def QHAdam(
 
     Raises `MissingExtraError` without pytorch_optimizer.
     """
-    cls = partial(_from_library('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
+    cls = partial(_import_class('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
     return _wrap(cls(as_groups(params), lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
@@ -303,54 +303,55 @@ def Lamb(
     wd: float = 0.0,  # weight decay
     decouple_wd: bool = True,  # decoupled weight decay; False: added to the step before scaling
 ) -> OptimWrapper:
-    """Make fastai's Lamb, LAMB (You et al., 2020), from the library pytorch_optimizer.
+    """Make fastai's Lamb (LAMB, You et al., 2020), from the library pytorch_optimizer.
 
-    The norm of each parameter's step is `lr` times the norm of the parameter. The averages have no bias correction,
-    which the scaling compensates except for `eps`. The ratio of the norms is not limited to 10 as in fastai.
+    The norm of each parameter's step is `lr` times the norm of the parameter. The averages have no bias correction;
+    except for `eps`, the scaling compensates for that. The ratio of the norms is not limited to 10 as it is in fastai.
 
     Raises `MissingExtraError` without pytorch_optimizer.
     """
-    cls = partial(_from_library('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
+    cls = partial(_import_class('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
     opt = cls(as_groups(params), lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd)
     opt.clamp = float('inf')  # the default limits the norm of a layer to 10
     return _wrap(opt)
 
 
 def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
-    """Raise `MissingExtraError`, which names alternatives: no maintained library has LARC."""
+    "Raise `MissingExtraError`, which names alternatives: no maintained library has LARC."
     raise MissingExtraError(
         'No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
         'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.'
     )
 
 
-def _from_library(name: str, instead: str) -> Any:
-    "Return a class of pytorch_optimizer."
+def _import_class(name: str, instead: str) -> Any:
+    "Return a class of pytorch_optimizer; if it is not installed, the error suggests another optimizer."
     library = import_library('pytorch_optimizer', name, f'; or use `{instead}`, which needs none.')
     return getattr(library, name)
 
 
-# --------------------------------------------------------------------------------- Muon, with AdamW
+# -- Muon, with AdamW ------------------------------------------------------------------------------
 
 
 def MuonAdamW(
     params: Any,  # parameters or groups of parameters
-    lr: float = 1e-3,  # learning rate, of both
+    lr: float = 1e-3,  # learning rate of Muon and AdamW
     model: nn.Module | None = None,  # model of the parameters; a Learner passes its model
-    but: Any = None,  # layers or parameters left to AdamW; None: the last layer with a matrix
+    but: Any = None,  # layers or parameters for AdamW; None: the last layer with a matrix
     mom: float = 0.95,  # momentum of Muon
     adam_mom: float = 0.9,  # decay of AdamW's average gradient
     sqr_mom: float = 0.99,  # decay of AdamW's average squared gradient
     eps: float = 1e-5,  # added to AdamW's denominator
-    wd: float = 0.01,  # weight decay, of both
+    wd: float = 0.01,  # weight decay of Muon and AdamW
     adjust_lr_fn: str | None = 'match_rms_adamw',  # scaling of Muon's steps to AdamW's `lr`
 ) -> OptimWrapper:
     """Train the matrices of hidden layers with Muon, and the rest with AdamW: `Learner(..., opt_func=MuonAdamW)`.
 
     Muon (Jordan et al., 2024) orthogonalizes the averaged gradient of a matrix. AdamW trains all other parameters:
     embeddings, the last layer, norms, biases and convolutions (see `hidden_matrices`). The optimizers are
-    `opt['adamw']` and `opt['muon']`. Each group of the splitter is one group of both, with shared `lr` and `wd`; `mom`
-    is shared once it is set. For separate rates, make both optimizers: `opt_func=[torch.optim.Muon(...), ...]`.
+    `opt['adamw']` and `opt['muon']`. Each group of the splitter is one group of hyperparameters: both optimizers share
+    its `lr` and `wd`, and its `mom` once it is set. For separate rates, make both optimizers yourself:
+    `opt_func=[torch.optim.Muon(...), ...]`.
 
     Raises `OptimizerError` if torch has no Muon (before 2.9), and if the model has no hidden matrix.
 
@@ -366,18 +367,7 @@ def MuonAdamW(
     if model is None:
         raise OptimizerError('MuonAdamW needs the model, to know its layers: `model=`.')
     hidden = {id(p) for p in hidden_matrices(model, but)}
-    groups = as_groups(params)
-    parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
-    places: list[list[tuple[str, int]]] = []
-    for group in groups:
-        by_name = {
-            'adamw': [p for p in group['params'] if id(p) not in hidden],
-            'muon': [p for p in group['params'] if id(p) in hidden],
-        }
-        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
-        places.append([(name, len(parts[name])) for name in names])
-        for name in names:
-            parts[name].append({**group, 'params': by_name[name]})
+    parts, places = _split_hidden(as_groups(params), hidden)
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
@@ -399,6 +389,25 @@ def MuonAdamW(
     res.share_groups(*places)
     res.spares_norms = True
     return res
+
+
+def _split_hidden(
+    groups: list[dict[str, Any]],  # param groups
+    hidden: set[int],  # ids of the parameters for Muon
+) -> tuple[dict[str, list[dict[str, Any]]], list[list[tuple[str, int]]]]:
+    "Split param groups by optimizer; also return, for each group, the optimizer and index of its parts."
+    parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
+    places = []
+    for group in groups:
+        by_name = {
+            'adamw': [p for p in group['params'] if id(p) not in hidden],
+            'muon': [p for p in group['params'] if id(p) in hidden],
+        }
+        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
+        places.append([(name, len(parts[name])) for name in names])
+        for name in names:
+            parts[name].append({**group, 'params': by_name[name]})
+    return parts, places
 
 
 def hidden_matrices(

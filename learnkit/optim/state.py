@@ -1,4 +1,4 @@
-"""Comparison of a saved optimizer state with the optimizers, and copying of the state into the optimizers."""
+"""Compare a saved optimizer state with the optimizers, and load the state into the optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learnkit.optim.hyperparams import OPTIONS
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
-# options that are not loaded, because they select an implementation for the current device
+# options that keep their current values, because they select an implementation for the current device
 KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
 
 # entries of a state with the shape of their parameter
@@ -40,7 +40,7 @@ PARAM_SHAPED = frozenset(
 
 
 class Optimizers(Protocol):
-    "The part of `OptimWrapper` that loading a state needs."
+    "Attributes and methods of `OptimWrapper` that are needed to load a state."
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
@@ -54,7 +54,7 @@ class Optimizers(Protocol):
 
 
 def is_torch_state(state: Any) -> bool:
-    "Return True for the state dict of a torch optimizer, or a dict of several by name."
+    "Return True for the state dict of a torch optimizer, or a dict from names to such state dicts."
     if not isinstance(state, Mapping):
         return False
     return is_single(state) or (bool(state) and all(map(is_single, state.values())))
@@ -72,7 +72,7 @@ def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
     return dict(state)
 
 
-# Comparing
+# -- comparison ------------------------------------------------------------------------------------
 
 
 def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
@@ -111,10 +111,10 @@ def compare_state(
         ]
     lines = []
     for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
-        odd = sorted((set(own) ^ set(saved)) & set(OPTIONS))
-        if odd:
-            side = 'here' if odd[0] in own else 'in the file'
-            lines.append(f'{label}: group {i} has {", ".join(odd)} only {side}')
+        unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
+        if unshared:
+            side = 'here' if unshared[0] in own else 'in the file'
+            lines.append(f'{label}: group {i} has {", ".join(unshared)} only {side}')
         lines += [
             f'{label}: group {i} has {n}={saved[n]!r} in the file'
             for n in OPTIONS
@@ -135,10 +135,10 @@ def compare_state(
 
 
 def is_number(value: Any) -> bool:
-    "Return True if an option of an optimizer is a number or a tuple of numbers."
+    "Return True if an option of an optimizer is a number, or a list or tuple of numbers."
     if not isinstance(value, (tuple, list)):
         return isinstance(value, (Real, Tensor))
-    # Adafactor's first eps may be None
+    # the first `eps` of Adafactor may be None
     return all(v is None or isinstance(v, (Real, Tensor)) for v in value)
 
 
@@ -163,11 +163,11 @@ def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[An
     return {'now': now, 'split': decayed + exempt, 'joined': joined}
 
 
-# Copying
+# -- loading ---------------------------------------------------------------------------------------
 
 
 def load_state(opt: Optimizers, state: Any) -> None:
-    "Copy a state without differences into the optimizers; no tensor is shared."
+    "Load a copy of a state, for which `differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
@@ -195,7 +195,7 @@ def load_state(opt: Optimizers, state: Any) -> None:
 
 
 def _copy_state(state: Any, p: Any) -> Any:
-    "Copy a parameter's state, sharded if the parameter is sharded."
+    "Return a copy of a parameter's state, sharded if the parameter is sharded."
     return map_tensors(
         state,
         lambda t: distribute_like(t, p) if is_dtensor(p) and t.shape == p.shape else t.clone(),
@@ -203,7 +203,7 @@ def _copy_state(state: Any, p: Any) -> Any:
 
 
 def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    "Return a saved param group with the optimizer's kept options and its types of options (tensor or number)."
+    "Return a saved param group with the current `KEPT_OPTIONS`; an option is a tensor if it is one in `own`."
     group = {**saved, **{n: own[n] for n in KEPT_OPTIONS if n in own}}
     for name in (n for n in OPTIONS if n in own and n in saved):
         here, there = own[name], saved[name]

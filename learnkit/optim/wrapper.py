@@ -1,4 +1,4 @@
-"""`OptimWrapper`: one or several torch optimizers as one, with hyperparameters by fastai's names, and freezing."""
+"""`OptimWrapper`: one or several torch optimizers as one optimizer, with hyperparameters by name, and freezing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     """Take a step without torch's profiler annotation, which costs more than a small step.
 
     The annotation is kept while the profiler is on, for an optimizer with step hooks, and for a replaced `step` (such
-    as a scheduler's)."""
+    as the `step` that a scheduler sets).
+    """
     step = type(opt).step
     can_skip = (
         getattr(step, '__code__', None) is _ANNOTATION_CODE
@@ -62,22 +63,23 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
 
 
 class OptimWrapper(torch.optim.Optimizer):
-    """One or several torch optimizers as one, with hyperparameters by name over param groups.
+    """One or several torch optimizers as one optimizer, with hyperparameters by name for each group of parameters.
 
     An OptimWrapper is a `torch.optim.Optimizer`, which schedulers and scalers accept. `opt` is the wrapped optimizer,
-    unchanged. Groups come from the Learner's splitter. Parameters exempt from weight decay are in their own param
-    group.
+    unchanged. Groups come from the Learner's splitter. In each group, the parameters that are exempt from weight decay
+    are in a separate param group of torch.
 
     An optimizer that evaluates the loss inside its step (LBFGS, SAM) gets a closure. `needs_closure` is True if `step`
     requires a closure or the optimizer's class has an attribute `needs_closure = True`; the argument takes precedence
-    over both. An optimizer from outside of torch whose `step` takes an optional closure gets a closure too. That
-    closure evaluates nothing as long as the optimizer has changed neither parameters nor gradients.
-    `needs_closure = False` passes no closure. Features that do not allow a second evaluation (`GradientAccumulation`,
-    fp16) raise an error before training if `needs_closure` is True, and otherwise at the second evaluation.
+    over both. An optimizer from outside of torch whose `step` takes an optional closure gets a closure too. Such a
+    closure evaluates nothing as long as the optimizer has changed neither parameters nor gradients. With
+    `needs_closure=False`, `step` gets no closure. Features that do not allow a second evaluation
+    (`GradientAccumulation`, fp16) raise an error before training if `needs_closure` is True, and otherwise at the
+    second evaluation.
 
-    An optimizer with methods `train` and `eval` (ScheduleFree) is switched by these methods: a fit trains between
-    `train()` and `eval()`. Evaluation, predictions and saved files use the weights of `eval()` (see `evaluating`).
-    Checkpoints of a running fit hold the trained weights.
+    An optimizer with methods `train` and `eval` (ScheduleFree) has separate weights for training and evaluation: a fit
+    trains between `train()` and `eval()`. Evaluation, predictions and saved files use the weights of `eval()` (see
+    `evaluating`). Checkpoints of a running fit hold the training weights.
 
     Raises `OptimizerError` if two optimizers share a parameter, or if there is nothing to optimize.
 
@@ -91,21 +93,21 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any = None,  # parameters, lists of them, or torch's dicts; None if `opt` is ready
+        params: Any = None,  # parameters, lists of parameters, or torch's dicts; None: in `opt`
         opt: Any = None,  # torch optimizer class or factory, ready optimizer, or list or dict of these
         needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: detect
         **hypers: Any,  # options of the optimizer by torch's or fastai's names
     ) -> None:
-        makes_one = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
-        if makes_one or params is not None or hypers:
-            opt = self._make(params, opt, hypers)
+        is_factory = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
+        if is_factory or params is not None or hypers:
+            opt = self._make_optimizer(params, opt, hypers)
         self.opt = opt
         is_single = isinstance(opt, torch.optim.Optimizer)
         self.optimizers = {'': opt} if is_single else name_optimizers(opt)
         self.n_steps = 0
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
-        # for each group of the splitter: (optimizer, index of the param group), several if split
+        # for each group of the splitter: a list of (optimizer, index of the param group), one for each part
         self._places = [
             [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
         ]
@@ -120,7 +122,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.spares_norms = False
         # the model's parameters at the last comparison; None: a ready optimizer
         self.seen: set[nn.Parameter] | None = None
-        self.waiting: set[nn.Parameter] = set()  # they join once they require gradients
+        self.waiting: set[nn.Parameter] = set()  # optimized once they require gradients
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
@@ -129,15 +131,12 @@ class OptimWrapper(torch.optim.Optimizer):
             for o in self.optimizers.values()
             if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
         ]
-        # optimizers that get a closure, and optimizers that evaluate the loss again
-        self._closures: set[torch.optim.Optimizer] = set()
-        self._evaluating: set[torch.optim.Optimizer] = set()
-        for o in self.optimizers.values():
-            needed = detect_closure(o) if needs_closure is None else needs_closure
-            if needed is not False:
-                self._closures.add(o)
-            if needed:
-                self._evaluating.add(o)
+        needs = {
+            o: detect_closure(o) if needs_closure is None else needs_closure
+            for o in self.optimizers.values()
+        }
+        self._closures = {o for o, need in needs.items() if need is not False}  # get a closure
+        self._evaluating = {o for o, need in needs.items() if need}  # evaluate the loss again
         self.takes_closure = bool(self._closures)  # whether a step may evaluate the loss again
         params = list(self.parameters())
         if len(set(params)) < len(params):
@@ -148,13 +147,13 @@ class OptimWrapper(torch.optim.Optimizer):
             if any(g.get('fused') for g in o.param_groups)
         ]
 
-    def _make(
+    def _make_optimizer(
         self,
         params: Any,
         opt: Any,  # class or factory
         hypers: dict[str, Any],
     ) -> Any:
-        "Make the wrapped optimizer; raise `OptimizerError` for arguments that do not go together."
+        "Make the wrapped optimizer; raise `OptimizerError` for arguments that exclude each other."
         if opt is None and params is not None:
             raise OptimizerError(
                 'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
@@ -201,9 +200,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self._find_groups()
 
     def _find_groups(self) -> list[list[dict[str, Any]]]:
-        """Return torch's param groups of each group. A param group that was added is a group.
+        """Return torch's param groups of each group; a param group that was added later is a separate group.
 
-        The param groups are looked up at each call because loading a state replaces them.
+        The param groups are looked up at each call because `load_state_dict` replaces them.
         """
         known = {place for places in self._places for place in places}
         every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
@@ -216,19 +215,19 @@ class OptimWrapper(torch.optim.Optimizer):
         opt, i = self._places[-1][0]
         return opt.param_groups[i]
 
-    # torch sets it as an attribute
+    # torch sets `param_groups` and `state` as attributes
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [g for groups in self._find_groups() for g in groups]
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # torch sets it as an attribute
+    def state(self) -> Any:  # type: ignore[override]
         if len(self.optimizers) == 1:
             return self[0].state
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
-        "Replace parameters that are keys of `new` in the wrapper's own sets; the optimizers hold the new ones already."
+        "Replace parameters (keys of `new`) in the sets of the wrapper; the optimizers already hold the new parameters."
         for name in ('exempt', 'always_trained', 'frozen', 'seen', 'waiting', 'warned'):
             params = getattr(self, name)
             if params is not None:
@@ -253,8 +252,7 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Yield every optimized parameter, or the parameters of one of several optimizers."
-        optimizers = self.optimizers.values() if only is None else self._select(only)
-        for o in optimizers:
+        for o in self._select(only):
             for g in o.param_groups:
                 yield from g['params']
 
@@ -262,7 +260,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self,
         only: str | int | None,  # name or index of an optimizer; None: all
     ) -> str | None:
-        "Return the name of one of several optimizers. Raises `OptimizerError` for an unknown one."
+        "Return the name of an optimizer; raise `OptimizerError` if it does not exist."
         if only is None:
             return None
         [opt] = self._select(only)
@@ -327,14 +325,14 @@ class OptimWrapper(torch.optim.Optimizer):
                 o.zero_grad(set_to_none=False)
             elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad:
                 o.zero_grad()
-            else:  # torch's loop without its profiler annotation
+            else:  # the loop of torch's method, without its profiler annotation
                 for g in o.param_groups:
                     for p in g['params']:
                         p.grad = None
 
     @property
     def lrs(self) -> list[float]:
-        "The learning rate of each group that has one, as a plain number."
+        "The learning rates of the groups, as Python numbers; groups without a learning rate are left out."
         firsts = [next((g for g in groups if 'lr' in g), None) for groups in self._find_groups()]
         return [float(group['lr']) for group in firsts if group is not None]
 
@@ -398,13 +396,13 @@ class OptimWrapper(torch.optim.Optimizer):
         ]
 
     def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
-        "Exempt parameters from weight decay, the current one and later settings."
+        "Exempt parameters from the current weight decay, and from weight decay that is set later."
         self.exempt.update(params)
         if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
     def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
-        "Move the exempt parameters of each group, of some optimizers or all, to a param group without weight decay."
+        "Move the exempt parameters of each group to a param group without weight decay; by default in all optimizers."
         for o in optimizers or self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
                 exempt = [p for p in group['params'] if p in self.exempt]
@@ -420,7 +418,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 places.append((o, len(o.param_groups) - 1))
 
     def join_groups(self, opt: torch.optim.Optimizer) -> None:
-        "Undo `split_groups` for an optimizer, back to the last group that was added by other code."
+        "Undo `split_groups` for an optimizer; stop at a param group that other code has added."
         for split in [split for split in reversed(self.splits) if split[0] is opt]:
             _, i, j, all_params = split
             if j != len(opt.param_groups) - 1:
@@ -434,7 +432,8 @@ class OptimWrapper(torch.optim.Optimizer):
     def share_groups(self, *groups: list[tuple[str, int]]) -> None:
         """Combine param groups of several optimizers to groups with shared hyperparameters.
 
-        A group is a list of (name of the optimizer, index of its param group)."""
+        A group is a list of (name of the optimizer, index of its param group).
+        """
         self._places = [[(self.optimizers[name], i) for name, i in places] for places in groups]
 
     # -- parameters --------------------------------------------------------------------------------
@@ -445,8 +444,8 @@ class OptimWrapper(torch.optim.Optimizer):
     ) -> bool:
         """Replace the parameters of the groups; remaining parameters keep their states.
 
-        Returns False, with nothing changed, with several optimizers, and if groups were added after `split_groups`:
-        torch's param groups cannot be derived from `groups` then.
+        Returns False and changes nothing if there are several optimizers, or if groups were added after
+        `split_groups`: torch's param groups cannot be derived from `groups` then.
         """
         if len(self.optimizers) > 1 or len(groups) != len(self._find_groups()):
             return False
@@ -507,8 +506,8 @@ class OptimWrapper(torch.optim.Optimizer):
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters have their evaluation values.
 
-        The training values are restored bitwise afterwards. `eval()` and `train()` alone would leave rounding errors,
-        with which an evaluation would change the following training. The context allocates a copy of the parameters.
+        The training values are restored bitwise afterwards: `eval()` and `train()` alone would leave rounding errors,
+        and an evaluation would change the training after it. The context allocates a copy of the parameters.
 
         >>> opt = OptimWrapper(opt=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
         >>> with opt.evaluating(): pass   # no effect with torch's optimizers
@@ -572,7 +571,7 @@ class OptimWrapper(torch.optim.Optimizer):
     # -- state -------------------------------------------------------------------------------------
 
     def clear_state(self, closures: bool = False) -> None:
-        "Clear the states of all optimizers, or with `closures` of the optimizers that need a closure."
+        "Clear the states of all optimizers; with `closures`, only of the optimizers that evaluate the loss again."
         for o in self._evaluating if closures else self.optimizers.values():
             o.state.clear()
 
@@ -614,6 +613,7 @@ class OptimWrapper(torch.optim.Optimizer):
             self.eval()
 
     def class_names(self) -> str:
+        "Return the name of the `opt_func`, or the class names of the optimizers."
         return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
 
     def __repr__(self) -> str:
@@ -634,12 +634,12 @@ def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 class Closure:
-    "Closure that a Learner passes to `OptimWrapper.step`: evaluates the current batch again."
+    "Closure that a Learner passes to `OptimWrapper.step`; a call evaluates the current batch again."
 
     def __init__(
         self,
         evaluate: Callable[[], Any],  # recomputes the loss, with gradients
-        first: Callable[[], Any],  # function that returns the loss of the current gradients
+        first: Callable[[], Any],  # returns the loss of the current gradients
     ) -> None:
         self.evaluate = evaluate
         self.first = first
@@ -653,7 +653,7 @@ class Closure:
 class Evaluation:
     """Closure of one optimizer, which evaluates the loss again only after a change.
 
-    The loop has evaluated the batch before the step. That loss is returned as long as the optimizer's parameters and
+    The loop has evaluated the batch before the step. A call returns that loss as long as the optimizer's parameters and
     gradients are unchanged since the start of its step.
     """
 
@@ -693,7 +693,7 @@ class Evaluation:
 
 
 def detect_closure(opt: torch.optim.Optimizer) -> bool | None:
-    "Return True if `step` needs a closure, False if not, None if it may evaluate an optional one."
+    "Return True if `step` needs a closure, False if it gets no closure, None if it may call an optional one."
     step = type(opt).step
     is_known = step.__module__.startswith(('torch.optim.', 'learnkit.'))
     if not is_known:

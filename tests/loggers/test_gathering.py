@@ -420,7 +420,7 @@ def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
 def test_the_base_logger_trains(tmp_path: Path) -> None:
     learn = learner(tmp_path, Logger())
     learn.fit(1)
-    assert learn.base_logger._handed == 10
+    assert learn.base_logger._last_written == 10
 
 
 @pytest.mark.cuda
