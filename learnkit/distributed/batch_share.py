@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.comm import Comm
+from learnkit.core.dtensor import is_dtensor
 from learnkit.distributed.ddp import GradientMessage
 from learnkit.engine.microbatch import divide
 
@@ -92,8 +93,12 @@ class RescaledPass:
 
     @torch.no_grad()
     def _rescale(self, factor: float) -> None:
+        import torch.distributed as dist
+
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
         for p, grad in self.before:
+            if not is_dtensor(grad):  # the pass has averaged it with the gradient that it added
+                dist.all_reduce(grad.div_(dist.get_world_size()))
             p.grad.add_(grad, alpha=1 - factor)  # type: ignore[union-attr]
 
 

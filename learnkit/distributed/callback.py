@@ -175,6 +175,7 @@ class DistributedTraining(Callback):
         options = {
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
+            'options of the strategy': sorted(self._options),
             **self._given,
         }
         lengths['trained so far'] = ', '.join(
@@ -364,10 +365,7 @@ class DistributedTraining(Callback):
                 batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
             if batch.guess is None or self.parts.message is None:
                 self.sum_weights()
-        if not batch.syncs:
-            return self.parts.pass_without_sync()
-        self.parts.pass_with_sync(learn)
-        return None
+        return self.parts.begin_pass(learn, batch.syncs)
 
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
+from learnkit.core.comm import Comm
 from learnkit.core.errors import DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
@@ -33,6 +35,9 @@ TAG = 20_113  # tag of these messages, so that they are not taken for those of a
 MAX_RESCALED = (
     10**7
 )  # elements of all gradients; rescaling more takes longer than waiting for a message
+
+
+T = TypeVar('T', bound=Tensor)
 
 
 class Replicas:
@@ -73,45 +78,48 @@ class Replicas:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self.message: GradientMessage | None = None  # None if the model is wrapped
         self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`
-        self._has_buffers = False
         self._needs_wrapper = bool(options) or comm_hook is not None
-        self._prepared: tuple[nn.Module | None, list[bool]] = (
-            None,
-            [],
-        )  # model, and flags of its parameters
+        self._layout: list[Any] = []  # of the parameters and buffers that were prepared
+        self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
+        self._broadcasts = (
+            True  # the next pass without a wrapper begins with a broadcast of the buffers
+        )
 
     def enter(self, learn: LearnerLike) -> None:
         "Do nothing; `prepare` wraps the model once the model is on its device."
 
     def prepare(self, learn: LearnerLike) -> None:
-        "Wrap the model, unless it was prepared already for the parameters that require gradients."
-        model = learn.model
-        requires_grad = [p.requires_grad for p in model.parameters()]
-        prepared, flags = self._prepared
-        if model is prepared and requires_grad == flags:
+        "Wrap the model, unless it was prepared already with these parameters and buffers."
+        model, params = learn.model, list(learn.model.parameters())
+        layout: list[Any] = [(id(p), p.requires_grad, p.dtype, p.device) for p in params]
+        n_buffers = sum(1 for _ in model.buffers())
+        layout.append(n_buffers)
+        if layout == self._layout:
             learn.replica = self.wrapped
             return
         self.release(learn)
-        if not any(requires_grad):
+        self.trained = [p for p in params if p.requires_grad]
+        check_same_parameters(model, learn.world)
+        if not self.trained:
             return
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self._has_buffers = any(True for _ in model.buffers())
         if self._can_send_at_once(model):
-            broadcast_tensors([*model.parameters(), *model.buffers()])
-            self.message = GradientMessage(model, learn.world.rank, learn.world.size)
+            broadcast_tensors([*params, *model.buffers()])
+            self.message = GradientMessage(self.trained, learn.world.rank, learn.world.size)
         else:
             self._wrap(model)
-        self._prepared = model, requires_grad
+        self._layout, self._params = layout, params
+        self._has_buffers, self._broadcasts = n_buffers > 0, True
         learn.replica = self.wrapped
         self.has_synced = False
 
     def _can_send_at_once(self, model: nn.Module) -> bool:
         "Return True if all gradients fit into a `GradientMessage`, which takes less time than the wrapper."
-        sends_sparse = any(getattr(module, 'sparse', False) for module in model.modules())
+        has_sparse = any(getattr(module, 'sparse', False) is True for module in model.modules())
+        has_options = self._needs_wrapper or hasattr(model, '_ddp_params_and_buffers_to_ignore')
         has_one_dtype = len({p.dtype for p in self.trained}) == 1
         is_small = sum(p.numel() for p in self.trained) <= MAX_AT_ONCE
-        is_plain = has_one_dtype and not sends_sparse and can_rescale(self.trained)
-        return is_small and is_plain and not self._needs_wrapper
+        is_plain = is_small and has_one_dtype and can_rescale(self.trained)
+        return is_plain and not has_sparse and not has_options
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -145,21 +153,22 @@ class Replicas:
                 for b, value in buffers:
                     b.copy_(value)
 
-    def pass_without_sync(self) -> AbstractContextManager[Any]:
-        "Return a context for a backward pass that accumulates gradients on this rank only."
+    def begin_pass(
+        self,
+        learn: LearnerLike,
+        averages: bool,  # the gradients of the pass are averaged; otherwise they stay on this rank
+    ) -> AbstractContextManager[Any] | None:
+        "Begin a forward pass in training, and return a context for it."
         if self.wrapped is None:
-            return nullcontext()
-        if self.options.get('static_graph') and not self.has_synced:
-            # torch requires that the first pass of a static graph reduces gradients
+            if self._broadcasts and self._has_buffers:
+                broadcast_tensors(learn.model.buffers())
+            self._broadcasts = averages  # as the wrapper: not between accumulated batches
+            return None
+        must_average = self.options.get('static_graph') and not self.has_synced
+        if averages or must_average:  # torch requires it of the first pass of a static graph
             self.has_synced = True
-            return nullcontext()
+            return None
         return self.wrapped.no_sync()
-
-    def pass_with_sync(self, learn: LearnerLike) -> None:
-        "Broadcast the first rank's buffers before a forward pass, as the wrapper does."
-        self.has_synced = True
-        if self._has_buffers and self.wrapped is None:
-            broadcast_tensors(learn.model.buffers())
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
@@ -177,7 +186,7 @@ class Replicas:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
         self.wrapped = self.message = None
-        self.trained, self._prepared = [], (None, [])
+        self.trained, self._layout, self._params = [], [], []
         learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
@@ -191,6 +200,26 @@ class Replicas:
         self.release(learn)
 
 
+def check_same_parameters(model: nn.Module, world: Comm) -> None:
+    "Raise `DistributedError` unless all ranks train the same parameters: equal names, shapes and dtypes."
+    trained = {
+        name: f'{tuple(p.shape)} {p.dtype}'
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    checksum = crc32(repr(trained).encode())
+    if len(set(world.gather(checksum))) == 1:
+        return
+    for rank, other in enumerate(world.gather(trained)):
+        for name in sorted({*trained, *other}):
+            if trained.get(name) != other.get(name):
+                raise DistributedError(
+                    f'The processes train different parameters: {name} is {trained.get(name, "not trained")} in '
+                    f'process {world.rank}, and {other.get(name, "not trained")} in process {rank}. Set '
+                    '`requires_grad_()` alike in all of them.'
+                )
+
+
 class GradientMessage:
     """Average the gradients of a small model on CPUs in one message, which holds the weight of a batch as well.
 
@@ -201,43 +230,43 @@ class GradientMessage:
 
     def __init__(
         self,
-        model: nn.Module,  # model whose trained parameters have one dtype
+        parameters: list[nn.Parameter],  # the same on every rank, of one dtype and device
         rank: int,
         size: int,  # number of ranks
     ) -> None:
-        self.model, self.size = model, size
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        sizes = [p.numel() for p in self.parameters]
-        self.data = self.parameters[0].detach().new_zeros(sum(sizes) + 1)
-        self._averages, self._weight = self.data[:-1], self.data[-1]
+        sizes = [p.numel() for p in parameters]
+        n = sum(sizes)
+        self.parameters, self.size = parameters, size
+        self.data = parameters[0].detach().new_zeros(n + len(sizes) + 1)
+        self._averages, self._weight = self.data[:n], self.data[-1]
+        self._n_grads = self.data[n:-1]  # number of ranks with a gradient, by parameter
         parts = self._averages.split(sizes)
-        self._parts = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        self._parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
         self._received = torch.empty_like(self.data)
-        self._partners = list_partners(rank, size, len(self.data))
+        self._partners = list_partners(rank, size, n) if self.data.is_cpu else []
 
     @torch.no_grad()
     def average(
         self,
         weight: float = 0.0,  # number to sum over the ranks
     ) -> None:
-        "Replace the gradients by their averages over the ranks; raise `DistributedError` if one is missing."
+        """Replace the gradients by their averages over the ranks.
+
+        A rank without a gradient adds zeros. A parameter that has no gradient on any rank keeps none."""
+        self._n_grads.fill_(1)
+        missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for i in missing:
+            self.parameters[i].grad = torch.zeros_like(self.parameters[i])
+            self._n_grads[i] = 0
         grads: list[Any] = [p.grad for p in self.parameters]
-        if any(grad is None for grad in grads):
-            raise self._make_missing_error()
         torch._foreach_copy_(self._parts, grads)
         torch.mul(self._averages, 1 / self.size, out=self._averages)
         self._weight.fill_(weight)
         sum_over_ranks(self.data, self._partners, self._received)
         torch._foreach_copy_(grads, self._parts)
-
-    def _make_missing_error(self) -> DistributedError:
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        missing = [name for name, p in trained if p.grad is None]
-        return DistributedError(
-            f'{", ".join(missing)}: no gradient, because the loss does not depend on it, and other processes wait '
-            "for its average. `learn.distributed('ddp', find_unused_parameters=True)` allows for that; to train "
-            'without it, set `requires_grad_(False)` before the fit.'
-        )
+        for i in missing:
+            if not self._n_grads[i]:
+                self.parameters[i].grad = None
 
     def total(self) -> float:
         "Return the sum over ranks of the weight last sent."
@@ -297,6 +326,7 @@ def can_rescale(parameters: list[nn.Parameter]) -> bool:
     return is_wide and sum(p.numel() for p in parameters) <= MAX_RESCALED
 
 
+@torch.no_grad()
 def broadcast_tensors(
     tensors: Iterable[Tensor],  # tensors, of the same shapes on every rank
     host_group: Any = None,  # process group for tensors on the host; None: the default group
@@ -304,60 +334,46 @@ def broadcast_tensors(
     "Replace tensors by the first rank's tensors."
     import torch.distributed as dist
 
-    def broadcast(flat: Tensor) -> None:
+    for group in group_tensors(tensors):
+        flat = torch.cat([t.reshape(-1) for t in group])
         dist.broadcast(flat, 0, group=host_group if flat.is_cpu else None)
-
-    send_joined(tensors, broadcast)
+        for t, value in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            t.copy_(value.view_as(t))
 
 
 def average(parameters: Iterable[nn.Parameter]) -> None:
-    "Average gradients over ranks; every rank must have gradients of the same parameters."
+    """Average gradients over ranks. Every rank must give the same parameters.
+
+    A sparse gradient is averaged by itself, and every rank must have it."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
+    dense = []
+    for p in parameters:
+        if p.grad is None or not p.grad.is_sparse:
+            dense.append(p)
+            continue
+        p.grad.div_(size)
+        dist.all_reduce(p.grad)
+    for group in group_tensors(dense):
+        GradientMessage(group, rank, size).average()
 
-    def reduce(flat: Tensor) -> None:
-        flat.div_(size)
-        if not flat.is_cpu or flat.is_sparse:
-            dist.all_reduce(flat)
-            return
-        partners = list_partners(rank, size, len(flat))
-        sum_over_ranks(flat, partners, torch.empty_like(flat))
 
-    send_joined((p.grad for p in parameters if p.grad is not None), reduce)
-
-
-@torch.no_grad()
-def send_joined(
-    tensors: Iterable[Tensor],
-    send: Callable[[Tensor], None],  # changes a flat tensor in place, on all ranks
-) -> None:
-    "Send tensors in messages of up to `MESSAGE_BYTES` for each dtype and device; a sparse tensor is sent by itself."
-    groups: dict[Any, list[Tensor]] = {}
+def group_tensors(tensors: Iterable[T]) -> list[list[T]]:
+    "Group tensors by dtype and device, in groups of up to `MESSAGE_BYTES` or of one larger tensor."
+    groups: list[list[T]] = []
+    last: dict[Any, tuple[list[T], int]] = {}  # last group of each kind, and its number of bytes
     for t in tensors:
-        if t.is_sparse:
-            send(t)
-        elif t.numel():
-            groups.setdefault((t.dtype, t.device), []).append(t)
-    for group in groups.values():
-        for part in split_by_bytes(group):
-            flat = torch.cat([t.reshape(-1) for t in part])
-            send(flat)
-            for t, value in zip(part, flat.split([t.numel() for t in part]), strict=True):
-                t.copy_(value.view_as(t))
-
-
-def split_by_bytes(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    "Split a list of tensors into parts of up to `MESSAGE_BYTES`, or of one larger tensor."
-    part: list[Tensor] = []
-    n_bytes = 0
-    for t in tensors:
-        if part and n_bytes + t.nbytes > MESSAGE_BYTES:
-            yield part
-            part, n_bytes = [], 0
-        part.append(t)
-        n_bytes += t.nbytes
-    yield part
+        if not t.numel():
+            continue
+        kind = t.dtype, t.device
+        group, n_bytes = last.get(kind, ([], 0))
+        if not group or n_bytes + t.nbytes > MESSAGE_BYTES:
+            group, n_bytes = [], 0
+            groups.append(group)
+        group.append(t)
+        last[kind] = group, n_bytes + t.nbytes
+    return groups
 
 
 def is_too_big(model: nn.Module) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -237,13 +236,9 @@ class Sharded:
         learn = self._learn
         learn.model.set_requires_gradient_sync(not learn.microbatch or learn.run.is_last_microbatch)
 
-    def pass_without_sync(self) -> AbstractContextManager[Any]:
-        "Return a null context: gradients are reduced in every pass, to keep shards only."
-        return nullcontext()
-
-    def pass_with_sync(self, learn: LearnerLike) -> None:
-        "Set `has_synced`; a hook broadcasts the buffers."
-        self.has_synced = True
+    def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
+        "Note a pass whose gradients are averaged; hooks reduce the gradients, and broadcast the buffers."
+        self.has_synced = self.has_synced or averages
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 from learnkit import (
+    SGD,
     Callback,
     DataLoaders,
     GradientAccumulation,
@@ -485,20 +487,28 @@ class Half(torch.nn.Module):
         return self.used(x)
 
 
-def test_parameters_without_a_part_in_the_loss_are_told_with_the_option() -> None:
-    def job(rank: int) -> list[Any]:
-        learn = Learner(make_dls(), Half(), F.cross_entropy)
-        errors = []
-        for options in ({}, {'bucket_cap_mb': 25}):
-            with learn.no_bar(), pytest.raises(RuntimeError) as e:
-                with learn.distributed('ddp', timeout='20s', **options):
-                    learn.fit(1)
-            errors.append((str(e.value), getattr(e.value, '__notes__', [])))
+def test_parameters_without_a_part_in_the_loss() -> None:
+    "They are left alone without the wrapper, and an error that names the option with it."
+    torch.manual_seed(0)
+    model = Half()
+
+    def job(rank: int) -> tuple[list[Any], list[str]]:
+        learn = make_learner(opt_func=SGD)
+        learn.model = deepcopy(model)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        unused = learn.model.unused
+        ends = [weights(learn), unused.weight.grad, torch.equal(unused.weight, model.unused.weight)]
+        with learn.no_bar(), pytest.raises(RuntimeError, match='finished reduction') as e:
+            with learn.distributed('ddp', timeout='20s', bucket_cap_mb=25):
+                learn.fit(1)
         with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True):
             learn.fit(1)
-        return errors
+        return ends, list(e.value.__notes__)
 
-    option = "learn.distributed('ddp', find_unused_parameters=True)"
-    for (at_once, _), (wrapped, notes) in run_ranks(job):
-        assert 'unused.weight, unused.bias' in at_once and option in at_once
-        assert 'finished reduction' in wrapped and any(option in n for n in notes)
+    alone = make_learner(make_dls(bs=16), opt_func=SGD)
+    alone.model = deepcopy(model)
+    alone.fit(1)
+    for (got, grad, is_unchanged), notes in run_ranks(job):
+        assert (got - weights(alone)).abs().max() < 1e-12 and grad is None and is_unchanged
+        assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)

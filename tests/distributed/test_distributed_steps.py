@@ -324,11 +324,12 @@ class Shifted(nn.Module):
         return self.layer(x + self.shift)
 
 
-def test_buffers_in_training_are_those_of_the_wrapper() -> None:
+@pytest.mark.parametrize('make_cbs', [list, lambda: [GradientAccumulation(16)]])
+def test_buffers_in_training_are_those_of_the_wrapper(make_cbs: Callable[[], list[Any]]) -> None:
     def job(rank: int) -> list[Tensor]:
         ends = []
         for options in ({}, {'bucket_cap_mb': 25}):
-            learn = make_learner(make_dls(101, 4), opt_func=SGD)
+            learn = make_learner(make_dls(101, 4), opt_func=SGD, cbs=make_cbs())
             torch.manual_seed(rank)  # the first rank's weights count
             learn.model = Shifted()
             with learn.distributed('ddp', timeout='20s', **options):
@@ -342,6 +343,105 @@ def test_buffers_in_training_are_those_of_the_wrapper() -> None:
         assert own_shift.abs().min() > 0 and (own - wrapped).abs().max() < 1e-12
         assert (own_shift - wrapped_shift).abs().max() < 1e-12
         assert torch.equal(own, first[0]) and torch.equal(own_shift, first[1])
+
+
+class Sided(nn.Module):
+    "A model with a layer for the first half of each batch, which the second rank does not call."
+
+    def __init__(self, side: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.side = side  # half of the batch that this rank has; None: both
+        self.common, self.extra = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+        self.register_buffer('sparse', torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.common(x) * self.sparse
+        if self.side is None and self.training:
+            half = len(x) // 2
+            return torch.cat([out[:half] + self.extra(x[:half]), out[half:]])
+        return out + self.extra(x) if self.side == 0 else out
+
+
+class OwnLoop(Learner):
+    "A loop that averages gradients right before the step."
+
+    def train_batch(self) -> None:
+        self.pred = self.forward(self.model, self.x)
+        self.optimize(self.loss_func(self.pred, self.y))
+
+
+@pytest.mark.parametrize('kind', [Learner, OwnLoop])
+def test_a_layer_that_one_rank_does_not_call(kind: type[Learner]) -> None:
+    def sided(side: int | None, bs: int) -> Learner:
+        learn = make_learner(make_dls(104, bs), opt_func=SGD, metrics=None)
+        learn.__class__ = kind
+        learn.model = Sided(side)
+        return learn
+
+    alone = sided(None, 8)
+    begun = weights(alone)
+    alone.fit(2)
+    assert (weights(alone) - begun)[-18:].abs().min() > 1e-4  # of the layer
+    for got in run_ranks(lambda rank: trained(sided(rank, 4))):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+def test_ranks_that_train_different_parameters() -> None:
+    def job(rank: int) -> str:
+        learn = make_learner()
+        learn.model[3].bias.requires_grad_(rank == 0)
+        with pytest.raises(DistributedError) as e, learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        return str(e.value)
+
+    for message in run_ranks(job):
+        assert '3.bias' in message and 'process 0' in message and 'process 1' in message
+
+
+class Cast(nn.Module):
+    "A linear layer in the precision of its weights."
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight.dtype)).double()
+
+
+def test_the_precision_of_the_weights_may_change_between_two_fits() -> None:
+    def job(rank: int | None) -> Tensor:
+        learn = make_learner(make_dls(104, 8 if rank is None else 4), opt_func=SGD, metrics=None)
+        learn.model = Cast()
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+            start = 0.25 * torch.arange(18.0, dtype=torch.float64)
+            learn.model.double()
+            nn.utils.vector_to_parameters(start, learn.model.parameters())
+            learn.fit(1)
+        return weights(learn)
+
+    alone = job(None)
+    for got in run_ranks(job):
+        assert (got - alone).abs().max() < 1e-10
+
+
+def test_gradients_that_a_callback_has_added_before_the_backward_pass() -> None:
+    def penalize(cb: Any) -> None:
+        if cb.training:
+            (0.1 * cb.model(cb.x).square().mean()).backward()
+
+    def penalized(bs: int) -> Learner:
+        cbs = Callback(after_loss=penalize)
+        dls = make_dls(104, bs)
+        return make_learner(dls, loss_func=left_out(), metrics=None, cbs=cbs, opt_func=SGD)
+
+    alone = penalized(8)
+    alone.fit(2)
+    for got in run_ranks(lambda rank: trained(penalized(4))):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
 def test_sparse_gradients_are_those_of_one_process() -> None:
