@@ -363,6 +363,7 @@ class PredictionSink:
         if 'targs' in self.names:
             entries['targs'] = detuplify(self._detach(learn.yb))
         if 'losses' in self.names:
+            n = n or count_samples(learn)  # raises `BatchError` for an unknown number
             entries['losses'] = self._detach(average_per_sample(learn.loss, n, learn.yb))
         if self.transfer is None:
             return self._pass_on(entries)

@@ -295,7 +295,7 @@ class _NpyFile:
     def add(self, rows: np.ndarray) -> None:
         "Append the rows of a batch; raise `OptionError` if their shape or type differs from the first batch."
         rows = np.ascontiguousarray(rows if rows.ndim else rows[None])
-        if not self.n:
+        if not self.file.tell():
             self.dtype, self.shape = rows.dtype, rows.shape[1:]
             self._write_header()
         if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):

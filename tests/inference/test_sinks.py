@@ -190,3 +190,12 @@ def test_what_one_process_cannot_complete_is_told_by_all(
         answers[1 - who][0] == 'DistributedError'
         and f'Process {who} of 2 has failed: ' in answers[1 - who][1]
     )
+
+
+def test_a_npy_file_that_begins_with_an_empty_batch(tmp_path: Path) -> None:
+    learn = make()
+    batches = [(torch.zeros(n, 2), torch.zeros(n, 3)) for n in (0, 3, 2)]
+    learn.get_preds(dl=batches, sink=tmp_path / 'preds.npy')
+    rows = np.load(tmp_path / 'preds.npy')
+    expected = learn.model(torch.zeros(5, 2)).detach().numpy()
+    assert rows.shape == (5, 3) and np.allclose(rows, expected)
