@@ -26,18 +26,16 @@ __all__ = [
     'is_too_big',
 ]
 
-MAX_AT_ONCE = 2**20  # elements of all gradients; more are sent while the backward pass runs
-MESSAGE_BYTES = (
-    25 << 20
-)  # joined tensors are copied; DistributedDataParallel's buckets are as large
-MAX_EXCHANGED = (
-    2**17
-)  # elements of a message that ranks exchange in pairs; an all-reduce sends more quickly
-TAG = 20_113  # tag of these messages, so that they are not taken for those of a user
-MAX_RESCALED = (
-    10**7
-)  # elements of all gradients; rescaling more takes longer than waiting for a message
-
+# elements of all gradients: more are sent by torch's wrapper, while the backward pass runs
+MAX_AT_ONCE = 2**20
+# elements of all gradients: rescaling more takes longer than waiting for a message
+MAX_RESCALED = 10**7
+# elements of a message that ranks exchange in pairs: an all-reduce sends more elements sooner
+MAX_EXCHANGED = 2**17
+# joined tensors are copied; the buckets of DistributedDataParallel are as large
+MESSAGE_BYTES = 25 << 20
+# tag of messages in pairs, so that they are not taken for messages of a user
+TAG = 20_113
 
 T = TypeVar('T', bound=Tensor)
 
@@ -83,9 +81,8 @@ class Replicas:
         self._needs_wrapper = bool(options) or comm_hook is not None
         self._layout: list[Any] = []  # of the parameters and buffers that were prepared
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
-        self._broadcasts = (
-            True  # the next pass without a wrapper begins with a broadcast of the buffers
-        )
+        self._has_buffers = False
+        self._broadcasts = True  # buffers are broadcast before the next pass without a wrapper
 
     def enter(self, learn: LearnerLike) -> None:
         "Do nothing; `prepare` wraps the model once the model is on its device."
