@@ -468,14 +468,16 @@ class Logger(Callback):
 class RunLogger(Logger):
     """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
 
-    `where` returns a folder. Checkpointed: the id, in addition to the state of `Logger`.
+    `where` returns a folder, or None for a backend without files. Checkpointed: the id, in addition to the state of `Logger`.
     """
 
     _id: str | None = None  # id of the run; None before the first `open`
 
     def check(self) -> None:
         "Raise a typed error if files cannot be written to the folder of the log."
-        check_folder(self.where(), keep_new=True)
+        folder = self.where()
+        if folder is not None:
+            check_folder(folder, keep_new=True)
 
     def saved(self) -> dict[str, Any]:
         return {'id': self._id}
