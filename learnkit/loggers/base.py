@@ -468,7 +468,8 @@ class Logger(Callback):
 class RunLogger(Logger):
     """Base class of loggers whose backend gives each run an id, with which `open` continues the run.
 
-    `where` returns a folder, or None for a backend without files. Checkpointed: the id, in addition to the state of `Logger`.
+    `where` returns a folder, or None for a backend without files. Checkpointed: the id, in addition
+    to the state of `Logger`.
     """
 
     _id: str | None = None  # id of the run; None before the first `open`
