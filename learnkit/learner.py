@@ -967,7 +967,8 @@ class Learner(Loop):
         """Predict on one sample.
 
         The label is the result of `dls.decode_batch` if the data has it (fastai), otherwise the class name in
-        `dls.vocab`, otherwise the prediction decoded by `loss_func.decodes`.
+        `dls.vocab`, otherwise the decoded prediction. `loss_func.decodes` decodes; with torch's own losses this is the
+        most probable class, or the labels with a probability above 0.5.
 
         >>> from learnkit.testing import synth_learner
         >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))

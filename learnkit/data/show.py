@@ -8,12 +8,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_detach
 from learnkit.core.errors import OptionError
-from learnkit.core.model import unwrap_partial
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.core.random import preserved_generators
@@ -30,7 +28,6 @@ __all__ = [
     'first_samples',
     'as_targets',
     'class_axis',
-    'binary_cut',
     'wrong_ones',
     'find_images',
     'as_pictures',
@@ -142,14 +139,6 @@ def first_samples(
 
 
 # -- predictions as targets ------------------------------------------------------------------------
-
-
-def binary_cut(loss_func: Any) -> float | None:
-    "Return the probability above which torch's binary losses mean class 1, or None for other losses."
-    loss_func = unwrap_partial(loss_func)
-    classes = nn.BCEWithLogitsLoss, nn.BCELoss
-    functions = F.binary_cross_entropy_with_logits, F.binary_cross_entropy
-    return 0.5 if isinstance(loss_func, classes) or loss_func in functions else None
 
 
 def as_targets(

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.core.activation import find_activation
+from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     batch_counter,
     children_of,
@@ -314,7 +313,7 @@ class PredictionSink:
     ) -> None:
         self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
         self.act = act or find_activation(learn.loss_func)
-        self.decode = getattr(learn.loss_func, 'decodes', noop)
+        self.decode = find_decoder(learn.loss_func)
         included = {
             'inputs': with_input,
             'preds': True,

@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from learnkit.core.activation import find_activation
+from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     children_of,
     describe,
@@ -148,7 +148,7 @@ def get_preds(
         activate = act or partial(_apply_to_samples, find_activation(learn.loss_func))
         res[i] = activate(res[i])
         if with_decoded:
-            decode = getattr(learn.loss_func, 'decodes', noop)
+            decode = find_decoder(learn.loss_func)
             res.insert(i + 2, _apply_to_samples(decode, res[i]))
     return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
 
