@@ -22,6 +22,7 @@ from learnkit import (
     mae,
 )
 from learnkit.core.errors import BatchError
+from learnkit.core.model import name_of
 from learnkit.testing import RegModel, synth_learner
 
 N = 13  # no multiple of the batch size 4
@@ -202,7 +203,9 @@ def test_with_loss_of_classes(xy: Any) -> None:
     assert torch.allclose(losses, -preds.log()[torch.arange(N), targs], atol=1e-6)
 
 
-@pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(), F.cross_entropy, nn.NLLLoss()], ids=str)
+@pytest.mark.parametrize(
+    'loss', [nn.CrossEntropyLoss(), F.cross_entropy, nn.NLLLoss()], ids=name_of
+)
 def test_losses_of_torch_decode_classes(loss: Any, xy: Any) -> None:
     x, y = xy[0], torch.randint(2, (N,))
     model = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
@@ -218,7 +221,7 @@ def test_losses_of_torch_decode_classes(loss: Any, xy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    'loss', [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()], ids=str
+    'loss', [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()], ids=name_of
 )
 def test_losses_of_torch_decode_labels(loss: Any, xy: Any) -> None:
     x, y = xy[0], torch.randint(2, (N, 2)).float()
