@@ -149,7 +149,9 @@ def _leave_parent(folder: Path, parent: int) -> None:
     sys.excepthook = sys.__excepthook__
     sys.unraisablehook = sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
-    _reset_exit_functions()
+    with catch_warnings():
+        simplefilter('ignore', ResourceWarning)  # releases processes that the parent still uses
+        _reset_exit_functions()
     torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
