@@ -45,7 +45,12 @@ from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_bat
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
-from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.engine.callback import (
+    SHOWN_ELSEWHERE,
+    Callback,
+    MissingAttribute,
+    defined_on_class,
+)
 from learnkit.engine.checks import (
     check_function,
     check_loss,
@@ -1403,8 +1408,8 @@ class Learner(Loop):
                 f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
             )
         for cb in self.callbacks:
-            if receive := getattr(type(cb), 'receive_log', None):
-                receive(cb, name, value, weight, shown)
+            if isinstance(cb, Callback):
+                cb.receive_log(name, value, weight, shown)
 
     def show_training_loop(self) -> None:
         """Print the events of a fit in order, with the callbacks that run at each event.

@@ -119,7 +119,7 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            if hasattr(cb, 'send_images'):  # a `Logger`
+            if hasattr(type(cb), 'send_images'):  # a `Logger`
                 cb.send_images(name, pictures)
             elif defined_on_class(cb, 'log_images'):
                 cb.log_images(learn.time.ba, name, pictures)

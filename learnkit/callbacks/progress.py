@@ -25,6 +25,7 @@ from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import format_place
+from learnkit.engine.resume import list_checkpoint_folders
 
 __all__ = [
     'ProgressCallback',
@@ -491,9 +492,9 @@ class ProgressCallback(Callback):
         text = f'Stopped by Ctrl-C ({format_place(learn)}).'
         if not learn.fitting:
             return text
-        saving = [cb for cb in learn.cbs if hasattr(cb, 'checkpoint_folder')]
-        if saving:
-            return f'{text} `fit(..., resume=True)` resumes from {saving[0].checkpoint_folder()}.'
+        folders = list_checkpoint_folders(learn)
+        if folders:
+            return f'{text} `fit(..., resume=True)` resumes from {folders[0]}.'
         return f'{text} The weights are lost: with `Checkpoint()` among the callbacks, a fit can be resumed.'
 
     def after_fit(self) -> None:

@@ -51,7 +51,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.resume import LOOP_PLACES, ResumeState
+from learnkit.engine.resume import LOOP_PLACES, ResumeState, list_checkpoint_folders
 
 __all__ = [
     'begin_resume',
@@ -179,8 +179,7 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
     if isinstance(resume, Mapping):
         r = ResumeState(check_state(resume), restore_state)
     else:
-        getters = [getattr(cb, 'checkpoint_folder', None) for cb in learn.cbs]
-        folders = [get() for get in getters if get is not None]
+        folders = list_checkpoint_folders(learn)
         folder = folders[0] if folders else learn.path / 'checkpoints'
         found = find(resume, folder, learn.world.is_first)
         if found is None:

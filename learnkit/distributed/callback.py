@@ -394,7 +394,11 @@ class DistributedTraining(Callback):
         cbs, deciders = self._step_deciders
         current_cbs = learn.callbacks.ordered()
         if cbs is not current_cbs:
-            deciders = [cb for cb in current_cbs if hasattr(cb.__class__, 'will_step')]
+            deciders = [
+                cb
+                for cb in current_cbs
+                if isinstance(cb, Callback) and type(cb).will_step is not Callback.will_step
+            ]
             self._step_deciders = current_cbs, deciders
         return not deciders or all(cb.will_step() for cb in deciders)
 

@@ -199,7 +199,7 @@ class Sharded:
                 o.state.clear()
         replace_params(optimizers, match_params(learn.model, original))
         for cb in learn.cbs:
-            if getattr(cb, 'follows_weights', False) and hasattr(cb, 'restart'):
+            if getattr(cb, 'follows_weights', False) and hasattr(type(cb), 'restart'):
                 cb.restart()
         learn.model = original
 

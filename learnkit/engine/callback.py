@@ -167,6 +167,9 @@ class Callback:
     follows_weights: bool = False  # state is rolled back with the weights (`GuardNonFinite`)
     needs_events: bool = True  # warn if a custom loop never fires an event that it handles
     nondeterministic_state: tuple[str, ...] = ()  # entries of its state that measure time
+    machine_dependent: bool = False  # its columns of the history differ from machine to machine
+    averages_samples: bool = False  # makes the training loss a mean over samples
+    sets_lr: bool = False  # sets learning rates: a schedule warns of it
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
@@ -318,6 +321,13 @@ class Callback:
         Called after `load_state_dict` when a fit is resumed from a file. A callback without
         `save_to_checkpoint` gets the folder of the checkpoints.
         """
+
+    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
+        "Receive a value that was logged with `learn.log`, whose arguments are the same."
+
+    def will_step(self) -> bool:
+        "Return False if the current batch ends without an optimizer step, so that ranks do not exchange gradients yet."
+        return True
 
     # -- notifications: no events, so callbacks that are switched off get them too -----------------
 

@@ -12,7 +12,14 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LoopLike
 from learnkit.engine.evaluation import EvaluateWithinEpochs
 
-__all__ = ['LOOP_PLACES', 'ResumeState', 'open_resumed', 'resume_at', 'resumed_epochs']
+__all__ = [
+    'LOOP_PLACES',
+    'ResumeState',
+    'list_checkpoint_folders',
+    'open_resumed',
+    'resume_at',
+    'resumed_epochs',
+]
 
 # place of a checkpoint, and the place of the loop at which it is restored
 LOOP_PLACES = {
@@ -62,6 +69,13 @@ class ResumeState:
     def restore(self, learn: LoopLike) -> None:
         "Restore the checkpoint in a Learner."
         self.restorer(learn, self)
+
+
+def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
+    "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
+    # asked of the class, as a callback also has the attributes of the Learner and the model
+    writers = [cb for cb in learn.cbs if hasattr(type(cb), 'checkpoint_folder')]
+    return [cb.checkpoint_folder() for cb in writers]
 
 
 def resumed_epochs(learn: LoopLike) -> Iterable[int]:

@@ -18,6 +18,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.engine.callback import Callback
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
@@ -583,7 +584,7 @@ def measured_values(
 
 def destinations_of(learn: LearnerLike) -> list[Any]:
     "Return the adapters of Composer's logger destinations, after running their `init`."
-    destinations: list[Any] = [cb for cb in learn.cbs if getattr(cb, 'is_destination', False)]
+    destinations: list[Any] = [cb for cb in learn.cbs if getattr(type(cb), 'is_destination', False)]
     for cb in destinations:
         cb.begin()
     return destinations
@@ -592,9 +593,8 @@ def destinations_of(learn: LearnerLike) -> list[Any]:
 def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
-        receive = getattr(type(cb), 'receive_log', None)
-        if receive and not getattr(cb, 'is_destination', False):
-            receive(cb, name, value, 1, True)
+        if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):
+            cb.receive_log(name, value)
 
 
 class ComposerLogger:
