@@ -169,7 +169,8 @@ class Learner(Loop):
     ) -> None:
         check_model(model)
         super().__init__()
-        self.dls, self.model = as_dataloaders(dls), model
+        self.dls = as_dataloaders(dls)
+        self.model = model
         if loss_func is None:
             loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
         self.loss_func = loss_func
@@ -1686,7 +1687,8 @@ class Learner(Loop):
         try:
             swallowed = self._exit_stacks.pop().__exit__(*exc_info)
         except BaseException as e:
-            error, swallowed = e, False
+            error = e
+            swallowed = False
         close_errors = [] if self.run.depth else self._close()
         if error is exc_info[1]:
             raise_first(None if swallowed else error, close_errors)

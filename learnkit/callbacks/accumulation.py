@@ -50,7 +50,8 @@ class GradientAccumulation(Callback):
     (64, 4)
     """
 
-    order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+    order = 6  # before mixed precision (10) unscales the gradients
+    run_valid = False
     run_in = 'fit'
     runs_last = ('before_backward',)  # terms that others add to the loss are averaged too
 
@@ -78,7 +79,9 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _start_sum(self) -> None:
-        self._n_samples, self._n_batches, self._weight_sum = 0, 0, 0
+        self._n_samples = 0
+        self._n_batches = 0
+        self._weight_sum = 0
         self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
 
     def before_fit(self) -> None:
@@ -102,7 +105,10 @@ class GradientAccumulation(Callback):
 
     def _forget(self) -> None:
         "Reset all counts."
-        self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
+        self._turn = ''
+        self._others = {}
+        self._n_steps = 0
+        self._stepped = False
         self._is_checked = False
         self._start_sum()
 
@@ -117,10 +123,12 @@ class GradientAccumulation(Callback):
         }
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
-        self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
+        self._n_samples = counts['n_samples']
+        self._weight_sum = counts['weight_sum']
         self._n_batches = counts['n_batches']
         self._divisor = counts['divisor']
-        self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
+        self._n_steps = counts['n_steps']
+        self._stepped = counts['stepped']
 
     def _take_turn(self) -> None:
         "Switch to the counts of the current optimizer."
@@ -138,7 +146,8 @@ class GradientAccumulation(Callback):
         self._turn = turn
         if turn in self._others:
             return self._set_counts(self._others.pop(turn))
-        self._n_steps, self._stepped = 0, False
+        self._n_steps = 0
+        self._stepped = False
         self._start_sum()
 
     # -- batches -----------------------------------------------------------------------------------
@@ -193,7 +202,8 @@ class GradientAccumulation(Callback):
         return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
 
     def after_step(self) -> None:
-        self._n_steps, self._stepped = self._n_steps + 1, True
+        self._n_steps += 1
+        self._stepped = True
         self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:

@@ -67,7 +67,8 @@ class BestMetric(TrackerCallback):
             raise OptionError(
                 f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
             )
-        self.at_best, self.best_at = {}, None
+        self.at_best = {}
+        self.best_at = None
         self._names: tuple[str, ...] = ()  # recorded columns
 
     def before_fit(self) -> None:
@@ -75,7 +76,8 @@ class BestMetric(TrackerCallback):
         super().before_fit()
         self._names = self._match_columns()
         if self.reset_on_fit:
-            self.at_best, self.best_at = {}, None
+            self.at_best = {}
+            self.best_at = None
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."

@@ -113,7 +113,9 @@ class WholeStep:
         torch.compile(whole_step, **options)  # raises errors in the options now
         import torch._dynamo as dynamo  # a local import: it takes a second
 
-        self.learn, self.options, self.dynamo = learn, options, dynamo
+        self.learn = learn
+        self.options = options
+        self.dynamo = dynamo
         self.compiled: Callable[..., Any] | None = None
         self.in_cpp = True  # whether the code that calls the kernels is compiled too
         # arguments of the compiled step, made after an ordinary step
@@ -121,7 +123,8 @@ class WholeStep:
         self.refused: list[str] = []  # reasons why there can be no plan
         self.given_up = ''  # reason why nothing is compiled any more
         self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
-        self.odd_in_a_row, self.any_shape = 0, False
+        self.odd_in_a_row = 0
+        self.any_shape = False
         self.compiled_s: list[float] = []  # seconds of the timed steps
         self.ordinary_s: list[float] = []
         self.verdict = ''  # result of the comparison
@@ -158,7 +161,8 @@ class WholeStep:
 
     def _fits(self) -> bool:
         "Return True if the compiled step can run this batch; drop an outdated plan."
-        plan, learn = self.plan, self.learn
+        plan = self.plan
+        learn = self.learn
         if plan is None or self._is_blocked():
             return False
         # before each epoch, also run the checks that are too slow for each batch
@@ -204,7 +208,8 @@ class WholeStep:
             self.shapes = shapes
         self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
         if self.odd_in_a_row == ODD_IN_A_ROW:
-            self.any_shape, self.verdict = True, ''
+            self.any_shape = True
+            self.verdict = ''
         return self.any_shape or not self.odd_in_a_row
 
     def explain(self) -> str:
@@ -234,7 +239,8 @@ class WholeStep:
         if len(self.ordinary_s) < TIMED or self.given_up:
             return
         compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
-        self.compiled_s, self.ordinary_s = [], []
+        self.compiled_s = []
+        self.ordinary_s = []
         self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'
         if compiled_s >= ordinary_s:
             self._give_up(f'the compiled one was not faster: {self.verdict}')
@@ -247,7 +253,9 @@ class WholeStep:
         return perf_counter()
 
     def _compiled(self) -> None:
-        learn, plan, error = self.learn, self.plan, ''
+        learn = self.learn
+        plan = self.plan
+        error = ''
         assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
@@ -310,13 +318,18 @@ class WholeStep:
     def _retreat(self, error: str) -> None:
         "Try the simpler way to call the kernels after the faster one, then give up."
         if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp, self.compiled, self.verdict = False, None, ''
-            self.compiled_s, self.ordinary_s = [], []
+            self.in_cpp = False
+            self.compiled = None
+            self.verdict = ''
+            self.compiled_s = []
+            self.ordinary_s = []
         else:
             self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up, self.plan, self.compiled = reason, None, None
+        self.given_up = reason
+        self.plan = None
+        self.compiled = None
 
 
 def find_overrides(learn: LearnerLike) -> list[str]:

@@ -93,7 +93,10 @@ class ParamCount(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+    observer = True
+    order = 60
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
@@ -149,14 +152,18 @@ class DatasetStats(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+    observer = True
+    order = 60
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
         n: int = 8,  # number of batches to read of each loader
         verbose: bool = False,  # whether to print the table
     ) -> None:
-        self.n, self.verbose = check_count('n', n, 0), verbose
+        self.n = check_count('n', n, 0)
+        self.verbose = verbose
         self.stats: dict[str, dict[str, Any]] = {}
         self._described: Any = None  # loaders that `stats` describes
 
@@ -293,7 +300,8 @@ def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
     "Describe an entry of several batches; axes of different sizes are '*'."
-    first, shapes = ts[0], {t.shape[1:] for t in ts}
+    first = ts[0]
+    shapes = {t.shape[1:] for t in ts}
     if len(shapes) == 1:
         shape: tuple[Any, ...] = tuple(first.shape[1:])
     else:

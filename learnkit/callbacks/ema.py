@@ -81,7 +81,8 @@ class EMA(Callback):
         every: str | int | Time = 1,  # number of steps between updates
         warmup: float | None = 2 / 3,  # power: decay of update t is at most 1 - (1+t)^-warmup
     ) -> None:
-        self.every, self.warmup = steps_of(self, every=every), warmup
+        self.every = steps_of(self, every=every)
+        self.warmup = warmup
         if half_life is not None:
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
         decays: Any = [decay] if is_number(decay) else decay
@@ -110,7 +111,8 @@ class EMA(Callback):
         # by name of the average; empty after loading, until `_link` finds the model's tensors
         self._places: dict[str, Place] = {}
         self._stores: list[Store] = []  # the places as a list, for every step
-        self._n_steps, self._n_updates = 0, 0
+        self._n_steps = 0
+        self._n_updates = 0
 
     @property
     def has_begun(self) -> bool:
@@ -238,7 +240,8 @@ class EMA(Callback):
         if not (self._paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw, self._used_at = (self._stores, weights), depth
+        self._raw = (self._stores, weights)
+        self._used_at = depth
         copy_values(self._stores, list(self._find_averages(decay).values()))
 
     def _find_averages(self, decay: float | None) -> dict[str, Tensor]:
@@ -334,7 +337,8 @@ class EMA(Callback):
         self._averages = {name: average.clone() for name, average in sd['averages'].items()}
         for decay, averages in others.items():
             self._others[float(decay)] = {name: a.clone() for name, a in averages.items()}
-        self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
+        self._n_steps = sd['n_steps']
+        self._n_updates = sd['n_updates']
         if self._averages and self.learn is not None:
             self._link()
 

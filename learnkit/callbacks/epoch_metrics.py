@@ -40,7 +40,9 @@ class Microbatch:
 
     def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
-        self.xb, self.yb, self.loss = learn.xb, learn.yb, learn.loss
+        self.xb = learn.xb
+        self.yb = learn.yb
+        self.loss = learn.loss
         self.pred = to_detach(learn.pred, cpu=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -225,7 +227,8 @@ def load_metrics(
     states: list[dict[str, Any]],  # result of `metric_states`
 ) -> None:
     "Load the state of each metric, by name, and warn of metrics without a usable state."
-    unused, failures = list(states), []
+    unused = list(states)
+    failures = []
     for m in metrics:
         saved = next((s for s in unused if s['name'] == m.name), None)
         if saved is not None:

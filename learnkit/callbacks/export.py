@@ -63,7 +63,9 @@ class LoadWeights(Callback):
     LoadWeights(file='pretrained', at='before_epoch')
     """
 
-    order, remove_on_find, remove_on_fetch = -8, True, True
+    order = -8
+    remove_on_find = True
+    remove_on_fetch = True
     run_in = 'fit'
 
     def __init__(
@@ -80,7 +82,8 @@ class LoadWeights(Callback):
                 f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
                 "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`."
             )
-        self.with_opt, self.strict = with_opt, strict
+        self.with_opt = with_opt
+        self.strict = strict
         if self.at != 'before_fit':
             self.__dict__[self.at] = partial(self._load)
 
@@ -125,7 +128,9 @@ class ExportForInference(Callback):
     """
 
     # after loggers, and after callbacks that load the best weights
-    order, remove_on_find, remove_on_fetch = 110, True, True
+    order = 110
+    remove_on_find = True
+    remove_on_fetch = True
     run_in = 'fit'
     needs_whole_weights = True
     files: list[Path]
@@ -145,7 +150,9 @@ class ExportForInference(Callback):
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
         resolve_path(fname, Path(), suffix='')
-        self.fname, self.act, self.sample = fname, act, sample
+        self.fname = fname
+        self.act = act
+        self.sample = sample
         self.files = []
         self._exportable: Any = None  # model that is known to be exportable
         self._has_begun = False  # whether a fit is running that was not cancelled before it began
@@ -212,7 +219,8 @@ class ExportForInference(Callback):
 
     def _cases(self) -> list[Case]:
         "Return inputs of different batch sizes, each with the model's output."
-        xb, cases = self._inputs(), []
+        xb = self._inputs()
+        cases = []
         with _evaluation_mode(self.learn.model) as model, torch.no_grad():
             for size in SIZES:
                 x = _select_rows(xb, size)
@@ -254,7 +262,8 @@ def _load_program(path: Path) -> Any:
 
 def _write_onnx(program: Any, path: Path) -> Path:
     log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
-    level, log.level = log.level, logging.ERROR
+    level = log.level
+    log.level = logging.ERROR
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # warnings of torch about itself

@@ -85,7 +85,8 @@ class HyperparamLog:
         return {name: location for name, location in found.items() if location is not None}
 
     def _pack(self) -> None:
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         if not rows:
             return
         for name, (option, index) in self._locations().items():

@@ -42,7 +42,10 @@ class ImageVisualizer(Periodic):
     Time('1ep')
     """
 
-    order, run_valid, remove_on_find, remove_on_fetch = 100, True, True, True
+    order = 100
+    run_valid = True
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class ImageVisualizer(Periodic):
             raise OptionError(
                 f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}'
             )
-        self.n, self.mode = check_count('n', n), mode
+        self.n = check_count('n', n)
+        self.mode = mode
         self.images: dict[str, Tensor] = {}  # last images by name
         self._wanted = True  # whether to show the next training batch
 
@@ -98,7 +102,8 @@ class ImageVisualizer(Periodic):
         )
 
     def _send_output(self) -> None:
-        pred, targ = self.learn.pred, self.learn.yb[0] if self.learn.yb else None
+        pred = self.learn.pred
+        targ = self.learn.yb[0] if self.learn.yb else None
         if not isinstance(pred, Tensor) or pred.ndim != 4:
             raise BatchError(
                 f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '

@@ -140,10 +140,8 @@ class LRFinder(ParamScheduler):
             schedule = SchedExp(float(low[0]), float(high[0]))
         super().__init__({'lr': schedule})
         try:
-            self.num_it, self.stop_div = (
-                max(check_count('num_it', num_it, 1, FitError), 6),
-                stop_div,
-            )
+            self.num_it = max(check_count('num_it', num_it, 1, FitError), 6)
+            self.stop_div = stop_div
         except FitError as e:
             raise OptionError(f'{e} Below 6 count as 6, and 100 are better.') from None
         self._cleanups = ExitStack()
@@ -152,7 +150,8 @@ class LRFinder(ParamScheduler):
     def _start(self) -> None:
         self._pos = 0.0
         self._positions: list[float] = []  # positions in the schedule of steps with a loss
-        self._smooth, self._least = AvgSmoothLoss(), math.inf
+        self._smooth = AvgSmoothLoss()
+        self._least = math.inf
 
     def before_fit(self) -> None:
         super().before_fit()
@@ -203,7 +202,8 @@ class LRFinder(ParamScheduler):
 
     def found(self) -> LRSearch:
         "Return the search so far, without losses that arrived from the device after its end."
-        losses, least = [], math.inf
+        losses = []
+        least = math.inf
         for loss in self._smooth.smooth:
             losses.append(loss)
             least = min(least, loss)
@@ -291,7 +291,8 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
         )
     sure = slice(num_it // 10, search.n_sure)
     if len(lrs[sure]) > 1:
-        lrs, losses = lrs[sure], losses[sure]
+        lrs = lrs[sure]
+        losses = losses[sure]
     suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
     search.points = {name: point for name, (_, point) in suggestions.items()}
     search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}

@@ -25,13 +25,15 @@ def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     lrs, losses = _floats(lrs), _floats(losses)
     # length of the longest decreasing sequence that ends at each point
     length = [1] * len(losses)
-    start, end = 0, 0
+    start = 0
+    end = 0
     for i, loss in enumerate(losses):
         for j in range(i):
             if losses[j] > loss and length[j] >= length[i]:
                 length[i] = length[j] + 1
             if length[i] > length[end]:
-                start, end = i - length[i], i
+                start = i - length[i]
+                end = i
     third = (end - start) / 3
     i = start + int(third) + int(third / 2)
     return lrs[i], (lrs[i], losses[i])
@@ -51,7 +53,9 @@ def slide(
     low = max(high - lr_diff, 0)
     best = lrs[low]
     while low >= 0 and abs(slopes[high] - slopes[low]) > thresh:
-        best, low, high = lrs[low], low - 1, high - 1
+        best = lrs[low]
+        low -= 1
+        high -= 1
     lr = best * adjust_value
     return lr, (lr, float(np.interp(math.log10(lr), np.log10(lrs), losses)))
 

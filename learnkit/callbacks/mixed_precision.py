@@ -70,7 +70,8 @@ class MixedPrecision(Callback):
     False
     """
 
-    order, runs_last = 10, ('before_backward',)  # terms that others add to the loss are scaled too
+    order = 10
+    runs_last = ('before_backward',)  # terms that others add to the loss are scaled too
 
     def __init__(
         self,
@@ -193,7 +194,8 @@ class MixedPrecision(Callback):
             return
         grads = [grad for _, grad in self._grads(self._scaled)]
         self._scaled = set()
-        scale, learn = self.scaler.get_scale(), self.learn
+        scale = self.scaler.get_scale()
+        learn = self.learn
         if 'loss_grad' in learn.__dict__:
             learn.loss_grad = learn.loss_grad / scale
         if not grads:
@@ -258,7 +260,8 @@ class FiniteCheck:
     "Stand-in for an optimizer, which a scaler steps only if all gradients are finite."
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        self.param_groups, self.is_finite = param_groups, False
+        self.param_groups = param_groups
+        self.is_finite = False
 
     def step(self) -> None:
         "Record that all gradients are finite."

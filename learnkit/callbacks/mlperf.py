@@ -28,7 +28,9 @@ from learnkit.metrics.direction import as_comparison
 
 __all__ = ['MLPerf']
 
-START, END, POINT = 'INTERVAL_START', 'INTERVAL_END', 'POINT_IN_TIME'
+START = 'INTERVAL_START'
+END = 'INTERVAL_END'
+POINT = 'POINT_IN_TIME'
 
 
 class MLPerf(Callback):
@@ -64,7 +66,10 @@ class MLPerf(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 100, True, True
+    observer = True
+    order = 100
+    remove_on_find = True
+    remove_on_fetch = True
     file: Path | None
 
     def __init__(
@@ -227,7 +232,9 @@ class MLPerf(Callback):
         if self._out is not None and self.file is not None:
             self._out.close()
             self.file.unlink()  # the file that `before_fit` began
-        self.file, self._out, self._in_block = kept, None, sd['in_block']
+        self.file = kept
+        self._out = None
+        self._in_block = sd['in_block']
         if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting:
             return
         os.truncate(kept, sd['size'])

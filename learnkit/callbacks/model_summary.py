@@ -57,7 +57,8 @@ class Layer:
     def cells(self) -> tuple[str, str, str, str, str]:
         "Return the printed cells of the row."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
-        params, trained = '', ''
+        params = ''
+        trained = ''
         if self.is_tied:
             params = 'tied'
         elif self.n_params:
@@ -278,7 +279,8 @@ def _without_persistent_workers(dl: Any) -> Iterator[None]:
     "Keep the persistent workers of a loader unchanged: a new iterator starts other workers."
     has_workers = isinstance(dl, DataLoader)
     if has_workers:
-        kept, dl._iterator = dl._iterator, None
+        kept = dl._iterator
+        dl._iterator = None
     try:
         yield
     finally:

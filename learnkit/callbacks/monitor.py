@@ -43,7 +43,11 @@ class Monitor(Callback):
     True
     """
 
-    order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
+    order = 100
+    observer = True
+    run_valid = False
+    remove_on_find = True
+    remove_on_fetch = True
     metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
     latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
 

@@ -99,7 +99,9 @@ class GuardNonFinite(Callback):
     """
 
     # order within a step: after SAM, accumulation and unscaling, before clipping
-    order, run_valid, remove_on_find = MixedPrecision.order + 0.5, False, True
+    order = MixedPrecision.order + 0.5
+    run_valid = False
+    remove_on_find = True
 
     def __init__(
         self,
@@ -127,7 +129,8 @@ class GuardNonFinite(Callback):
         self.grads = grads
         self.every = every
         self.max_rollbacks = max_rollbacks
-        self.n_skipped, self.n_rollbacks = 0, 0
+        self.n_skipped = 0
+        self.n_rollbacks = 0
         self._start()
 
     def _start(self) -> None:
@@ -177,7 +180,8 @@ class GuardNonFinite(Callback):
             if learn.world.any(not math.isfinite(value.item())):
                 self._act_on_loss(learn.iter)
             return
-        finite, unseen = value.isfinite().reshape(()), self._unseen
+        finite = value.isfinite().reshape(())
+        unseen = self._unseen
         if unseen and unseen[-1][0] == learn.iter:
             unseen[-1] = learn.iter, unseen[-1][1] & finite
         else:
@@ -233,7 +237,8 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen, self._unseen = self._unseen, []
+        unseen = self._unseen
+        self._unseen = []
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
             unseen = list(zip([i for i, _ in unseen], are_finite, strict=True))
@@ -392,7 +397,9 @@ class GuardNonFinite(Callback):
         self.n_skipped = sd['n_skipped']
         self.n_rollbacks = sd['n_rollbacks']
         self._in_a_row = sd['in_a_row']
-        self._made, self._since, self._snapshot = sd['made'], sd['since'], sd['good']
+        self._made = sd['made']
+        self._since = sd['since']
+        self._snapshot = sd['good']
 
 
 class TerminateOnNaNCallback(GuardNonFinite):

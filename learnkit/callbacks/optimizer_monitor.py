@@ -156,7 +156,8 @@ class OptimizerMonitor(Monitor):
 
     def measure(self) -> dict[str, float]:
         "Return norms and angles of the measured step, by name."
-        watched, self._watched = self._watched, None
+        watched = self._watched
+        self._watched = None
         return watched.metrics(self.per_parameter) if watched is not None else {}
 
     def cleanup(self) -> None:

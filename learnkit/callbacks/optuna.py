@@ -41,7 +41,9 @@ class OptunaPruning(Callback):
     [0, 1, 2]
     """
 
-    order, run_valid, remove_on_find = TrackerCallback.order + 4, False, True
+    order = TrackerCallback.order + 4
+    run_valid = False
+    remove_on_find = True
     run_in = 'fit'
 
     def __init__(
@@ -119,6 +121,7 @@ class OptunaPruning(Callback):
         self._raise_pruned()
 
     def _raise_pruned(self) -> None:
-        reason, self._reason = self._reason, ''
+        reason = self._reason
+        self._reason = ''
         if reason:
             raise import_library('optuna', 'OptunaPruning').TrialPruned(reason)

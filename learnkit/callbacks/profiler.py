@@ -46,7 +46,11 @@ class TorchProfiler(Callback):
     profile/trace-batch-3.json
     """
 
-    order, run_in, run_valid, remove_on_find, writes_files = -1000, 'fit', False, True, True
+    order = -1000
+    run_in = 'fit'
+    run_valid = False
+    remove_on_find = True
+    writes_files = True
     runs_last = ('after_batch',)  # the work of other callbacks belongs to the batch
 
     def __init__(
@@ -97,7 +101,8 @@ class TorchProfiler(Callback):
     def _begin(self) -> None:
         if torch.autograd._profiler_enabled():
             raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
-        world, first = self.learn.world, self.learn.counters.batches + self.warmup
+        world = self.learn.world
+        first = self.learn.counters.batches + self.warmup
         rank = f'-rank{world.rank}' if world.size > 1 else ''
         self._name = f'trace-batch-{first}{rank}.json'
         self._n_steps = 0
@@ -126,7 +131,8 @@ class TorchProfiler(Callback):
             self.before_draw = self._begin_when_due  # type: ignore[method-assign]
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         del self.after_batch
         profiler.stop()  # writes what was recorded
 

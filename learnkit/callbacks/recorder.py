@@ -93,7 +93,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     ['epoch', 'fit', 'time', 'train_loss', 'valid_loss']
     """
 
-    remove_on_fetch, order, nondeterministic_state = True, 50, ('seconds',)
+    remove_on_fetch = True
+    order = 50
+    nondeterministic_state = ('seconds',)
     needs_events = False
     history: History
 
@@ -111,7 +113,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
-        self.history, self.n_fits = History(), 0
+        self.history = History()
+        self.n_fits = 0
         # one dict per evaluation, over all fits, including evaluations within an epoch
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
@@ -291,7 +294,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._measure(self._select_metrics('valid'))
 
     def after_train(self) -> None:
-        values, n = self._frame.values, self.smooth_loss.count - self._n_before
+        values = self._frame.values
+        n = self.smooth_loss.count - self._n_before
         measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
         if states:
             self._merge_losses(states)
@@ -314,7 +318,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def after_validate(self) -> None:
         if self.learn.phase == 'predict':
             return
-        frame, dl = self._frame, self.learn.dl_name
+        frame = self._frame
+        dl = self.learn.dl_name
         metrics = list(self._valid_mets)
         measured, _ = read_metrics(metrics, frame.n_valid, self.learn)
         values: dict[str, Any] = {}
@@ -388,7 +393,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _end_row(self) -> None:
         "Merge what the ranks have logged since the row of the epoch was written."
-        late, self._logged_after_row = self._logged_after_row, None
+        late = self._logged_after_row
+        self._logged_after_row = None
         if late is None or self.learn.world.size == 1:
             return
         states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
@@ -571,7 +577,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     @property
     def _valid_mets(self) -> list[Metric]:
-        frame, name = self._frame, self.learn.dl_name
+        frame = self._frame
+        name = self.learn.dl_name
         if name not in frame.valid:
             metrics = self._metrics_of_loader(name)
             if frame.own:
@@ -610,7 +617,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        frame, learn = self._frames[0], self.learn
+        frame = self._frames[0]
+        learn = self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
             'history': [storable(row) for row in self.history],
@@ -634,7 +642,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the records; inside a fit, also the measurements of the epoch in progress."
-        self.history, self.n_fits = History(map(dict, sd['history'])), sd['n_fits']
+        self.history = History(map(dict, sd['history']))
+        self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values = L(map(L, unpack_rows(sd['values'])))
         self.iters = L(list(sd['iters']))

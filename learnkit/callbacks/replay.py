@@ -72,7 +72,9 @@ class Replay(Callback):
     True
     """
 
-    order, remove_on_find, remove_on_fetch = 10_000, True, True  # after all other callbacks
+    order = 10_000  # after all other callbacks
+    remove_on_find = True
+    remove_on_fetch = True
     name = 'replay_callback'  # `learn.replay` is a method
 
     def __init__(self) -> None:

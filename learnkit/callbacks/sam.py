@@ -44,7 +44,8 @@ class SAM(Callback):
     """
 
     # first callback of a step: unscaling and clipping act on the second gradient
-    order, run_valid = 5, False
+    order = 5
+    run_valid = False
     run_in = 'fit'
 
     def __init__(
@@ -137,7 +138,8 @@ class SAM(Callback):
             p.copy_(value)
         for m, key, buffer, value in self._buffers:
             m._buffers[key] = buffer.copy_(value)
-        self._weights, self._buffers = [], []
+        self._weights = []
+        self._buffers = []
 
     def cleanup(self) -> None:
         self._restore()

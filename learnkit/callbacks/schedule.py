@@ -71,7 +71,9 @@ class ParamScheduler(Callback):
     [0.5, 0.375, 0.25, 0.125]
     """
 
-    order, run_valid, remove_on_find = 60, False, True
+    order = 60
+    run_valid = False
+    remove_on_find = True
     run_in = 'fit'
 
     def __init__(
@@ -148,7 +150,8 @@ class ParamScheduler(Callback):
         least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
         self._plan = [(name, f, least[name], locations[name]) for name, f in self.scheds.items()]
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
-        self._n_groups, self._opt = len(hypers), opt
+        self._n_groups = len(hypers)
+        self._opt = opt
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return a schedule's value as one Python number per group, without NumPy types."
@@ -163,7 +166,10 @@ class ParamScheduler(Callback):
         )
 
     def cleanup(self) -> None:
-        self._opt, self._known, self._plan = None, [], []  # they hold parameters
+        # they hold parameters
+        self._opt = None
+        self._known = []
+        self._plan = []
 
 
 def fit_one_cycle(

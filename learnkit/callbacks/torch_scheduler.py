@@ -44,7 +44,10 @@ class LRScheduler(Callback):
     [0.5, 0.25, 0.125]
     """
 
-    order, run_valid, remove_on_find, sets_lr = 60, False, True, True
+    order = 60
+    run_valid = False
+    remove_on_find = True
+    sets_lr = True
     run_in = 'fit'
 
     def __init__(
@@ -62,7 +65,8 @@ class LRScheduler(Callback):
             raise OptionError(
                 f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
             )
-        self.by, self.monitor = by, monitor
+        self.by = by
+        self.monitor = monitor
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
         self._view: Any = None  # param groups as the scheduler sees them
@@ -70,7 +74,8 @@ class LRScheduler(Callback):
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
-        self._first_epoch, self._wants_value = 0, False
+        self._first_epoch = 0
+        self._wants_value = False
         self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
@@ -90,14 +95,16 @@ class LRScheduler(Callback):
             self._bind()
         else:
             self._make(self._factory)
-        self._n_steps, self._has_begun = self.learn.opt.n_steps, True
+        self._n_steps = self.learn.opt.n_steps
+        self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
-        total, n_epoch = getattr(self.scheduler, 'total_steps', None), self.learn.n_epoch
+        total = getattr(self.scheduler, 'total_steps', None)
+        n_epoch = self.learn.n_epoch
         if self.by == 'batch' or self._factory is None or total is None or not n_epoch:
             return
         if total > n_epoch:
@@ -119,7 +126,8 @@ class LRScheduler(Callback):
         view = _GroupView(self.learn.opt)
         scheduler = factory(view)
         _check_scheduler('LRScheduler: the factory gave', scheduler)
-        self.scheduler, self._view = scheduler, view
+        self.scheduler = scheduler
+        self._view = view
         view.write()
 
     def _bind(self) -> None:
@@ -182,7 +190,8 @@ class LRScheduler(Callback):
             self._advance_if_stepped()  # accumulated samples left over had their step now
 
     def _advance_if_stepped(self) -> None:
-        before, self._n_steps = self._n_steps, self.learn.opt.n_steps
+        before = self._n_steps
+        self._n_steps = self.learn.opt.n_steps
         if before is not None and self._n_steps != before:
             self._advance()
 
@@ -232,7 +241,8 @@ class LRScheduler(Callback):
 
     def _load(self, sd: dict[str, Any]) -> None:
         # the optimizer's count of steps may be restored after this
-        self._loaded, self._n_steps = None, None
+        self._loaded = None
+        self._n_steps = None
         # a copy: some schedulers change the state that they load
         self.scheduler.load_state_dict(_plain(sd['scheduler']))
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
@@ -254,7 +264,9 @@ class _GroupView(torch.optim.Optimizer):
         own: Any = None,  # optimizer that a ready scheduler was made with
         n: int | None = None,  # number of param groups of that optimizer
     ) -> None:
-        self.opt, self.own, self._by_split = opt, own, True
+        self.opt = opt
+        self.own = own
+        self._by_split = True
         self.defaults = dict((opt[0] if own is None else own).defaults)
         # torch warns of a scheduler step before the first optimizer step: the callback prevents it
         self._opt_called = True
@@ -277,7 +289,8 @@ class _GroupView(torch.optim.Optimizer):
 
     def _hypers(self) -> list[Hypers]:
         "Return the current groups of the view: loading a state replaces them."
-        opt, own = self.opt, None if self.own is self.opt else self.own
+        opt = self.opt
+        own = None if self.own is self.opt else self.own
         if not self._by_split:
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [

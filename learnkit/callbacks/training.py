@@ -288,7 +288,8 @@ class ShortEpochCallback(Callback):
     0.1
     """
 
-    order, remove_on_find = 1000, True  # after all other callbacks have seen the batch
+    order = 1000  # after all other callbacks have seen the batch
+    remove_on_find = True
 
     def __init__(
         self,
@@ -297,7 +298,8 @@ class ShortEpochCallback(Callback):
     ) -> None:
         if not is_number(pct) or not 0 <= pct <= 1:
             raise bad_option(self, 'a share from 0 to 1', pct=pct)
-        self.pct, self.short_valid = pct, short_valid
+        self.pct = pct
+        self.short_valid = short_valid
 
     def before_fit(self) -> None:
         if not self.learn.fitting:

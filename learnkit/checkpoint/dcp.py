@@ -242,7 +242,8 @@ def _find_rows_in_shard(
     start, stop = _find_rows(entry, mesh)
     if entry['dim'] != 0:
         return start, stop
-    first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
+    first = sum(entry['lengths'][:rank])
+    length = entry['lengths'][rank]
     return max(0, start - first), min(length, stop - first)
 
 

@@ -40,8 +40,12 @@ class MissingData(DataLoaders):
         self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any
     ) -> None:
         self.train: Any = MissingLoader()
-        self.evaluation, self.others, self.n_inp, self.n_iter = [], [], n_inp, None
-        self.path, self.vocab = path, vocab
+        self.evaluation = []
+        self.others = []
+        self.n_inp = n_inp
+        self.n_iter = None
+        self.path = path
+        self.vocab = vocab
         self._device = None if device is None else torch.device(device)
 
     def __repr__(self) -> str:
@@ -88,9 +92,11 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     name = config.get('model')
     arguments = ', '.join(f'{k}={v!r}' for k, v in model_config.items())
     if model is None:
-        build, remark = name, ''
+        build = name
+        remark = ''
         if hasattr(nn, str(name)):  # a container such as nn.Sequential does not build the model
-            build, remark = 'build', f', your function that returns the {name}'
+            build = 'build'
+            remark = f', your function that returns the {name}'
         raise OptionError(
             f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
             f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '

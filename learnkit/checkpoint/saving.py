@@ -345,7 +345,8 @@ def export_program(
     from torch.export import Dim, ShapesCollection, export
 
     names = passed_names(model, xb)
-    args, kwargs = xb, None
+    args = xb
+    kwargs = None
     if names:
         container = xb[0]
         read = (

@@ -134,7 +134,8 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
 
 def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
-    opt, loss_func = learn.opt, learn.loss_func
+    opt = learn.opt
+    loss_func = learn.loss_func
     return {
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
@@ -233,7 +234,8 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
 
 def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
-    loop, n = r.loop, r.loop['n_epoch']
+    loop = r.loop
+    n = r.loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
     if n != learn.n_epoch and not was_over:
         warn_user(
@@ -257,7 +259,8 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
 
 def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
-    loop, n = r.loop, learn.n_epoch
+    loop = r.loop
+    n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
     if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
         return f'after epoch {i - 1}, its last.'

@@ -59,9 +59,11 @@ _INTERNAL_PATHS = (
 
 def warn_user(text: str) -> None:
     "Warn at the line of user code that called the package."
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warn(text, stacklevel=level)
 
 

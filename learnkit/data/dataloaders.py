@@ -419,7 +419,8 @@ class TensorLoader:
         >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
         [[2, 3], [4]]
         """
-        tensors, device = self.tensors, self.tensors[0].device
+        tensors = self.tensors
+        device = self.tensors[0].device
         pinned = device.type == 'cpu' and torch.cuda.is_initialized()
         batches: Iterator[Any]
         if self.shuffle:

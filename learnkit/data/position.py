@@ -225,7 +225,8 @@ class LoaderPosition:
             except Exception as e:  # a sampler that can be iterated once may raise anything
                 if is_worker_failure(e):
                     raise
-                drawn, drawn_again = [0], []
+                drawn = [0]
+                drawn_again = []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
         if not same_batches(drawn, drawn_again):
@@ -578,7 +579,8 @@ def _warn_of_persistent_workers() -> None:
 
 def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[Any]]:
     "Draw `n` entries; return the iterator, the global generators after the first, and up to four entries."
-    after_first, drawn = None, []
+    after_first = None
+    drawn = []
     step = -(-n // 4)
     for i in range(n):
         entry = next(it, _END)

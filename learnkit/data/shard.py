@@ -60,8 +60,10 @@ class Order:
         self._depth -= 1
         if self._own is None or self._depth:
             return
-        before, own = self.state or {}, self._own
-        self.state, self._own = capture_rng(devices=False), None
+        before = self.state or {}
+        own = self._own
+        self.state = capture_rng(devices=False)
+        self._own = None
         restored = {}
         for name, state in own.items():
             was_shared = name in before and same_states(state, before[name])
@@ -108,11 +110,13 @@ class Shard:
     @contextmanager
     def kept(self) -> Iterator[None]:
         "Restore the shared order and the shares of the pass at the end of the block."
-        state, shares = self.order.state, self.order.shares
+        state = self.order.state
+        shares = self.order.shares
         try:
             yield
         finally:
-            self.order.state, self.order.shares = state, shares
+            self.order.state = state
+            self.order.shares = shares
 
     def _order_generators(self) -> list[str]:
         "Return the names of the loader's own generators that draw the order, without global generators."

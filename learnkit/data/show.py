@@ -300,7 +300,8 @@ def draw_masks(
     """
     n, width = len(images), 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
-    cols, rows = samples_per_row * width, -(-n // samples_per_row)
+    cols = samples_per_row * width
+    rows = -(-n // samples_per_row)
     axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
     target = next(iter(masks.values()))
     _draw_pictures(axs[::width], as_pictures(images), titles)

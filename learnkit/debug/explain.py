@@ -210,7 +210,9 @@ class TracedTable(HandlerTable):
 
     def __init__(self, learn: LearnerLike, table: HandlerTable, trace: Trace) -> None:
         super().__init__(table.callbacks, table.training)
-        self.learn, self.table, self.trace = learn, table, trace
+        self.learn = learn
+        self.table = table
+        self.trace = trace
 
     def __missing__(self, name: str) -> list[Entry]:
         if name in CONTEXTS.values():

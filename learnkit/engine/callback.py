@@ -71,7 +71,8 @@ class MissingAttribute(AttributeError):
         why: str = '',  # explanation added to the message
     ) -> None:
         super().__init__(name, name=name, obj=owners[0])
-        self.owners, self.why = owners, why
+        self.owners = owners
+        self.why = why
 
     def __str__(self) -> str:
         owners = ' nor '.join(f'`{type(o).__name__}`' for o in self.owners)

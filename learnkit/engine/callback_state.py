@@ -411,7 +411,8 @@ def decode(
         return value
     if _KIND not in value:
         return {k: decode(v, None, cb) for k, v in value.items()}
-    kind, content = value[_KIND], value['of']
+    kind = value[_KIND]
+    content = value['of']
     match kind:
         case 'Enum':
             is_member = isinstance(current, Enum) and content in type(current).__members__

@@ -441,7 +441,8 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
-        self.callbacks, self.training = callbacks, training
+        self.callbacks = callbacks
+        self.training = training
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)

@@ -48,7 +48,8 @@ class EvaluationSchedule:
                 raise TimeError(
                     f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`."
                 )
-        self.evaluated, self.evaluated_before = {}, {}
+        self.evaluated = {}
+        self.evaluated_before = {}
         self.fit_began = replace(learn.time, dur=0.0)
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
@@ -103,7 +104,9 @@ class EvaluateWithinEpochs(Callback):
     """
 
     order = 10_000  # after all other handlers of the batch
-    run_in, run_valid, remove_on_find = 'fit', False, True
+    run_in = 'fit'
+    run_valid = False
+    remove_on_find = True
 
     def after_batch(self) -> None:
         "Evaluate the loaders that are due."

@@ -72,9 +72,13 @@ class GatherPredsCallback(Callback):
         concat_dim: int = 0,  # dimension along which batches are concatenated
         pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
-        self.with_input, self.with_loss = with_input, with_loss
-        self.with_preds, self.with_targs = with_preds, with_targs
-        self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
+        self.with_input = with_input
+        self.with_loss = with_loss
+        self.with_preds = with_preds
+        self.with_targs = with_targs
+        self.save_preds = save_preds
+        self.save_targs = save_targs
+        self.concat_dim = concat_dim
         self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
@@ -231,7 +235,8 @@ class Replicated(list[Any]):
 
 def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
-    world, team = learn.world, learn.strategy.team
+    world = learn.world
+    team = learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
@@ -286,7 +291,8 @@ class AsyncToCPU:
 
     def flush(self) -> list[Any]:
         "Wait for the pending copies, and return them."
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for _, events in pending:
             for event in events:
                 event.synchronize()
@@ -311,7 +317,10 @@ class PredictionSink:
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
-        self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
+        self.learn = learn
+        self.give = give
+        self.cpu = cpu
+        self.transfer = transfer
         self.act = act or find_activation(learn.loss_func)
         self.decode = find_decoder(learn.loss_func)
         included = {

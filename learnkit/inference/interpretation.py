@@ -64,7 +64,11 @@ class Interpretation:
         decoded: Any,  # predictions in the form of the targets
         losses: Tensor,  # losses, of shape [samples]
     ) -> None:
-        self.learn, self.dl, self.preds, self.targs, self.decoded = learn, dl, preds, targs, decoded
+        self.learn = learn
+        self.dl = dl
+        self.preds = preds
+        self.targs = targs
+        self.decoded = decoded
         self.losses = losses.flatten()
         self.vocab: Any = getattr(learn.dls, 'vocab', None)
         self._order = torch.arange(len(self.losses))  # position of each sample in the loader
@@ -374,7 +378,8 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
         )
     d, t = decoded.flatten().long(), targs.flatten().long()
     is_counted = t != ignored
-    d, t = d[is_counted], t[is_counted]
+    d = d[is_counted]
+    t = t[is_counted]
     if len(t) and (least := int(min(d.min(), t.min()))) < 0:
         raise OptionError(f'There is a class {least}, below 0.')
     return d, t

@@ -182,7 +182,9 @@ def _run_predictions(
         learn.strategy.run(learn, 'evaluation'),
         deferred.paused(),
     ):
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
+        learn.phase = 'predict'
+        learn.dl_name = 'valid'
+        learn.loader_name = loader_name
         body = partial(_do_predictions, learn, dl)
         if inner:
             body()

@@ -228,7 +228,8 @@ class ComposerState:
 
         In `after_loss` and `before_backward`, `loss` is the tensor on which `backward` is called.
         """
-        learn, adapter = self.learn, self._adapter
+        learn = self.learn
+        adapter = self._adapter
         if adapter.has_graph and 'loss_grad' in learn.__dict__:
             return learn.loss_grad
         return torch.Tensor() if adapter.last_loss is None else adapter.last_loss
@@ -237,7 +238,8 @@ class ComposerState:
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
-            self.learn.loss_grad, self._adapter.last_loss = loss, self.learn.loss
+            self.learn.loss_grad = loss
+            self._adapter.last_loss = self.learn.loss
 
     @property
     def total_loss_dict(self) -> dict[str, float]:
@@ -535,8 +537,10 @@ class ComposerState:
     def _load_counts(self, counts: Mapping[str, Any]) -> None:
         "Set the Learner's counters; warn if the checkpoint was taken within an epoch."
         counters = self.learn.counters
-        counters.epochs, counters.batches = counts['epoch'], counts['batch']
-        counters.samples, counters.tokens = counts['sample'], counts['token']
+        counters.epochs = counts['epoch']
+        counters.batches = counts['batch']
+        counters.samples = counts['sample']
+        counters.tokens = counts['token']
         counters.iterations = counts.get('iteration', 0)
         if counts['batch_in_epoch']:
             warn_user(

@@ -42,7 +42,8 @@ class TensorBoardLogger(Logger):
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
-        self.folder, self._run_folder = folder, ''
+        self.folder = folder
+        self._run_folder = ''
 
     def where(self) -> Path:
         "Return the folder, or without `folder` the parent folder of all runs."
@@ -63,7 +64,8 @@ class TensorBoardLogger(Logger):
         "Return the given folder, or make a new one."
         if self.folder is not None:
             return self.where()
-        name, n = strftime('%Y-%m-%d_%H-%M-%S'), 1
+        name = strftime('%Y-%m-%d_%H-%M-%S')
+        n = 1
         folder = self.where() / name
         while folder.exists():
             n += 1

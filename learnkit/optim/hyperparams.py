@@ -195,7 +195,8 @@ def spread(values: slice, n: int) -> list[float]:
     >>> spread(slice(1e-4, 1e-2), 3), spread(slice(1e-2), 2)
     ([0.0001, 0.001, 0.01], [0.001, 0.01])
     """
-    lo, hi = values.start, values.stop
+    lo = values.start
+    hi = values.stop
     if not all(isinstance(v, (int, float)) and v >= 0 for v in (lo or 0, hi)) or not hi:
         raise OptimizerError(
             f'{values!r}: give slice(lowest, highest) or slice(highest), of numbers above 0.'
@@ -342,7 +343,8 @@ class FusedGuard:
         return last.layout == read_layout(last.cpu_params, last.device_params)
 
     def _remember(self, i: int, group: dict[str, Any]) -> None:
-        params, state = group['params'], self.opt.state
+        params = group['params']
+        state = self.opt.state
         # a parameter that lacks a momentum buffer may get its first gradient at any step
         if group.get('momentum') and any(
             state.get(p, {}).get('momentum_buffer') is None for p in params
@@ -360,7 +362,8 @@ class FusedGuard:
         "Match gradient and state strides to the parameter's; return False if the group cannot be fused."
         has_momentum = bool(group.get('momentum')) and bool(self.opt.state)
         for p in group['params']:
-            state, grad = self.opt.state.get(p, {}), p.grad
+            state = self.opt.state.get(p, {})
+            grad = p.grad
             if grad is not None and has_momentum and state.get('momentum_buffer') is None:
                 return False
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}

@@ -218,7 +218,8 @@ class Lookahead(OptimWrapper):
         if isinstance(opt, OptimWrapper):
             for name in LAYOUT:
                 setattr(self, name, getattr(opt, name))
-        self.k, self.alpha = k, alpha
+        self.k = k
+        self.alpha = alpha
         for g in self.param_groups:
             g.setdefault('lookahead_step', 0)
 
