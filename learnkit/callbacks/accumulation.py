@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.denominator import check_is_mean
-from learnkit.core.dtensor import locals_of
+from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
@@ -247,7 +247,7 @@ class GradientAccumulation(Callback):
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor):
             return
-        grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
+        grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = divide(self._divisor, total)
         if grads:
             if isinstance(scale, Tensor):

@@ -143,9 +143,9 @@ class WholeStep:
         elif not self._fits():
             self._ordinary_then_plan()
         elif self.verdict:
-            self._compiled()
+            self._run_compiled()
         else:
-            self._timed()
+            self._run_timed()
 
     def _ordinary_then_plan(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
@@ -226,12 +226,12 @@ class WholeStep:
 
     # -- execution ---------------------------------------------------------------------------------
 
-    def _timed(self) -> None:
+    def _run_timed(self) -> None:
         "Run compiled and ordinary steps in turn, and choose the faster kind after some of each."
         is_compiled = len(self.compiled_s) <= len(self.ordinary_s)
         started = self._clock()
         if is_compiled:
-            self._compiled()
+            self._run_compiled()
         else:
             self.learn.train_batch()
         seconds = self.compiled_s if is_compiled else self.ordinary_s
@@ -252,7 +252,7 @@ class WholeStep:
         torch.cuda.synchronize()
         return perf_counter()
 
-    def _compiled(self) -> None:
+    def _run_compiled(self) -> None:
         learn = self.learn
         plan = self.plan
         error = ''

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from learnkit.callbacks.training import bad_option
-from learnkit.core.dtensor import distribute_like, locals_of
+from learnkit.core.dtensor import distribute_like, local_shards
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
@@ -167,10 +167,10 @@ class EMA(Callback):
     def _move(self, averages_by_name: dict[str, Tensor], decay: float) -> None:
         if self.warmup is not None:
             decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        averages = locals_of(averages_by_name.values())
+        averages = local_shards(averages_by_name.values())
         weights = [
             t if t.dtype is a.dtype else t.to(a.dtype)
-            for t, a in zip(locals_of(self._tensors()), averages, strict=True)
+            for t, a in zip(local_shards(self._tensors()), averages, strict=True)
         ]
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
@@ -348,7 +348,7 @@ def copy_values(stores: list[Store], values: list[Tensor]) -> None:
     if not stores:
         return
     torch._foreach_copy_(
-        [t.data for t in locals_of(store[key] for store, key in stores)], locals_of(values)
+        [t.data for t in local_shards(store[key] for store, key in stores)], local_shards(values)
     )
 
 

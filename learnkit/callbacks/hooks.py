@@ -231,7 +231,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def run_uncompiled(model: nn.Module) -> Iterator[None]:
     "Run a model without its compiled code, which ignores later changes of its hooks."
     modules = list(model.modules())
     calls = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
@@ -381,7 +381,7 @@ class HookCallback(Callback):
         if not self.modules:
             self._find()  # the callback was added during the fit
         with ExitStack() as stack:
-            stack.enter_context(uncompiled(self.learn.model))
+            stack.enter_context(run_uncompiled(self.learn.model))
             self.hooks = stack.enter_context(
                 Hooks(self.modules, self.hook, self.is_forward, self.detach, self.cpu)
             )

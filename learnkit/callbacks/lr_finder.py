@@ -40,7 +40,7 @@ from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
-from learnkit.engine.snapshot import restored, undoing
+from learnkit.engine.snapshot import restored, restored_objects
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
@@ -161,7 +161,7 @@ class LRFinder(ParamScheduler):
 
     def _undoing(self) -> AbstractContextManager[Any]:
         learn = self.learn
-        return undoing(learn, [learn.model, learn.loss_func, learn.opt])
+        return restored_objects(learn, [learn.model, learn.loss_func, learn.opt])
 
     def before_batch(self) -> None:
         self._pos = self.learn.train_iter / self.num_it

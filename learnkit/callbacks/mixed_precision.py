@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import is_dtensor, local, locals_of, total_norm
+from learnkit.core.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -153,7 +153,7 @@ class MixedPrecision(Callback):
         # gradients kept by a Cancel get the scale of the new ones that are added to them
         for p, grad in self._grads(stepping - self._scaled):
             if is_dtensor(grad):
-                local(grad).mul_(self.scaler.get_scale())
+                local_shard(grad).mul_(self.scaler.get_scale())
             else:
                 p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
@@ -184,7 +184,7 @@ class MixedPrecision(Callback):
         scale = self.scaler.get_scale()
         if scale == before:
             return
-        grads = locals_of(grad for _, grad in self._grads(self._scaled))
+        grads = local_shards(grad for _, grad in self._grads(self._scaled))
         if grads:
             torch._foreach_mul_(grads, scale / before)
 
@@ -201,7 +201,7 @@ class MixedPrecision(Callback):
         if not grads:
             return
         if total_norm(grads, float('inf')).isfinite():
-            torch._foreach_div_(locals_of(grads), scale)
+            torch._foreach_div_(local_shards(grads), scale)
         else:  # the scale was too high: the step is skipped like any other
             learn.opt.zero_grad()
             self.n_skipped += 1

@@ -23,7 +23,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
 
 __all__ = ['MLPerf']
@@ -218,7 +218,7 @@ class MLPerf(Callback):
         "Return the file, its size so far, and whether the run is open."
         is_on = self._out is not None
         return {
-            'file': kept_path(self.learn, self.file),
+            'file': to_portable_path(self.learn, self.file),
             'in_block': self._in_block,
             'is_on': is_on,
             'size': self.file.stat().st_size if is_on and self.file is not None else 0,
@@ -226,7 +226,7 @@ class MLPerf(Callback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Continue the file of the resumed run."
-        kept = found_path(self.learn, sd['file'], self.folder)
+        kept = from_portable_path(self.learn, sd['file'], self.folder)
         if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']):
             return  # the file was deleted or replaced
         if self._out is not None and self.file is not None:

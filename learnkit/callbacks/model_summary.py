@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
+from learnkit.callbacks.hooks import (
+    Hooks,
+    flatten_model,
+    named_layers,
+    run_uncompiled,
+    unwrap_compiled,
+)
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
@@ -176,7 +182,7 @@ def _summarize(
         inputs = kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))
         whole.append((_format_shapes(inputs), _format_shapes(out)))
 
-    with undisturbed(inner), uncompiled(model), Hooks(names.values(), record, detach=False):
+    with restored_model(inner), run_uncompiled(model), Hooks(names.values(), record, detach=False):
         handle = inner.register_forward_hook(record_whole, with_kwargs=True)
         try:
             run()
@@ -299,7 +305,7 @@ def _notes(learn: LearnerLike) -> Iterator[str]:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
     yield '\nCallbacks:'
-    for cb in learn.callbacks.ordered():
+    for cb in learn.callbacks.list_ordered():
         yield f'  - {cb}'
 
 
@@ -347,14 +353,14 @@ def layer_info(
 
     batch = map_tensors(xb, lambda t: t[:1])
     model = unwrap_compiled(learn.model)
-    with undisturbed(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
+    with restored_model(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
         options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=_skip_loss)}
         learn.get_preds(dl=[batch], reorder=False, **options)
         return hooks.stored
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def restored_model(model: nn.Module) -> Iterator[None]:
     "Run a model in a context that restores random generators, modes of modules and buffers."
     buffers = [
         (m, name, b, b._version, b.clone())
@@ -396,7 +402,7 @@ def dummy_eval(
     >>> dummy_eval(nn.Conv2d(3, 8, 3), (10, 12)).shape
     torch.Size([1, 8, 8, 10])
     """
-    with undisturbed(m), uncompiled(m):
+    with restored_model(m), run_uncompiled(m):
         if inputs is None:
             inputs = _random_image(m, size)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))

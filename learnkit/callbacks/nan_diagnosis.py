@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
-from learnkit.core.dtensor import grouped, local
+from learnkit.core.dtensor import local_shard, unpack_shards
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
@@ -45,7 +45,7 @@ def all_finite(
     """
     if not tensors:
         return True
-    local_tensors, _, group = grouped(tensors)
+    local_tensors, _, group = unpack_shards(tensors)
     dense = [t._values() if t.is_sparse else t for t in local_tensors]
     device = dense[0].device
     found, one = torch.zeros(1, device=device), torch.ones(1, device=device)
@@ -60,7 +60,7 @@ def all_finite(
 
 def is_finite(value: Any) -> bool:
     "Return True if all floating-point and complex numbers in a nested structure are finite."
-    tensors = [local(t) for t in tensors_in(value)]
+    tensors = [local_shard(t) for t in tensors_in(value)]
     return all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 

@@ -229,7 +229,10 @@ class GuardNonFinite(Callback):
                 self._check_losses(self._arriving.put(self._unseen.pop()))
             elif is_due:
                 self._check_unseen()
-        if self._snapshot is not None and self._now() - self._since >= self.snapshot_every.value:
+        if (
+            self._snapshot is not None
+            and self._get_time() - self._since >= self.snapshot_every.value
+        ):
             self._make_snapshot()
 
     def after_train(self) -> None:
@@ -294,7 +297,7 @@ class GuardNonFinite(Callback):
         self._has_warned = True
 
     def _count_rollback(self, text: str) -> None:
-        age = Time(self._now() - self._made, self.snapshot_every.unit)
+        age = Time(self._get_time() - self._made, self.snapshot_every.unit)
         if self._in_a_row >= self.max_rollbacks:
             self._roll_back()
             raise LossError(
@@ -343,7 +346,7 @@ class GuardNonFinite(Callback):
 
     # -- rollback ----------------------------------------------------------------------------------
 
-    def _now(self) -> float:
+    def _get_time(self) -> float:
         return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
@@ -362,7 +365,7 @@ class GuardNonFinite(Callback):
             return
         self._snapshot = None  # free the old copy first: memory may not hold two
         self._snapshot = take_snapshot(learn)
-        self._made = self._since = self._now()
+        self._made = self._since = self._get_time()
         self._in_a_row = 0
 
     def _roll_back(self) -> None:
@@ -373,7 +376,7 @@ class GuardNonFinite(Callback):
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
                 cb._drop()
-        self._since = self._now()
+        self._since = self._get_time()
 
     def cleanup(self) -> None:
         "Drop losses and copies."

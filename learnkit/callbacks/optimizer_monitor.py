@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.core.dtensor import grouped, local, sum_of_parts
+from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
@@ -179,8 +179,8 @@ class _WatchedStep:
             if p.grad is not None
         ]
         self.names = [named.get(id(p), f'outside_{i}') for i, (p, _) in enumerate(pairs)]
-        self.params, self.are_parts, self.group = grouped(p.detach() for p, _ in pairs)
-        self.grads = [_dense(local(p.grad)) for p, _ in pairs]
+        self.params, self.are_parts, self.group = unpack_shards(p.detach() for p, _ in pairs)
+        self.grads = [_dense(local_shard(p.grad)) for p, _ in pairs]
         self.owners = pairs
         self.before = [p.clone() for p in self.params]
         self.grad_norms = _norms(self.grads)  # now, as a step may overwrite its gradients
@@ -277,7 +277,7 @@ def _find_states(states: Iterable[Mapping[str, Any]], keys: tuple[str, ...]) -> 
     for i, state in enumerate(states):
         tensors = [state[k] for k in keys if isinstance(state.get(k), Tensor)]
         if tensors:
-            found[i] = local(tensors[0])
+            found[i] = local_shard(tensors[0])
     return found
 
 

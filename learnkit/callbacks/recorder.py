@@ -30,7 +30,7 @@ from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import storable
+from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
@@ -621,9 +621,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         learn = self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
-            'history': [storable(row) for row in self.history],
+            'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
-            'evaluations': [storable(row) for row in self.evaluations],
+            'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
             'values': pack_rows(self.values),
@@ -631,7 +631,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'logged_names': list(self._logged_names),
             'unshown': sorted(self._hidden_names),
             'steps': self._steps.state_dict(),
-            'final_record': None if final is None else storable(list(final)),
+            'final_record': None if final is None else to_storable(list(final)),
             'open': {
                 **frame.state_dict(),
                 'n_before': self._n_before if self._is_epoch_open else 0,

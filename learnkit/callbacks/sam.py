@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
-from learnkit.core.dtensor import locals_of, total_norm
+from learnkit.core.dtensor import local_shards, total_norm
 from learnkit.core.errors import OptionError
 from learnkit.core.validation import check_count, is_number
 from learnkit.engine.callback import Callback
@@ -123,7 +123,7 @@ class SAM(Callback):
     @torch.no_grad()
     def _perturb(self, params: list[Any]) -> None:
         "Move the weights by `rho` along the gradient."
-        weights, grads = locals_of(params), locals_of(p.grad for p in params)
+        weights, grads = local_shards(params), local_shards(p.grad for p in params)
         if not self.adaptive:
             direction, norm = grads, total_norm(p.grad for p in params)
         else:

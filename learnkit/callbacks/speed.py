@@ -397,14 +397,14 @@ class RuntimeEstimator(_TimedMonitor):
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._measured()
+        seconds, share = self._get_progress()
         if self._at is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
         rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # without rounding errors
         evaluations_s = sum(e.remaining_s(self._start) for e in self._evals.values())
         return seconds / share * rest + evaluations_s
 
-    def _measured(self) -> tuple[float, float]:
+    def _get_progress(self) -> tuple[float, float]:
         "Return the seconds of training, and their share of the fit."
         seconds, share = self._before
         if self._base is None or self._at is None:
@@ -477,7 +477,7 @@ class RuntimeEstimator(_TimedMonitor):
 
     def state_dict(self) -> dict[str, Any]:
         "Return rates, costs and positions of this fit."
-        seconds, share = self._measured()
+        seconds, share = self._get_progress()
         return {
             **super().state_dict(),
             'seconds': seconds,

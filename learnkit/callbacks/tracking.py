@@ -21,7 +21,7 @@ from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_takes
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
 __all__ = [
@@ -123,7 +123,7 @@ class TrackerCallback(Callback):
         row = self._row()
         if row is None:
             return
-        measured = self.monitor(self.learn) if callable(self.monitor) else self._measured(row)
+        measured = self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
         value = self._number(measured)
         self.new_best = value is not None and self._is_better(value)
         if self.new_best:
@@ -164,7 +164,7 @@ class TrackerCallback(Callback):
         number = as_number(self, self.monitor, value)
         return self.learn.world.broadcast(number) if callable(self.monitor) else number
 
-    def _measured(self, row: dict[str, Any]) -> Any:
+    def _get_value(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         values = self._records().values[-1]
         if self.idx is not None:  # a metric that returns a dict may have added columns
@@ -506,7 +506,7 @@ class SaveModelCallback(TrackerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and the paths of the best and the last file."
-        paths = (kept_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
+        paths = (to_portable_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
         return {
             **super().state_dict(),
             **dict(zip(_PATHS, paths, strict=True)),
@@ -517,6 +517,6 @@ class SaveModelCallback(TrackerCallback):
         "Restore the best value and its file."
         super().load_state_dict(sd)
         folder = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
-        paths = [found_path(self.learn, sd[key], folder) for key in _PATHS]
+        paths = [from_portable_path(self.learn, sd[key], folder) for key in _PATHS]
         self.last_saved_path, self._best_path = paths
         self._compared = sd['compared']

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from learnkit.core.batch import map_tensors, short_repr
-from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
+from learnkit.core.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
@@ -96,7 +96,7 @@ class GradientClip(Callback):
 def clip_sharded_grads(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
     "Scale sharded gradients down to a norm of at most `max_norm`; return their norm before."
     norm = total_norm(grads, norm_type)
-    torch._foreach_mul_(locals_of(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(local_shards(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -123,7 +123,7 @@ class GradientValueClip(Callback):
         params = self.learn.step_parameters
         if self.learn.world.size == 1:
             return clip_grad_value_(params, self.max_value)
-        for g in locals_of(p.grad for p in params if p.grad is not None):
+        for g in local_shards(p.grad for p in params if p.grad is not None):
             g.clamp_(-self.max_value, self.max_value)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, is_dtensor, local
+from learnkit.core.dtensor import empty_on_host, is_dtensor, local_shard
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -58,7 +58,7 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
 
     def take(value: Any, place: tuple[Any, ...]) -> Any:
         if is_dtensor(value) and find_shard_dim(value) is None:
-            return local(value)
+            return local_shard(value)
         if is_dtensor(value):
             places.append(list(place))
             parts[make_part_name(places[-1], len(parts))] = value
@@ -142,7 +142,7 @@ class Writers:
 
     def _save(self, parts: Parts, path: Path) -> tuple[list[Any], list[int]]:
         "Write this rank's shards; return size and digest of the file, and the length of each shard."
-        shards = {name: local(t) for name, t in parts.items()}
+        shards = {name: local_shard(t) for name, t in parts.items()}
         write_state(path, shards, {})
         return describe_file(path), [
             shards[name].shape[find_shard_dim(t)] for name, t in parts.items()
@@ -258,5 +258,5 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
     if mesh is None:
         return rows
     t = empty_on_host(size, dtype, mesh)
-    local(t).copy_(rows)
+    local_shard(t).copy_(rows)
     return t

@@ -37,7 +37,7 @@ from learnkit.core.model import (
     preserved_modes,
     unwrap_partial,
 )
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
@@ -81,7 +81,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
     if with_opt is not False and learn.opt is not None:
         state = {
             'model': state,
-            'opt': whole_state(plain(learn.opt.state_dict(), "The optimizer's state")),
+            'opt': whole_state(to_plain(learn.opt.state_dict(), "The optimizer's state")),
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
@@ -175,7 +175,7 @@ def save_learner(
 ) -> Path:
     "Save weights and configuration in one file for `load_learner`, and return its path."
     path = resolve_path(fname, learn.path, suffix='')
-    config = {**collect_config(learn), 'model_config': plain(model_config, 'model_config')}
+    config = {**collect_config(learn), 'model_config': to_plain(model_config, 'model_config')}
     with learn.evaluated_weights():
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
         return _write(learn, path, partial(torch.save, state))
@@ -294,7 +294,7 @@ def collect_config(learn: LearnerLike) -> dict[str, Any]:
         'moms': tuple(learn.moms),
         'train_bn': learn.train_bn,
     }
-    return {name: plain(value, name) for name, value in config.items()}
+    return {name: to_plain(value, name) for name, value in config.items()}
 
 
 # -- programs for serving --------------------------------------------------------------------------

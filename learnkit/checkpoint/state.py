@@ -37,7 +37,7 @@ from learnkit.core.dtensor import (
     distribute_like,
     host_mesh,
     is_dtensor,
-    local,
+    local_shard,
     mesh_of,
     on_host,
     whole_state,
@@ -45,7 +45,7 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, identify_memory, is_dense, plain
+from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
@@ -139,7 +139,7 @@ def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     return {
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-        'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state"),
+        'optimizer': None if opt is None else to_plain(opt.state_dict(), "The optimizer's state"),
     }
 
 
@@ -465,7 +465,7 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
         if type(value) is int:  # the state of Python's random generator has 625
             return value
         if is_dtensor(value):
-            return on_host(value, copy(local(value)))
+            return on_host(value, copy(local_shard(value)))
         if isinstance(value, Tensor):
             key = identify_memory(value)
             if key not in copies:

@@ -51,7 +51,7 @@ __all__ = [
     'describe',
     'short_repr',
     'children_of',
-    'rebuilt',
+    'rebuild',
 ]
 
 # default names of targets in mappings and dataclasses
@@ -334,7 +334,7 @@ def concat(
         raise BatchError(
             f'Batches of different structure cannot be joined: {_describe_difference(items)}.'
         )
-    return rebuilt(
+    return rebuild(
         first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
     )
 
@@ -561,7 +561,7 @@ def children_of(o: Any) -> list[Any] | None:
     return None
 
 
-def rebuilt(like: Any, children: list[Any]) -> Any:
+def rebuild(like: Any, children: list[Any]) -> Any:
     "Return a container with the type and keys of `like` and other children."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
@@ -595,7 +595,7 @@ def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | 
     if children is None:
         return b
     new = [map_tensors(o, f, own) for o in children]
-    return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuilt(b, new)
+    return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuild(b, new)
 
 
 def tensors_in(b: Any) -> list[Tensor]:
@@ -801,7 +801,7 @@ def take_rows(
             )
         return o
     new = [take_rows(c, n, rows, listed) for c in children]
-    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuilt(o, new)
+    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuild(o, new)
 
 
 def _take_graphs(o: Any, rows: slice | list[int]) -> Any:

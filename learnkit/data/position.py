@@ -91,7 +91,7 @@ class LoaderPosition:
         self._workers_ran = False  # persistent workers were running when the epoch began
         # of a resumed position: number of batches to skip, and the loader's own state after them
         self._n = 0
-        self._now = State()
+        self._current = State()
 
     @classmethod
     def resume(
@@ -114,7 +114,7 @@ class LoaderPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
         self._n = state['n']
-        self._now = state['now']
+        self._current = state['now']
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
@@ -246,9 +246,9 @@ class LoaderPosition:
         if isinstance(dl, Iterator):
             with preserved_rng():
                 _skip(dl, self.n_before)
-        if 'loader' in self._now:
-            dl.load_state_dict(_unmark_arrays(self._now['loader']))
-        _restore_own_state(dl, self._now)
+        if 'loader' in self._current:
+            dl.load_state_dict(_unmark_arrays(self._current['loader']))
+        _restore_own_state(dl, self._current)
         if not workers_ran or workers_run(dl):
             return
         with _preserved(dl):
@@ -276,12 +276,12 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._now and not self._state_needs_replay():
-                dl.load_state_dict(_unmark_arrays(self._now['loader']))
+            elif 'loader' in self._current and not self._state_needs_replay():
+                dl.load_state_dict(_unmark_arrays(self._current['loader']))
                 batches = iter(dl)
             else:
                 return self._replay(n, current)
-            _restore_own_state(dl, self._now)
+            _restore_own_state(dl, self._current)
             return batches
         finally:
             restore_rng(current)
@@ -295,7 +295,7 @@ class LoaderPosition:
         if self._must_replay(drawn):
             return self._replay(n, current)
 
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._current)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(with_sampler(dl, sampler))
         sampler.lists = None
@@ -348,7 +348,7 @@ class LoaderPosition:
         batches, after_first, _ = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
             _warn_of_shared_draws('data set', after_first, current)
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._current)
         return batches
 
     def _state_needs_replay(self) -> bool:
@@ -531,7 +531,7 @@ def _without_samplers(own: State) -> State:
 def _preserved(dl: Any) -> Iterator[None]:
     "Restore a loader's state and the global generators at the end of the block."
     state = _capture(dl)
-    with preserved_rng(), dl.kept() if isinstance(dl, Shard) else nullcontext():
+    with preserved_rng(), dl.preserve() if isinstance(dl, Shard) else nullcontext():
         try:
             yield
         finally:

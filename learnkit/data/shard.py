@@ -108,7 +108,7 @@ class Shard:
         restore_state(self.source, state)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         "Restore the shared order and the shares of the pass at the end of the block."
         state = self.order.state
         shares = self.order.shares

@@ -104,7 +104,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
     tables = learn.callbacks.tables
     cb_ids = [[id(entry[2]) for entry in table[name]] for table in tables]
     entries: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-    cbs = [cb for cb in learn.callbacks.ordered() if id(cb) in entries]
+    cbs = [cb for cb in learn.callbacks.list_ordered() if id(cb) in entries]
 
     def find_mode(cb: Any) -> str:
         in_evaluation, in_training = (id(cb) in ids for ids in cb_ids)

@@ -392,7 +392,7 @@ class DistributedTraining(Callback):
         if learn.microbatch and not learn.run.is_last_microbatch:
             return False
         cbs, deciders = self._step_deciders
-        current_cbs = learn.callbacks.ordered()
+        current_cbs = learn.callbacks.list_ordered()
         if cbs is not current_cbs:
             deciders = [
                 cb

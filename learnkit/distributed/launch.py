@@ -30,7 +30,7 @@ from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.optional import import_library
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.callback import DistributedTraining
@@ -456,7 +456,7 @@ def _train(rank: int, folder: Path) -> None:
     if rank:
         return
     try:
-        result = plain(result, 'The result')
+        result = to_plain(result, 'The result')
     except OptionError:
         result, unsupported = None, type(result).__name__
     state = {'learner': learn.checkpoint_state(), 'result': result, 'unsupported': unsupported}

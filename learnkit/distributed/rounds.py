@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
-from learnkit.core.batch import cut_batch, rebuilt, split_batch
+from learnkit.core.batch import cut_batch, rebuild, split_batch
 from learnkit.core.errors import BatchError
 from learnkit.data.dataloaders import in_order, n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
@@ -33,8 +33,8 @@ class RoundsPosition(LoaderPosition):
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
-        if 'order' in self._now:
-            dl.order.state = self._now['order']
+        if 'order' in self._current:
+            dl.order.state = self._current['order']
         with dl.order:
             batches = self.inner.begin(draws_between)
         self.start = self.inner.start
@@ -42,12 +42,12 @@ class RoundsPosition(LoaderPosition):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n, self._now, self.start = state['n'], state['now'], state['start']
+        self._n, self._current, self.start = state['n'], state['now'], state['start']
         n_drawn = self._n * self.dl.cut.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
-        whole = {**state, 'n': self._now.get('drawn', n_drawn)}
+        whole = {**state, 'n': self._current.get('drawn', n_drawn)}
         if self.start is not None:
             self.inner.load_state_dict(whole)
             return
@@ -201,4 +201,4 @@ def _select_rows(
     "Return a batch of some samples, in the same nesting as the loader's batch."
     [(xb, yb)] = cut_batch(*split_batch(batch), k, [rows])
     is_one_entry = isinstance(batch, PackedSequence) or not isinstance(batch, (tuple, list))
-    return xb[0] if is_one_entry else rebuilt(batch, [*xb, *yb])
+    return xb[0] if is_one_entry else rebuild(batch, [*xb, *yb])

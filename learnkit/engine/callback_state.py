@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import is_dense, plain
+from learnkit.core.plain import is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 
@@ -98,7 +98,7 @@ def callback_states(learn: LearnerLike) -> dict[str, Any]:
         if state is None:
             continue
         try:
-            states[learn.callbacks.keys[id(cb)]] = plain(state, 'state_dict()')
+            states[learn.callbacks.keys[id(cb)]] = to_plain(state, 'state_dict()')
         except OptionError as e:
             raise CallbackError(f'{type(cb).__name__}: {e}') from None
     return states

@@ -184,7 +184,7 @@ class CallbackSet:
             ]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
 
-    def ordered(self) -> list[Any]:
+    def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         if self._order is None:
             self._order = sort_callbacks(self.items)
@@ -447,7 +447,7 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
         switches = self.callbacks.switches
-        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.ordered()]
+        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.list_ordered()]
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         entries.sort(key=lambda entry: event in getattr(entry[2], 'runs_last', ()))
         self[name] = entries

@@ -54,7 +54,7 @@ class EvaluationSchedule:
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 
-    def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         """Return the validation loaders that are due now, with their names.
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
@@ -111,6 +111,6 @@ class EvaluateWithinEpochs(Callback):
     def after_batch(self) -> None:
         "Evaluate the loaders that are due."
         learn = self.learn
-        due = learn.evaluations.due(learn, at_epoch_end=False)
+        due = learn.evaluations.list_due(learn, at_epoch_end=False)
         if due:
             learn.evaluate_within_epoch(due)

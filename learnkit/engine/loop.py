@@ -186,7 +186,7 @@ class Loop(CallbackHost):
         self._do_epoch_train()
         if self.run.resume is not None:
             resume_at(self, 'evaluation')
-        self.do_evaluation(self.evaluations.due(self, at_epoch_end=True))
+        self.do_evaluation(self.evaluations.list_due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
         self.dl = self.dls.train

@@ -22,7 +22,7 @@ from learnkit.core.batch import (
     have_listed_samples,
     is_sample_list,
     map_tensors,
-    rebuilt,
+    rebuild,
     tensors_in,
 )
 from learnkit.core.comm import SINGLE_RANK, Comm
@@ -410,7 +410,7 @@ def reorder_samples(
         return [o[i] for i in order.tolist()]
     children = children_of(o)
     if children is not None and any(c is not None for c in children):
-        return rebuilt(o, [reorder_samples(c, order) for c in children])
+        return rebuild(o, [reorder_samples(c, order) for c in children])
     if o is None or children is not None:
         return o
     raise BatchError(

@@ -254,20 +254,20 @@ class Logger(Callback):
             writers = self._eval_writers
         if name in values and writers.get(name, writer) is not writer:
             raise OptionError(
-                f'`{name}` was logged twice in step {self._now + self._step_offset}: by '
+                f'`{name}` was logged twice in step {self._step + self._step_offset}: by '
                 f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
             )
         values[name], writers[name] = value, writer
 
     @property
-    def _now(self) -> int:
+    def _step(self) -> int:
         "The number of training batches, including the current batch."
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
     def _get_row(self) -> dict[str, Any]:
-        if not self._rows or self._rows[-1][0] != self._now:
-            self._rows.append((self._now, {}))
+        if not self._rows or self._rows[-1][0] != self._step:
+            self._rows.append((self._step, {}))
             self._writers = {}
         return self._rows[-1][1]
 
@@ -324,7 +324,7 @@ class Logger(Callback):
         "Write the rows of finished steps, and with `include_current` of the current step."
         self._is_due = False
         n = len(self._rows)
-        if n and not include_current and self._rows[-1][0] == self._now:
+        if n and not include_current and self._rows[-1][0] == self._step:
             n -= 1
         rows = self._rows[:n]
         self._rows = self._rows[n:]
@@ -397,9 +397,9 @@ class Logger(Callback):
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()
-        self._begin(self._now)
+        self._begin(self._step)
         with preserved_rng():
-            log(self._now + self._step_offset, name, content)
+            log(self._step + self._step_offset, name, content)
 
     def after_error(self) -> None:
         "Record that the run failed."

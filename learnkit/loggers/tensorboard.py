@@ -12,7 +12,7 @@ from typing import Any
 from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.loggers.base import Logger
 
 __all__ = ['TensorBoardLogger']
@@ -98,10 +98,10 @@ class TensorBoardLogger(Logger):
         handle.close()
 
     def saved(self) -> dict[str, Any]:
-        return {'folder': kept_path(self.learn, self._run_folder or None)}
+        return {'folder': to_portable_path(self.learn, self._run_folder or None)}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        self._run_folder = str(found_path(self.learn, sd['folder'], self.folder) or '')
+        self._run_folder = str(from_portable_path(self.learn, sd['folder'], self.folder) or '')
 
 
 def _await_new_second(folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from learnkit.core.dtensor import local
+from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 
@@ -401,7 +401,7 @@ def read_layout(cpu_params: list[Any], device_params: list[Any]) -> Any:
 
 def can_fuse(p: torch.Tensor) -> bool:
     "Return True if torch's fused kernels support a parameter: floating point, dense, without gaps, dense gradient."
-    p = local(p)
+    p = local_shard(p)
     return (
         type(p) in (torch.Tensor, nn.Parameter)
         and p.is_floating_point()

@@ -28,7 +28,7 @@ import numpy.random  # noqa: F401
 import torch
 
 from learnkit.core.errors import LearnkitError
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 
 __all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
 
@@ -124,7 +124,7 @@ def _run_job(job: Callable[[], Any], folder: Path) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    torch.save(plain(result, "The job's result"), folder / 'result.tmp')
+    torch.save(to_plain(result, "The job's result"), folder / 'result.tmp')
     os.replace(folder / 'result.tmp', folder / 'result.pt')
     return 0
 
