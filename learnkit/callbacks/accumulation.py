@@ -276,7 +276,7 @@ class GradientAccumulation(Callback):
         learn.opt.zero_grad(only=learn.turn)
 
     def after_cancel_fit(self) -> None:
-        self._drop()
+        self.drop_gradients()
 
     def after_fit(self) -> None:
         if self.learn.run.stopping:
@@ -296,9 +296,9 @@ class GradientAccumulation(Callback):
         return f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
 
     def cleanup(self) -> None:
-        self._drop()
+        self.drop_gradients()
 
-    def _drop(self) -> None:
+    def drop_gradients(self) -> None:
         "Drop samples and gradients that no step has used."
         n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
         if n_samples and self.learn.opt is not None:

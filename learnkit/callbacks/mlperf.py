@@ -283,7 +283,7 @@ class MLPerf(Callback):
         if not names:
             raise MetricError('MLPerf needs an evaluation: give a validation loader.')
         if self.monitor is None:
-            return names[1] if len(recorder._select_metrics('valid')) else names[0]
+            return names[1] if len(recorder.select_metrics('valid')) else names[0]
         if self.monitor in names:
             return self.monitor
         raise MetricError(

@@ -375,7 +375,7 @@ class GuardNonFinite(Callback):
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
-                cb._drop()
+                cb.drop_gradients()
         self._since = self._get_time()
 
     def cleanup(self) -> None:

@@ -295,7 +295,7 @@ class _GroupView(torch.optim.Optimizer):
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [
             h
-            for h, places in zip(opt.hypers, opt._places, strict=True)
+            for h, places in zip(opt.hypers, opt.positions, strict=True)
             if own is None or places[0][0] is own
         ]
 

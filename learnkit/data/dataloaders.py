@@ -104,10 +104,10 @@ class DataLoaders(Shows):
         self.targets = as_names(targets)
         self._device = None if device is None else check_device(device)
 
-        for name, dl in self._named():
+        for name, dl in self.list_named():
             check_no_loaders(name, dl)
             check_loader(name, dl)
-        check_n_inp(n_inp, self.targets, [name for name, _ in self._named()])
+        check_n_inp(n_inp, self.targets, [name for name, _ in self.list_named()])
         if n_iter is not None:
             check_count('n_iter', n_iter, error=LoaderError)
 
@@ -243,7 +243,7 @@ class DataLoaders(Shows):
     @property
     def loaders(self) -> list[Any]:
         "All loaders: training, validation, others."
-        return [dl for _, dl in self._named()]
+        return [dl for _, dl in self.list_named()]
 
     @property
     def train_ds(self) -> Any:
@@ -296,7 +296,8 @@ class DataLoaders(Shows):
             'its data set empty?'
         )
 
-    def _named(self) -> list[tuple[str, Any]]:
+    def list_named(self) -> list[tuple[str, Any]]:
+        "Return all loaders with their names: the training loader, the validation loaders, and others."
         return [
             ('train', self.train),
             *self.evaluation,
@@ -306,7 +307,7 @@ class DataLoaders(Shows):
     def __getitem__(self, key: int | str) -> Any:
         if not isinstance(key, str):
             return self.loaders[key]
-        named = dict(self._named())
+        named = dict(self.list_named())
         if key not in named:
             raise KeyError(f'There is no loader {key!r}, only {", ".join(map(repr, named))}.')
         return named[key]
@@ -333,7 +334,7 @@ class DataLoaders(Shows):
         return '\n'.join(
             [
                 type(self).__name__,
-                *(f'  {name}: {describe_loader(dl)}' for name, dl in self._named()),
+                *(f'  {name}: {describe_loader(dl)}' for name, dl in self.list_named()),
             ]
         )
 
@@ -341,7 +342,7 @@ class DataLoaders(Shows):
     def _repr_html_(self) -> str:
         rows = [
             (name, describe_loader(dl), n_batches(getattr(dl, 'dataset', None)))
-            for name, dl in self._named()
+            for name, dl in self.list_named()
         ]
         return table(['name', 'loader', 'samples'], rows, type(self).__name__)
 

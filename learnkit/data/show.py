@@ -74,7 +74,7 @@ class Shows:
         show = own_method(dl, 'show_batch')
         if show is not None:
             return show(max_n=max_n, **kwargs) if b is None else show(b, max_n=max_n, **kwargs)
-        name = ds_idx if isinstance(ds_idx, str) else dls._named()[ds_idx][0]
+        name = ds_idx if isinstance(ds_idx, str) else dls.list_named()[ds_idx][0]
         xb, yb = first_samples(first_batch(dl) if b is None else b, form_of(dls, name), max_n)
         return show_samples(xb, {'target': yb}, getattr(dls, 'vocab', None), **kwargs)
 

@@ -118,7 +118,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
 def list_metric_names(learn: LearnerLike) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
-    columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
+    columns = [n for n in recorder.list_columns() if n != 'epoch'] if recorder is not None else []
     declared: dict[str, str] = {}
     for cb in learn.cbs:
         metric_names = getattr(type(cb), 'metric_names', None)

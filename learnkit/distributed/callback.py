@@ -105,7 +105,7 @@ class DistributedTraining(Callback):
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
-        self._given, self._options, self.agree_every = loader_options, options, agree_every
+        self.loader_options, self._options, self.agree_every = loader_options, options, agree_every
         if strategy != 'auto':
             self._make_parts()  # raises for invalid options
         self.parts: Any = None  # the current `Replicas` or `Sharded`
@@ -123,7 +123,7 @@ class DistributedTraining(Callback):
         # all callbacks, and the callbacks with a method `will_step`
         self._step_deciders: tuple[list[Any], list[Any]] = [], []
 
-    def _runs_when(self, event_name: str, training: bool | None) -> bool:
+    def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return False for all events in a single process, and for `after_pred` in training."
         if (
             self.learn is None
@@ -131,7 +131,7 @@ class DistributedTraining(Callback):
             or (training and event_name == 'after_pred')
         ):
             return False
-        return super()._runs_when(event_name, training)
+        return super().runs_at(event_name, training)
 
     # -- joining and leaving the process group -----------------------------------------------------
 
@@ -176,7 +176,7 @@ class DistributedTraining(Callback):
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
             'options of the strategy': sorted(self._options),
-            **self._given,
+            **self.loader_options,
         }
         lengths['trained so far'] = ', '.join(
             f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()
@@ -200,7 +200,7 @@ class DistributedTraining(Callback):
                 learn.dls,
                 world.rank,
                 world.size,
-                **self._given,
+                **self.loader_options,
                 fillers_in_evaluation=self.parts.needs_equal_evaluations,
                 count=batch_counter(learn),
             )
@@ -210,7 +210,9 @@ class DistributedTraining(Callback):
     def _truncate_loaders(self) -> Any:
         "Truncate training loaders to the shortest rank's length, or raise if lengths differ, by `uneven`."
         dls = copy(self.learn.dls)
-        n = check_lengths(self.learn.world.gather(n_batches(dls.train)), self._given['uneven'])
+        n = check_lengths(
+            self.learn.world.gather(n_batches(dls.train)), self.loader_options['uneven']
+        )
         if n is not None and n != n_batches(dls.train):
             dls.train = FirstBatches(dls.train, n)
         return dls

@@ -283,12 +283,12 @@ class Callback:
 
     def run_event(self, event_name: str) -> Any:
         "Run the handler of `event_name` if the callback is switched on for this event, and return its value."
-        if not self.run or not self._runs_when(event_name, getattr(self.learn, 'training', None)):
+        if not self.run or not self.runs_at(event_name, getattr(self.learn, 'training', None)):
             return None
         handler = get_own_handler(self, event_name)
         return handler() if handler else None
 
-    def _runs_when(self, event_name: str, training: bool | None) -> bool:
+    def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return True if `run_train` or `run_valid` allows this event. Outside of a Learner (None), either is enough."
         if event_name not in INNER_EVENTS:
             return True

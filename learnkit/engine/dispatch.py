@@ -463,7 +463,7 @@ class HandlerTable(dict[str, list[Entry]]):
         else:
             handler = get_own_handler(cb, name)
             skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
-            if handler is None or skips_rank or not cb._runs_when(name, self.training):
+            if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
 

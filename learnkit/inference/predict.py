@@ -362,7 +362,7 @@ def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
     "Return the name in `dls` of the requested loader, or None if it has no name there."
     if not isinstance(learn.dls, DataLoaders):
         return None
-    named_loaders = learn.dls._named()
+    named_loaders = learn.dls.list_named()
     if isinstance(dl, str):
         return dl
     if dl is not None:

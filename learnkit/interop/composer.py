@@ -456,7 +456,7 @@ class _FromComposer(Callback):
     def _measure_training(self) -> None:
         "Store the Recorder's training loss and metrics of the epoch."
         recorder = recorder_of(self.learn)
-        values = {} if recorder is None else recorder._frame.values
+        values = {} if recorder is None else recorder.epoch_metrics.values
         self.measured['train'] = {
             k.removeprefix('train_'): Measured(v)
             for k, v in values.items()

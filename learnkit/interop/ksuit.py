@@ -378,7 +378,7 @@ class _FromKsuit(Callback):
         if not learn.fitting:
             return self._run_at_eval()
         recorder = recorder_of(learn)
-        values = recorder._frame.values.items() if recorder else ()
+        values = recorder.epoch_metrics.values.items() if recorder else ()
         self.services['writer'].record({k: v for k, v in values if isinstance(v, (int, float))})
         is_due = 'epoch' in self._intervals and learn.time.ep % self._intervals['epoch'] == 0
         self._run_periodic('after_epoch', ['epoch'] if is_due else [])

@@ -174,7 +174,7 @@ class DecoupledRMSprop(torch.optim.RMSprop):
 
 # attributes that a Lookahead copies from the OptimWrapper that it wraps
 LAYOUT = (
-    '_places',
+    'positions',
     'exempt',
     'splits',
     'always_trained',
