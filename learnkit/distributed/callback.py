@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.comm import SINGLE_RANK, join_ranks
-from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
+from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
@@ -29,10 +29,10 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
+from learnkit.distributed.cut import ShardSpec, check_option
 from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
+from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import list_overrides, sample_count, token_count
@@ -44,7 +44,6 @@ T = TypeVar('T')
 
 MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
-CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
 class DistributedTraining(Callback):
@@ -91,21 +90,16 @@ class DistributedTraining(Callback):
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
-        loader_options = {'batch_size': batch_size, 'uneven': uneven}
-        for name, value in {'strategy': strategy, **loader_options}.items():
-            choices = CHOICES[name]
-            if value not in choices:
-                raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, choices))}.'
-                    f'{did_you_mean(str(value), choices)}'
-                )
+        check_option('strategy', strategy, STRATEGIES)
+        ShardSpec(0, 1, batch_size, uneven)  # raises for invalid options
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
-        self._given, self._options, self.agree_every = loader_options, options, agree_every
+        self._given = {'batch_size': batch_size, 'uneven': uneven}
+        self._options, self.agree_every = options, agree_every
         if strategy != 'auto':
             self._make_parts()  # raises for invalid options
         self.parts: Any = None  # the current `Replicas` or `Sharded`
@@ -279,10 +273,8 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._every, self._last_agreement = (
-            self._most,
-            (learn.counters.batches, world.value('clock')),
-        )
+        self._every = self._most
+        self._last_agreement = learn.counters.batches, world.value('clock')
         r = learn.run.resume
         self._steps_before = learn.finished('st') if r is None else 0
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
@@ -306,9 +298,7 @@ class DistributedTraining(Callback):
         if hasattr(dl, 'order_state'):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
-        batch_sampler = getattr(dl, 'batch_sampler', None)
-        samplers = getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)
-        for sampler in samplers:
+        for sampler in list_samplers(dl):
             set_epoch = getattr(sampler, 'set_epoch', None)
             if set_epoch is not None:
                 return set_epoch(self.learn.counters.epochs)  # epochs of all fits
@@ -530,10 +520,8 @@ class GradientMean(Callback):
         batch.n_steps = None
         if batch.local:
             team.parts.average_gradients(learn)
-        batch.local, batch.syncs = (
-            True,
-            False,
-        )  # a custom loop may bypass the wrapper that reduces gradients
+        # a custom loop may bypass the wrapper that reduces gradients
+        batch.local, batch.syncs = True, False
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)

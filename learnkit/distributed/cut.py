@@ -9,10 +9,19 @@ from typing import Any
 from learnkit.core.batch import find_bs
 from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
-__all__ = ['ShardSpec', 'BATCH_SIZES', 'UNEVEN']
+__all__ = ['ShardSpec', 'check_option']
 
 BATCH_SIZES = ('process', 'global')
 UNEVEN = ('join', 'pad', 'drop')
+
+
+def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
+    "Raise `OptionError` if the value of an option is not one of the known values."
+    if value not in known:
+        raise OptionError(
+            f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
+            f'{did_you_mean(str(value), known)}'
+        )
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,8 @@ class ShardSpec:
     count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
 
     def __post_init__(self) -> None:
-        for name, known in (('batch_size', BATCH_SIZES), ('uneven', UNEVEN)):
-            value = getattr(self, name)
-            if value not in known:
-                raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
-                    f'{did_you_mean(str(value), known)}'
-                )
+        check_option('batch_size', self.batch_size, BATCH_SIZES)
+        check_option('uneven', self.uneven, UNEVEN)
         if not 0 <= self.rank < self.size:
             raise LoaderError(f'There is no process {self.rank} of {self.size}: they count from 0.')
 

@@ -40,6 +40,7 @@ __all__ = [
     'shard',
     'shard_loaders',
     'check_lengths',
+    'list_samplers',
     'FirstBatches',
     'TensorShard',
     'IndexShard',
@@ -197,9 +198,13 @@ def _make_shard(dl: Any, cut: ShardSpec) -> Any:
 
 def _is_sharded_by_sampler(dl: Any) -> bool:
     "Return True if a loader draws its samples from a `DistributedSampler`."
+    return any(isinstance(sampler, DistributedSampler) for sampler in list_samplers(dl))
+
+
+def list_samplers(dl: Any) -> list[Any]:
+    "Return the sampler of a loader, and the sampler of its batch sampler; None for a sampler that is absent."
     batch_sampler = getattr(dl, 'batch_sampler', None)
-    samplers = (getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None))
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return [getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)]
 
 
 # -- tensors in memory -----------------------------------------------------------------------------
