@@ -29,6 +29,7 @@ from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
+    iterates_as_torch,
     start_lists,
     with_sampler,
     workers_run,
@@ -124,10 +125,10 @@ def check_lengths(
     >>> check_lengths([5, 4], uneven='drop')
     4
     """
+    if len(set(lengths)) == 1:
+        return lengths[0]
     known = [n for n in lengths if n is not None]
-    if len(known) < len(lengths) and len(set(lengths)) < 2:
-        return None
-    if len(set(lengths)) == 1 or (uneven == 'drop' and len(known) == len(lengths)):
+    if uneven == 'drop' and len(known) == len(lengths):
         return min(known)
     counts = ', '.join(
         f'{"an unknown number" if n is None else n} in process {i}' for i, n in enumerate(lengths)
@@ -388,16 +389,15 @@ def _gives_index_lists(dl: Any) -> bool:
         not isinstance(dl, DataLoader)
         or isinstance(dl.dataset, IterableDataset)
         or hasattr(dl, 'load_state_dict')
-    ):
-        return False
-    if any(
-        getattr(type(dl), f) is not getattr(DataLoader, f)
-        for f in ('__iter__', '__len__', '_get_iterator')
+        or not iterates_as_torch(dl)
+        or type(dl).__len__ is not DataLoader.__len__
     ):
         return False
     sampler = get_index_sampler(dl)
-    if isinstance(sampler, Iterator) or dl.batch_sampler is not None:
-        return not isinstance(sampler, Iterator)
+    if isinstance(sampler, Iterator):
+        return False
+    if dl.batch_sampler is not None:
+        return True
     state = capture_state(dl)
     with preserved_rng():
         first = next(iter(sampler), None)
