@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -148,7 +148,9 @@ def totals_differ(
 
 def check_replicas(learn: LearnerLike) -> None:
     "Raise `DistributedError` if weights, buffers or optimizer states differ between ranks."
-    own = {name: compute_checksum(t) for name, t in list_replicated_tensors(learn)}
+    tensors = list_model_tensors(learn) | list_optimizer_tensors(learn)
+    # the shards of a tensor differ
+    own = {name: compute_checksum(t) for name, t in tensors.items() if not is_dtensor(t)}
     first, *others = learn.world.gather(own)
     differences = [
         f'{name} (process {rank})'
@@ -163,13 +165,6 @@ def check_replicas(learn: LearnerLike) -> None:
             'Something changes them in one process alone, or gradients were not averaged: the gradients of '
             'parameters that were unfrozen within an epoch, or of a second backward pass of a batch.'
         )
-
-
-def list_replicated_tensors(learn: LearnerLike) -> Iterator[tuple[str, Tensor]]:
-    "Yield the names and tensors that must be equal on all ranks: all but sharded tensors."
-    for name, t in (list_model_tensors(learn) | list_optimizer_tensors(learn)).items():
-        if not is_dtensor(t):
-            yield name, t
 
 
 def compute_checksum(t: Tensor) -> int:
