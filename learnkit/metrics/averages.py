@@ -31,6 +31,7 @@ __all__ = [
     'TorchMetric',
     'ModelMetric',
     'as_metrics',
+    'as_plain_value',
     'batch_weight',
     'check_column',
     'check_on',
@@ -307,10 +308,7 @@ class TorchMetric(Metric):
 
     @property
     def value(self) -> Any:
-        if not self._updates:
-            return None
-        res = self.metric.compute()
-        return float(res) if is_number(res) else to_detach(res)
+        return as_plain_value(self.metric.compute()) if self._updates else None
 
     @property
     def name(self) -> str:
@@ -500,16 +498,15 @@ def dry_run(
     A metric with its own `accumulate` is not checked. Raises `MetricError` from the metric's error."""
     while isinstance(metric, _Renamed):
         metric = metric.metric
+    known: Any = metric
     accumulate = type(metric).accumulate
     try:
-        if isinstance(metric, AvgMetric | SumMetric) and accumulate in (
-            AvgMetric.accumulate,
-            SumMetric.accumulate,
-        ):
-            value = metric._compute(pred, yb)
-            return value if isinstance(metric, AvgMetric) else None
-        if isinstance(metric, TorchMetric) and accumulate is TorchMetric.accumulate:
-            metric._try(pred, yb)
+        if accumulate is AvgMetric.accumulate:
+            return known._compute(pred, yb)
+        if accumulate is SumMetric.accumulate:
+            known._compute(pred, yb)
+        elif accumulate is TorchMetric.accumulate:
+            known._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError):
         raise
     except MetricError as e:
@@ -589,6 +586,11 @@ def _is_fastai_metric(m: Any) -> bool:
 
 def _is_torchmetric(m: Any) -> bool:
     return all(callable(getattr(m, k, None)) for k in ('update', 'compute', 'reset'))
+
+
+def as_plain_value(value: Any) -> Any:
+    "Convert a number to a float; detach tensors, and move them to the CPU."
+    return float(value) if is_number(value) else to_detach(value)
 
 
 def check_on(on: str | None) -> str | None:

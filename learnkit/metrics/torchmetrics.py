@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
-from learnkit.metrics.averages import TorchMetric, paired
-from learnkit.metrics.base import is_number
-from learnkit.metrics.merge import in_turn, merge_states, merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
+from learnkit.metrics.averages import paired
+from learnkit.metrics.merge import in_turn, merge_states
+from learnkit.metrics.state import joined, restore_state
+from learnkit.metrics.whole_set import KeptMetric, KeptPairs
 
 __all__ = [
     'LazyTorchMetric',
@@ -58,7 +57,7 @@ def from_torchmetrics(module: str, name: str) -> Any:
         return getattr(import_library(f'torchmetrics.{module}', name), name)
 
 
-class LazyTorchMetric:
+class LazyTorchMetric(KeptPairs):
     """Wrapper that creates a torchmetrics object at the first batch, when the number of classes is known.
 
     Batches are passed on in large groups, because an update is slow on the host and waits for the GPU."""
@@ -70,9 +69,8 @@ class LazyTorchMetric:
         self.reset()
 
     def reset(self) -> None:
+        super().reset()
         self.metric: Any = None
-        self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # of each waiting batch
         self.n = 0  # number of classes or labels
         self.n_waiting = 0  # number of waiting predicted values
 
@@ -80,9 +78,9 @@ class LazyTorchMetric:
         pred, targ, n = self.prepare(pred, targ)
         if self.n and n != self.n:
             raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
-        self.n, self.n_waiting = n, self.n_waiting + pred.numel()
+        self.keep(pred, targ)
+        self.n = n
+        self.n_waiting += pred.numel()
         if self.n_waiting >= GROUP:
             self.flush()
 
@@ -125,10 +123,6 @@ class LazyTorchMetric:
         with _suppress_warnings():
             return self.finish(self.metric)
 
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
-        return accumulated(self)
-
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.n = sd['n']
@@ -145,7 +139,7 @@ class LazyTorchMetric:
             )
         self.reset()
         self.n = known[0] if known else 0
-        self.waiting, self.lengths = merged_pairs(states)
+        super().merge(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
         metric_states = [sd['metric/'] for sd in states if 'metric/' in sd]
         if metric_states:
@@ -162,24 +156,11 @@ def _suppress_warnings() -> Iterator[None]:
         yield
 
 
-class Score(TorchMetric):
-    "Base class of scores computed by a `LazyTorchMetric`; a call returns the value of one batch."
-
-    metric: LazyTorchMetric
-
-    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        value = self._compute_batch(pred, targs)
-        return float(value) if is_number(value) else to_detach(value)
+class Score(KeptMetric):
+    "Base class of scores computed by a `LazyTorchMetric`."
 
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
         self._compute_batch(pred, yb)
-
-    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        metric = LazyTorchMetric(
-            self.metric.kind, self.metric.prepare, self.metric.finish, **self.metric.options
-        )
-        self._update(metric, pred, yb)
-        return metric.compute()
 
 
 # -- from predictions to inputs of the metric ------------------------------------------------------
