@@ -87,15 +87,14 @@ class AvgMetric(Mean, Metric):
 
     def add(self, value: Any, weight: Any = 1) -> None:
         "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
-        if isinstance(value, dict) == isinstance(self.total, dict) or not self.count:
-            totals = dict(self.total) if isinstance(self.total, dict) else {}
-            counts = dict(self.count) if isinstance(self.count, dict) else {}
-        else:
+        had_dict = isinstance(self.total, dict)
+        if isinstance(value, dict) != had_dict and self.count:
             raise MetricError(
                 f'Metric `{self.name}` gave a dict for some batches, and a number for others.'
             )
         if not isinstance(value, dict):
             return super().add(value, weight)
+        totals, counts = (dict(self.total), dict(self.count)) if had_dict else ({}, {})
         for key, number in value.items():
             mean = Mean()
             mean.total, mean.count = totals.get(key, 0.0), counts.get(key, 0)
@@ -108,10 +107,12 @@ class AvgMetric(Mean, Metric):
         "The mean, or a dict of means; None before the first batch."
         if not isinstance(self.total, dict):
             return super().value
-        means = {key: Mean() for key in self.total}
-        for key, mean in means.items():
-            mean.total, mean.count = self.total[key], self.count[key]
-        return {key: mean.value for key, mean in means.items()}
+        values = {}
+        for key, total in self.total.items():
+            mean = Mean()
+            mean.total, mean.count = total, self.count[key]
+            values[key] = mean.value
+        return values
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Return the metric of one batch: a number, a tensor of one element, or a dict of these."

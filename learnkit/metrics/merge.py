@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import map_tensors
+from learnkit.core.batch import map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
 from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, restore_state
@@ -202,15 +202,10 @@ def _add_up(
 
 def _are_equal(a: Any, b: Any) -> bool:
     "Return True if two nested values are equal; NaN equals NaN."
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return (
-            isinstance(a, Tensor)
-            and isinstance(b, Tensor)
-            and a.shape == b.shape
-            and torch.equal(a.cpu(), b.cpu())
-        )
     if type(a) is not type(b):
         return False
+    if isinstance(a, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_are_equal, a, b))
     if isinstance(a, dict):
@@ -263,7 +258,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
         counts = [sd['counts'].get('_update_count', 0) for sd in found]
         for name, how in m._reductions.items():
             value = _reduce([sd['states'][name] for sd in found], counts, how)
-            setattr(m, name, _move(value, m.device))
+            setattr(m, name, to_device(value, m.device))
         for name, value in found[0]['counts'].items():
             setattr(m, name, value)
         if '_update_count' in found[0]['counts']:
@@ -296,15 +291,6 @@ def _reduce(
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    "Move the tensors of a nested value to a device."
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_move(v, device) for v in value)
-    return value
-
-
 @contextmanager
 def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     "Disable torchmetrics' synchronization within the block, because states are merged already."
@@ -317,7 +303,7 @@ def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     ]
     previous = [m.distributed_available_fn for m in modules]
     for m in modules:
-        m.distributed_available_fn = _is_never_available
+        m.distributed_available_fn = lambda: False
     try:
         yield
     finally:
@@ -331,7 +317,3 @@ def _find_torchmetrics(o: Any) -> list[Any]:
         return [o]
     inner_metrics = _list_inner_metrics(o).values()
     return [found for metric in inner_metrics for found in _find_torchmetrics(metric)]
-
-
-def _is_never_available() -> bool:
-    return False
