@@ -417,9 +417,7 @@ def merged_losses(
     >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
     [1.0, 2.25]
     """
-    n = max(map(len, losses), default=0)
-    padded = ([[0.0] * (n - len(row)) + row for row in rows] for rows in (losses, weights))
-    x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
+    x, w = _align(losses), _align(weights)
     if reduction == 'sum':
         return torch.where(w == 0, 0, x).sum(0).tolist()
     weighted_mean = torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)
@@ -450,9 +448,13 @@ def merged_weights(
     >>> merged_weights([[1., 3.], [1.]])
     [1.0, 4.0]
     """
-    n = max(map(len, weights), default=0)
-    padded = ([0.0] * (n - len(row)) + row for row in weights)
-    return [fsum(step) for step in zip(*padded, strict=True)]
+    return [fsum(step) for step in _align(weights).T.tolist()]
+
+
+def _align(rows: list[list[float]]) -> Tensor:
+    "Stack lists aligned at the end, with zeros at the start of shorter lists."
+    n = max(map(len, rows), default=0)
+    return torch.tensor([[0.0] * (n - len(row)) + row for row in rows], dtype=torch.float64)
 
 
 def is_number(value: Any) -> bool:

@@ -240,10 +240,8 @@ class RocAuc(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average, ('macro', 'weighted'))
-        prepare, finish = (
-            partial(softmax_probs, 'RocAuc', axis),
-            partial(over_defined, average, True),
-        )
+        prepare = partial(softmax_probs, 'RocAuc', axis)
+        finish = partial(over_defined, average, True)
         super().__init__(
             LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
         )
@@ -262,10 +260,8 @@ class RocAucBinary(Score):
         max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'RocAucBinary', axis, 1),
-            partial(over_defined, 'macro', True),
-        )
+        prepare = partial(chance_of, 'RocAucBinary', axis, 1)
+        finish = partial(over_defined, 'macro', True)
         super().__init__(
             LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
         )
@@ -284,10 +280,8 @@ class APScoreBinary(Score):
         pos_label: int = 1,  # positive class
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'APScoreBinary', axis, pos_label),
-            partial(over_defined, 'macro', False),
-        )
+        prepare = partial(chance_of, 'APScoreBinary', axis, pos_label)
+        finish = partial(over_defined, 'macro', False)
         super().__init__(
             LazyTorchMetric('BinaryAveragePrecision', prepare, finish),
             'average_precision_score',
