@@ -11,8 +11,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from inspect import getclosurevars, isfunction, ismethod
+from inspect import getclosurevars, isfunction
 from io import TextIOWrapper
 from math import inf
 from pathlib import Path
@@ -197,18 +196,13 @@ def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         outer = getclosurevars(value)
         outer_values = {**outer.globals, **outer.nonlocals}
         yield from ((f'`{k}` of {name}', v) for k, v in outer_values.items())
-    elif ismethod(value):
-        yield f'{name}.__self__', value.__self__
-    elif isinstance(value, partial):
-        yield from ((f'{name}.{k}', getattr(value, k)) for k in ('func', 'args', 'keywords'))
     elif isinstance(value, torch.nn.Module):
         yield from ((f'{name}.{k}', m) for k, m in value.named_children())
+    attributes = ['__self__', 'func', 'args', 'keywords']  # of methods, and of partials
     if name == 'learn':
-        yield from (
-            (f'learn.{k}', getattr(value, k))
-            for k in ('dls', 'model', 'loss_func', 'opt_func', 'opt')
-        )
+        attributes = ['dls', 'model', 'loss_func', 'opt_func', 'opt']
         yield from ((f'learn.{cb.name}', cb) for cb in value.cbs)
+    yield from ((f'{name}.{k}', getattr(value, k)) for k in attributes if hasattr(value, k))
     yield from ((f'{name}.{k}', v) for k, v in getattr(value, '__dict__', {}).items())
 
 

@@ -194,10 +194,7 @@ def _add_up(
             f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
             f'{names}. Define `merge(self, states)`.'
         )
-    total = values[0]
-    for v in values[1:]:
-        total = total + v
-    return total
+    return sum(values[1:], start=values[0])
 
 
 def _are_equal(a: Any, b: Any) -> bool:

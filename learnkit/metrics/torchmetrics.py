@@ -268,11 +268,6 @@ def computed(metric: Any) -> Any:
     return metric.compute()
 
 
-def _select_score(label: int, metric: Any) -> Any:
-    "Return the score of one class."
-    return metric.compute()[label]
-
-
 def _select_scores(labels: Sequence[int], mean: bool, metric: Any) -> Any:
     "Return the scores of some classes, or their mean."
     scores = metric.compute()[list(labels)]
@@ -336,12 +331,10 @@ def averaged(
     if average == 'binary':
         if pos_label not in (0, 1):
             raise MetricError(f"pos_label={pos_label!r}: with average='binary' it is 0 or 1.")
-        return LazyTorchMetric(
-            kind, prepare, partial(_select_score, pos_label), average='none', **options
-        )
-    if labels is None:
+        labels = [pos_label]
+    elif labels is None:
         return LazyTorchMetric(kind, prepare, computed, average=average or 'none', **options)
-    if average in ('micro', 'weighted'):
+    elif average in ('micro', 'weighted'):
         raise MetricError(
             f"labels={list(labels)} with average={average!r} is not supported: use 'macro' or None."
         )
