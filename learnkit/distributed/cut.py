@@ -75,7 +75,7 @@ class ShardSpec:
         filler = min(start, k - 1)
         return range(filler, filler + 1)
 
-    def n_given(
+    def count_batches(
         self,
         n: int,  # number of samples of a pass over the loader
         full: int,  # number of samples of a full round

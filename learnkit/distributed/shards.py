@@ -227,7 +227,7 @@ class TensorShard(Shard, TensorLoader):
         return n, self.bs * self.cut.per_round
 
     def __len__(self) -> int:
-        return self.cut.n_given(*self._sizes)
+        return self.cut.count_batches(*self._sizes)
 
     def share(self, i: int) -> tuple[int, int]:
         "Return the numbers of samples of batch `i` on this rank, and on all ranks."
@@ -311,7 +311,7 @@ class ShardSampler:
     def __len__(self) -> int:
         sizes = _compute_sizes(self.source, self.cut)
         if sizes is not None:
-            return self.cut.n_given(*sizes)
+            return self.cut.count_batches(*sizes)
         rounds, rest = divmod(len(get_index_sampler(self.source)), self.cut.per_round)
         return rounds + (rest > 0 and self.cut.uneven != 'drop')
 

@@ -21,7 +21,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
-from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
+from learnkit.metrics.base import Mean, Metric, flattened, is_number, widen
 
 __all__ = [
     'AvgMetric',
@@ -40,8 +40,6 @@ __all__ = [
     'metrics_of_model',
     'whole_set_metric',
     'measures_batches',
-    'paired',
-    'widened',
 ]
 
 PHASES = ('train', 'valid', 'both')
@@ -218,7 +216,7 @@ class SumMetric(Metric):
         try:
             with torch.no_grad():
                 sums = self.sums(*_detach_args(pred, yb))
-            return widened(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
+            return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
         except Exception as e:
             _add_note(e, self.name, pred, yb)
             raise
@@ -530,7 +528,7 @@ def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
     "Stack numbers to a tensor on the device of the predictions, without a transfer from the host."
     device = pred.device if isinstance(pred, Tensor) else None
     return torch.stack(
-        [widened(s if isinstance(s, Tensor) else torch.full((), s, device=device)) for s in sums]
+        [widen(s if isinstance(s, Tensor) else torch.full((), s, device=device)) for s in sums]
     )
 
 

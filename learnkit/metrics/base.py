@@ -24,8 +24,8 @@ __all__ = [
     'is_number',
     'merged_losses',
     'merged_weights',
-    'paired',
-    'widened',
+    'flatten_pair',
+    'widen',
 ]
 
 SEND_EVERY = 64  # losses per copy to the host
@@ -100,8 +100,8 @@ class Mean(Accumulates):
         weight: Any = 1,  # weight of the value, such as a number of samples
     ) -> None:
         "Add `value` without a transfer; ignore it if the weight is 0 (the mean of an empty batch is NaN)."
-        x = _widen(value)
-        w = weight if isinstance(weight, int) else _widen(weight)
+        x = _to_scalar(value)
+        w = weight if isinstance(weight, int) else _to_scalar(weight)
         if isinstance(w, Tensor):
             x = torch.where(w == 0, w, x)
         elif w == 0:
@@ -384,7 +384,7 @@ class _Copy:
         self.n = len(steps)
         if any(isinstance(weight, Tensor) for weight in self.weights):
             weights = [torch.as_tensor(w, device=device).reshape(()) for w in self.weights]
-            numbers = torch.cat([widened(numbers), widened(torch.stack(weights))])
+            numbers = torch.cat([widen(numbers), widen(torch.stack(weights))])
             self.weights = []
         on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
@@ -464,7 +464,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or getattr(value, 'size', None) == 1
 
 
-def _widen(value: Any) -> Any:
+def _to_scalar(value: Any) -> Any:
     "Convert a number to a float, or a tensor on a device to a 0-dim float64 tensor."
     if type(value) is Tensor and value.is_cpu and value.numel() == 1:
         return float(value.item())
@@ -476,7 +476,7 @@ def _widen(value: Any) -> Any:
     return value.to(torch.float32 if value.device.type == 'mps' else torch.float64)
 
 
-def paired(
+def flatten_pair(
     name: str,  # name of the metric in errors
     pred: Tensor,  # predictions of any shape
     targ: Tensor,  # targets of any shape with the same number of elements
@@ -485,7 +485,7 @@ def paired(
 
     Raises `MetricError` for different sizes. Broadcasting would compare every prediction with every target.
 
-    >>> paired('mse', torch.zeros(2, 1), torch.ones(2))
+    >>> flatten_pair('mse', torch.zeros(2, 1), torch.ones(2))
     (tensor([0., 0.]), tensor([1., 1.]))
     """
     if pred.numel() == targ.numel():
@@ -507,6 +507,6 @@ def _describe_fix(pred: Tensor, targ: Tensor) -> str:
     return f'{fix} Are the classes along another `axis`?'
 
 
-def widened(t: Tensor) -> Tensor:
+def widen(t: Tensor) -> Tensor:
     "Convert a tensor to float64, or to float32 on a device without float64."
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)

@@ -18,7 +18,7 @@ from torch import Tensor
 from learnkit.core.batch import map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, restore_state
+from learnkit.metrics.state import Pairs, collect_state, is_metric, is_torchmetrics, restore_state
 
 __all__ = [
     'Accumulates',
@@ -26,7 +26,7 @@ __all__ = [
     'gather_on_host',
     'in_turn',
     'merge_states',
-    'merged_pairs',
+    'merge_pairs',
     'shared_state',
     'unsynced',
 ]
@@ -44,7 +44,7 @@ class Accumulates:
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state since `reset`; raise `MetricError` for attributes that are not plain values."
-        return accumulated(self)
+        return collect_state(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore a state of `state_dict`; raise `MetricError` for the state of another metric."
@@ -66,13 +66,13 @@ class Accumulates:
 def shared_state(o: Any) -> dict[str, Any]:
     "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
-        return accumulated(o)
+        return collect_state(o)
     if _overrides_merge(o):
-        return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
+        return dict(o.state_dict() if hasattr(o, 'state_dict') else collect_state(o))
     sum_reduced = getattr(o, 'sum_reduced', ())
     inner = _list_inner_metrics(o)
     return {
-        **accumulated(o, but={*sum_reduced, *inner}),
+        **collect_state(o, but={*sum_reduced, *inner}),
         **{f'{name}/': shared_state(metric) for name, metric in inner.items()},
         **{name: getattr(o, name) for name in sum_reduced},
     }
@@ -224,7 +224,7 @@ def in_turn(lists: Iterable[list[T]]) -> list[T]:
     return [x for row in rows for x in row if x is not missing]
 
 
-def merged_pairs(
+def merge_pairs(
     states: Iterable[Mapping[str, Any]],  # states with `waiting` pairs and the batches' `lengths`
 ) -> tuple[Pairs, list[tuple[int, int]]]:
     "Return the batches of all ranks in the order of the data, and their lengths."

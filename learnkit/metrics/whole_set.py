@@ -14,9 +14,9 @@ from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
-from learnkit.metrics.base import Mean, Metric, paired
-from learnkit.metrics.merge import Accumulates, merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined
+from learnkit.metrics.base import Mean, Metric, flatten_pair
+from learnkit.metrics.merge import Accumulates, merge_pairs
+from learnkit.metrics.state import Pairs, collect_state, join_batches
 
 __all__ = ['AccumMetric', 'KeptMetric', 'KeptPairs', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
@@ -38,11 +38,11 @@ class KeptPairs(Accumulates):
         self.lengths.append((len(pred), len(targ)))
 
     def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
-        return accumulated(self)
+        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
+        return collect_state(self)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting, self.lengths = merged_pairs(states)
+        self.waiting, self.lengths = merge_pairs(states)
 
 
 class KeptMetric(TorchMetric):
@@ -109,7 +109,7 @@ class _WholeSet(KeptPairs):
         self.keep(*self.prepare(pred, targ))
 
     def compute(self) -> Any:
-        both: Any = joined(self.waiting)[0]
+        both: Any = join_batches(self.waiting)[0]
         if self.to_np:
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
@@ -139,7 +139,7 @@ def _prepare(
         pred = pred[:, -1]
     if thresh is not None:
         pred = pred >= thresh
-    return paired(name, pred, targ) if flatten else (pred, targ)
+    return flatten_pair(name, pred, targ) if flatten else (pred, targ)
 
 
 def skm_to_fastai(
