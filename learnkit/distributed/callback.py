@@ -285,7 +285,7 @@ class DistributedTraining(Callback):
         self._rescales = '_backward' not in overrides and can_rescale(self.parts.trained)
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
-        self.batch.local = True  # also those that a resumed epoch has brought with it
+        self.batch.local = True  # a resumed epoch may have restored gradients of this rank
         self._share_order()
 
     def before_validate(self) -> None:

@@ -16,7 +16,7 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.ddp import broadcast_tensors, gather_if_different
 
 __all__ = [
     'check_alike',
@@ -98,9 +98,7 @@ def check_alike(
     own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
     own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     own |= descriptions
-    checksums = world.gather(crc32(repr(own).encode()))
-    are_equal = len(set(checksums)) == 1
-    first, *others = [own] if are_equal else world.gather(own)
+    first, *others = gather_if_different(own, world) or [own]
     for rank, other in enumerate(others, 1):
         differences = [
             f'{k}: {first.get(k, "absent")} in process 0, {other.get(k, "absent")} in process {rank}'

@@ -49,10 +49,8 @@ class RoundsPosition(LoaderPosition):
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
         whole = {**state, 'n': self._now.get('drawn', n_drawn)}
-        if self.start is not None:
-            self.inner.load_state_dict(whole)
-            return
-        with self.dl.order:
+        order = self.dl.order if self.start is None else nullcontext()
+        with order:
             self.inner.load_state_dict(whole)
 
     def state_dict(
