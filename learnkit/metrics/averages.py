@@ -61,8 +61,6 @@ class AvgMetric(Mean, Metric):
     ('mse_loss', 'l1_loss', 'l2')
     """
 
-    _name: str | None = None
-
     def __init__(
         self,
         func: Callable[..., Any],  # f(predictions, targets) of a batch that returns a number
@@ -143,6 +141,8 @@ class AvgLoss(Mean, Metric):
     'loss'
     """
 
+    _name = 'loss'
+
     def __init__(self, on: str | None = None) -> None:
         self.on = check_on(on)
 
@@ -151,10 +151,6 @@ class AvgLoss(Mean, Metric):
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
         self.add(loss, loss_weight(learn))
-
-    @property
-    def name(self) -> str:
-        return 'loss'
 
 
 class SumMetric(Metric):
@@ -171,7 +167,6 @@ class SumMetric(Metric):
     0.75
     """
 
-    _name: str | None = None
     _sums: Tensor | None = None
     sum_reduced = ('_sums',)
 
@@ -224,10 +219,6 @@ class SumMetric(Metric):
     @property
     def value(self) -> Any:
         return None if self._sums is None else self.final(self._sums.cpu())
-
-    @property
-    def name(self) -> str:
-        return self._name or class2attr(self, 'Metric')
 
 
 class ValueMetric(Metric):
@@ -358,10 +349,6 @@ class _Renamed(Metric):
     @property
     def value(self) -> Any:
         return self.metric.value
-
-    @property
-    def name(self) -> str:
-        return self._name
 
 
 def as_metrics(

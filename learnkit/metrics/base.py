@@ -54,6 +54,7 @@ class Metric(Accumulates):
     """
 
     on: str | None = None  # 'train', 'valid' or 'both'; None: the Recorder's setting
+    _name: str | None = None  # name of the column; None: the class name in snake_case
 
     def reset(self) -> None:
         "Clear the accumulated state."
@@ -70,8 +71,8 @@ class Metric(Accumulates):
 
     @property
     def name(self) -> str:
-        "The class name in snake_case, without a trailing 'Metric'."
-        return class2attr(self, 'Metric')
+        "Name of the column; by default the class name in snake_case, without a trailing 'Metric'."
+        return self._name or class2attr(self, 'Metric')
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({self.name}{f", on={self.on!r}" if self.on else ""})'

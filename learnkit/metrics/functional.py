@@ -468,14 +468,12 @@ class BrierScoreMulti(SumMetric):
 class Perplexity(AvgLoss):
     "Exponential of the mean loss, for language models trained with cross-entropy."
 
+    _name = 'perplexity'
+
     @property
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else float(torch.tensor(mean, dtype=torch.float64).exp())
-
-    @property
-    def name(self) -> str:
-        return 'perplexity'
 
 
 perplexity = Perplexity  # the class, so that each Learner makes its own instance
