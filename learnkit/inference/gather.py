@@ -240,7 +240,7 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     options: dict[str, Any] = {'count': batch_counter(learn)}
     if team:
         options |= {
-            'batch_size': team._given['batch_size'],
+            'batch_size': team._loader_options['batch_size'],
             'fillers': team.parts.needs_equal_evaluations,
         }
     rank_dl = shard(
