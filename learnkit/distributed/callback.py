@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.comm import SINGLE_RANK, join_ranks
-from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
+from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
@@ -29,10 +29,10 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
+from learnkit.distributed.cut import ShardSpec, check_option
 from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
+from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import list_overrides, sample_count, token_count
@@ -44,7 +44,6 @@ T = TypeVar('T')
 
 MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
-CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
 class DistributedTraining(Callback):
@@ -91,33 +90,28 @@ class DistributedTraining(Callback):
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
-        loader_options = {'batch_size': batch_size, 'uneven': uneven}
-        for name, value in {'strategy': strategy, **loader_options}.items():
-            choices = CHOICES[name]
-            if value not in choices:
-                raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, choices))}.'
-                    f'{did_you_mean(str(value), choices)}'
-                )
+        check_option('strategy', strategy, STRATEGIES)
+        ShardSpec(0, 1, batch_size, uneven)  # raises for invalid options
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
-        self.loader_options, self._options, self.agree_every = loader_options, options, agree_every
+        self.loader_options = {'batch_size': batch_size, 'uneven': uneven}
+        self._options, self.agree_every = options, agree_every
         if strategy != 'auto':
             self._make_parts()  # raises for invalid options
         self.parts: Any = None  # the current `Replicas` or `Sharded`
         self._mean = GradientMean()
-        self._saved: dict[str, Any] = {}  # attributes of the Learner to restore
+        self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
-        self._evaluates = True  # the batch of an evaluation has samples of this rank
-        self._every = self._most = 1  # batches between agreements, now and at most
+        self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
+        self._interval = self._max_interval = 1  # batches between agreements, now and at most
         self._last_agreement = 0, 0.0  # batch and clock of the last agreement
-        self._rescales = False  # gradients can be rescaled after a backward pass
-        self._catches_up = False  # a resumed fit must compute as if it had never stopped
+        self._allows_rescaling = False  # gradients can be rescaled after a backward pass
+        self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
         # all callbacks, and the callbacks with a method `will_step`
@@ -145,7 +139,7 @@ class DistributedTraining(Callback):
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:
             return world.leave()
-        self._saved = {'dls': learn.dls, 'logger': learn.logger}
+        self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn.strategy, self.failures = world, SeveralProcesses(self), Failures(world)
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
@@ -156,7 +150,8 @@ class DistributedTraining(Callback):
             )
             self._share_loaders()
             self._dls = learn.dls
-            self._every = self._most = self.agree_every or choose_agree_interval(learn.model)
+            interval = self.agree_every or choose_agree_interval(learn.model)
+            self._interval = self._max_interval = interval
             if not world.is_first:
                 learn.logger = noop
             self._seed()
@@ -210,9 +205,8 @@ class DistributedTraining(Callback):
     def _truncate_loaders(self) -> Any:
         "Truncate training loaders to the shortest rank's length, or raise if lengths differ, by `uneven`."
         dls = copy(self.learn.dls)
-        n = check_lengths(
-            self.learn.world.gather(n_batches(dls.train)), self.loader_options['uneven']
-        )
+        lengths = self.learn.world.gather(n_batches(dls.train))
+        n = check_lengths(lengths, self.loader_options['uneven'])
         if n is not None and n != n_batches(dls.train):
             dls.train = FirstBatches(dls.train, n)
         return dls
@@ -233,7 +227,7 @@ class DistributedTraining(Callback):
 
     def on_removed(self) -> None:
         learn, world = self.learn, self.learn.world
-        saved, self._saved = self._saved, {}
+        saved, self._saved_attributes = self._saved_attributes, {}
         if not saved:
             return  # a single process, or joining has failed
         try:
@@ -281,21 +275,19 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._every, self._last_agreement = (
-            self._most,
-            (learn.counters.batches, world.value('clock')),
-        )
+        self._interval = self._max_interval
+        self._last_agreement = learn.counters.batches, world.value('clock')
         r = learn.run.resume
         self._steps_before = learn.finished('st') if r is None else 0
-        self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
+        self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
         self.parts.prepare(self.learn)
         overrides = list_overrides(self.learn)
-        self._rescales = '_backward' not in overrides and can_rescale(self.parts.trained)
+        self._allows_rescaling = '_backward' not in overrides and can_rescale(self.parts.trained)
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
-        self.batch.local = True  # also those that a resumed epoch has brought with it
+        self.batch.local = True  # a resumed epoch may have restored gradients of this rank
         self._share_order()
 
     def before_validate(self) -> None:
@@ -308,9 +300,7 @@ class DistributedTraining(Callback):
         if hasattr(dl, 'order_state'):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
-        batch_sampler = getattr(dl, 'batch_sampler', None)
-        samplers = getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)
-        for sampler in samplers:
+        for sampler in list_samplers(dl):
             set_epoch = getattr(sampler, 'set_epoch', None)
             if set_epoch is not None:
                 return set_epoch(self.learn.counters.epochs)  # epochs of all fits
@@ -322,7 +312,7 @@ class DistributedTraining(Callback):
         share = getattr(learn.dl, 'share', None)
         loader_share = share(learn.iter) if share is not None else None
         if not learn.training:
-            self._evaluates = loader_share is None or loader_share[0] > 0
+            self._has_evaluation_samples = loader_share is None or loader_share[0] > 0
             return
         batch = self.batch
         batch.share = loader_share if share is not None else self._count_share()
@@ -330,16 +320,16 @@ class DistributedTraining(Callback):
         batch.tokens = None
         batch.n_steps = learn.finished('st')
         batch.weights = batch.guess = None
-        if not self._catches_up:
+        if not self._needs_catch_up:
             return
-        self._catches_up = False
+        self._needs_catch_up = False
         self.parts.catch_up(learn)
 
     @property
     def has_samples(self) -> bool:
         "True if the current batch has samples of this rank; a filler batch only keeps the ranks in step."
         if not self.learn.training:
-            return self._evaluates
+            return self._has_evaluation_samples
         return self.batch.share is None or self.batch.share[0] > 0
 
     def _count_share(self) -> tuple[int, int] | None:
@@ -386,7 +376,7 @@ class DistributedTraining(Callback):
             and batch.syncs
             and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
             and not self._extra_params
-            and self._rescales
+            and self._allows_rescaling
         )
 
     def _will_step(self) -> bool:
@@ -406,7 +396,7 @@ class DistributedTraining(Callback):
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
-        if self._evaluates:
+        if self._has_evaluation_samples:
             return
         self.learn.clear_pass()
         raise CancelBatchException
@@ -461,7 +451,7 @@ class DistributedTraining(Callback):
     def batch_checkpoint(self) -> None:
         world = self.learn.world
         n = self.learn.counters.batches
-        sends = n % self._every == 0
+        sends = n % self._interval == 0
         receives = world.is_exchanging  # the values of the previous exchange
         if sends or receives:
             self._agree(partial(world.exchange, sends))
@@ -473,9 +463,9 @@ class DistributedTraining(Callback):
         last_n, last_clock = self._last_agreement
         self._last_agreement = n, clock
         n_batches, seconds = n - last_n, clock - last_clock
-        self._every = self._most
-        while self._every > 1 and self._every * seconds > MAX_INTERVAL_S * n_batches:
-            self._every //= 4
+        self._interval = self._max_interval
+        while self._interval > 1 and self._interval * seconds > MAX_INTERVAL_S * n_batches:
+            self._interval //= 4
 
     def epoch_checkpoint(self) -> None:
         total = (
@@ -536,10 +526,8 @@ class GradientMean(Callback):
         batch.n_steps = None
         if batch.local:
             team.parts.average_gradients(learn)
-        batch.local, batch.syncs = (
-            True,
-            False,
-        )  # a custom loop may bypass the wrapper that reduces gradients
+        # a custom loop may bypass the wrapper that reduces gradients
+        batch.local, batch.syncs = True, False
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)

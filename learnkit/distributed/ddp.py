@@ -23,6 +23,7 @@ __all__ = [
     'average',
     'broadcast_tensors',
     'can_rescale',
+    'gather_if_different',
     'is_too_big',
 ]
 
@@ -206,10 +207,7 @@ def check_same_parameters(model: nn.Module, world: Comm) -> None:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    checksum = crc32(repr(trained).encode())
-    if len(set(world.gather(checksum))) == 1:
-        return
-    for rank, other in enumerate(world.gather(trained)):
+    for rank, other in enumerate(gather_if_different(trained, world)):
         for name in sorted({*trained, *other}):
             if trained.get(name) != other.get(name):
                 raise DistributedError(
@@ -217,6 +215,15 @@ def check_same_parameters(model: nn.Module, world: Comm) -> None:
                     f'process {world.rank}, and {other.get(name, "not trained")} in process {rank}. Set '
                     '`requires_grad_()` alike in all of them.'
                 )
+
+
+def gather_if_different(
+    own: dict[str, str],  # descriptions by name
+    world: Comm,
+) -> list[dict[str, str]]:
+    "Return the descriptions of all ranks in rank order; an empty list if they are equal."
+    checksums = world.gather(crc32(repr(own).encode()))
+    return [] if len(set(checksums)) == 1 else world.gather(own)
 
 
 class GradientMessage:

@@ -176,13 +176,8 @@ class Sharded:
             return self._restore_untrained(learn, original.to(self._device))
         self.share_buffers(learn)
         gather_into(sharded, original)
-        original.to(self._device)
-        self.original = original
-        try:
-            self._replace_model(learn, original)
-        finally:
-            self.original = None
-            self._units = []
+        self._replace_model(learn, original.to(self._device))
+        self._units = []
 
     def _has_failed(self, learn: LearnerLike) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -48,10 +49,8 @@ class RoundsPosition(LoaderPosition):
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
         whole = {**state, 'n': self._current.get('drawn', n_drawn)}
-        if self.start is not None:
-            self.inner.load_state_dict(whole)
-            return
-        with self.dl.order:
+        order = self.dl.order if self.start is None else nullcontext()
+        with order:
             self.inner.load_state_dict(whole)
 
     def state_dict(
@@ -143,12 +142,10 @@ class RoundShard(Shard):
     def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         "Yield the batches of each round."
         per, cut = self.cut.per_round, self.cut
-        draws_randomly = type(self.source) not in (list, tuple)
+        draws_nothing = type(self.source) in (list, tuple)
+        order = nullcontext() if draws_nothing else self.order
         while True:
-            if draws_randomly:
-                with self.order:
-                    drawn = list(islice(batches, per))
-            else:
+            with order:
                 drawn = list(islice(batches, per))
             if len(drawn) == per or (drawn and cut.uneven != 'drop'):
                 yield drawn

@@ -29,6 +29,7 @@ from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
+    iterates_as_torch,
     start_lists,
     with_sampler,
     workers_run,
@@ -40,6 +41,7 @@ __all__ = [
     'shard',
     'shard_loaders',
     'check_lengths',
+    'list_samplers',
     'FirstBatches',
     'TensorShard',
     'IndexShard',
@@ -123,10 +125,10 @@ def check_lengths(
     >>> check_lengths([5, 4], uneven='drop')
     4
     """
+    if len(set(lengths)) == 1:
+        return lengths[0]
     known = [n for n in lengths if n is not None]
-    if len(known) < len(lengths) and len(set(lengths)) < 2:
-        return None
-    if len(set(lengths)) == 1 or (uneven == 'drop' and len(known) == len(lengths)):
+    if uneven == 'drop' and len(known) == len(lengths):
         return min(known)
     counts = ', '.join(
         f'{"an unknown number" if n is None else n} in process {i}' for i, n in enumerate(lengths)
@@ -197,9 +199,13 @@ def _make_shard(dl: Any, cut: ShardSpec) -> Any:
 
 def _is_sharded_by_sampler(dl: Any) -> bool:
     "Return True if a loader draws its samples from a `DistributedSampler`."
+    return any(isinstance(sampler, DistributedSampler) for sampler in list_samplers(dl))
+
+
+def list_samplers(dl: Any) -> list[Any]:
+    "Return the sampler of a loader, and the sampler of its batch sampler; None for a sampler that is absent."
     batch_sampler = getattr(dl, 'batch_sampler', None)
-    samplers = (getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None))
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return [getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)]
 
 
 # -- tensors in memory -----------------------------------------------------------------------------
@@ -221,7 +227,7 @@ class TensorShard(Shard, TensorLoader):
         return n, self.bs * self.cut.per_round
 
     def __len__(self) -> int:
-        return self.cut.n_given(*self._sizes)
+        return self.cut.count_batches(*self._sizes)
 
     def share(self, i: int) -> tuple[int, int]:
         "Return the numbers of samples of batch `i` on this rank, and on all ranks."
@@ -305,7 +311,7 @@ class ShardSampler:
     def __len__(self) -> int:
         sizes = _compute_sizes(self.source, self.cut)
         if sizes is not None:
-            return self.cut.n_given(*sizes)
+            return self.cut.count_batches(*sizes)
         rounds, rest = divmod(len(get_index_sampler(self.source)), self.cut.per_round)
         return rounds + (rest > 0 and self.cut.uneven != 'drop')
 
@@ -383,16 +389,15 @@ def _gives_index_lists(dl: Any) -> bool:
         not isinstance(dl, DataLoader)
         or isinstance(dl.dataset, IterableDataset)
         or hasattr(dl, 'load_state_dict')
-    ):
-        return False
-    if any(
-        getattr(type(dl), f) is not getattr(DataLoader, f)
-        for f in ('__iter__', '__len__', '_get_iterator')
+        or not iterates_as_torch(dl)
+        or type(dl).__len__ is not DataLoader.__len__
     ):
         return False
     sampler = get_index_sampler(dl)
-    if isinstance(sampler, Iterator) or dl.batch_sampler is not None:
-        return not isinstance(sampler, Iterator)
+    if isinstance(sampler, Iterator):
+        return False
+    if dl.batch_sampler is not None:
+        return True
     state = capture_state(dl)
     with preserved_rng():
         first = next(iter(sampler), None)

@@ -24,18 +24,17 @@ from learnkit.metrics.torchmetrics import (
     Labels,
     LazyTorchMetric,
     Score,
-    argmax_preds,
-    averaged,
-    by_label,
-    chance_of,
+    average_defined,
     check_average,
-    computed,
-    matthews,
-    mean_recall,
-    over_defined,
-    softmax_probs,
+    compute_matthews,
+    compute_mean_recall,
+    flatten_labels,
+    make_score,
+    match_dtypes,
+    take_argmax,
+    take_class_softmax,
+    take_softmax,
     threshold_labels,
-    values,
 )
 
 __all__ = [
@@ -82,8 +81,10 @@ class _ClassScore(Score):
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
-        late = averaged(f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta)
+        prepare = partial(take_argmax, type(self).__name__, axis, average == 'binary')
+        late = make_score(
+            f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta
+        )
         super().__init__(late, self._shown, on)
 
 
@@ -157,9 +158,9 @@ class HammingLoss(Score):
     """
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        prepare = partial(argmax_preds, 'HammingLoss', axis, False)
+        prepare = partial(take_argmax, 'HammingLoss', axis, False)
         super().__init__(
-            LazyTorchMetric('MulticlassHammingDistance', prepare, computed, average='micro'),
+            LazyTorchMetric('MulticlassHammingDistance', prepare, average='micro'),
             'hamming_loss',
             on,
         )
@@ -178,8 +179,9 @@ class BalancedAccuracy(Score):
         adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
-        late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, partial(mean_recall, adjusted))
+        prepare = partial(take_argmax, 'BalancedAccuracy', axis, False)
+        finish = partial(compute_mean_recall, adjusted)
+        late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, finish)
         super().__init__(late, 'balanced_accuracy_score', on)
 
 
@@ -200,9 +202,9 @@ class CohenKappa(Score):
             raise MetricError(
                 f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
             )
-        prepare = partial(argmax_preds, 'CohenKappa', axis, False)
+        prepare = partial(take_argmax, 'CohenKappa', axis, False)
         super().__init__(
-            LazyTorchMetric('MulticlassCohenKappa', prepare, computed, weights=weights),
+            LazyTorchMetric('MulticlassCohenKappa', prepare, weights=weights),
             'cohen_kappa_score',
             on,
         )
@@ -218,8 +220,8 @@ class MatthewsCorrCoef(Score):
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
         late = LazyTorchMetric(
             'MulticlassConfusionMatrix',
-            partial(argmax_preds, 'MatthewsCorrCoef', axis, False),
-            matthews,
+            partial(take_argmax, 'MatthewsCorrCoef', axis, False),
+            compute_matthews,
         )
         super().__init__(late, 'matthews_corrcoef', on)
 
@@ -240,10 +242,8 @@ class RocAuc(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average, ('macro', 'weighted'))
-        prepare, finish = (
-            partial(softmax_probs, 'RocAuc', axis),
-            partial(over_defined, average, True),
-        )
+        prepare = partial(take_softmax, 'RocAuc', axis)
+        finish = partial(average_defined, average, True)
         super().__init__(
             LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
         )
@@ -262,10 +262,8 @@ class RocAucBinary(Score):
         max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'RocAucBinary', axis, 1),
-            partial(over_defined, 'macro', True),
-        )
+        prepare = partial(take_class_softmax, 'RocAucBinary', axis, 1)
+        finish = partial(average_defined, 'macro', True)
         super().__init__(
             LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
         )
@@ -284,10 +282,8 @@ class APScoreBinary(Score):
         pos_label: int = 1,  # positive class
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'APScoreBinary', axis, pos_label),
-            partial(over_defined, 'macro', False),
-        )
+        prepare = partial(take_class_softmax, 'APScoreBinary', axis, pos_label)
+        finish = partial(average_defined, 'macro', False)
         super().__init__(
             LazyTorchMetric('BinaryAveragePrecision', prepare, finish),
             'average_precision_score',
@@ -313,7 +309,7 @@ class _LabelScore(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(threshold_labels, type(self).__name__, thresh, sigmoid)
-        late = averaged(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
+        late = make_score(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
         super().__init__(late, self._shown, on)
 
 
@@ -389,7 +385,7 @@ class HammingLossMulti(Score):
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'HammingLossMulti', thresh, sigmoid)
         super().__init__(
-            LazyTorchMetric('MultilabelHammingDistance', prepare, computed, average='micro'),
+            LazyTorchMetric('MultilabelHammingDistance', prepare, average='micro'),
             'hamming_loss',
             on,
         )
@@ -405,7 +401,9 @@ class MatthewsCorrCoefMulti(Score):
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'MatthewsCorrCoefMulti', thresh, sigmoid)
         super().__init__(
-            LazyTorchMetric('MultilabelConfusionMatrix', prepare, matthews), 'matthews_corrcoef', on
+            LazyTorchMetric('MultilabelConfusionMatrix', prepare, compute_matthews),
+            'matthews_corrcoef',
+            on,
         )
 
 
@@ -421,15 +419,13 @@ class _Ranking(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average)
-        finish = (
-            computed if average == 'micro' else partial(over_defined, average, self._needs_both)
-        )
-        late = LazyTorchMetric(
-            f'Multilabel{self._kind}',
-            partial(by_label, type(self).__name__, sigmoid),
-            finish,
-            average='micro' if average == 'micro' else 'none',
-        )
+        kind = f'Multilabel{self._kind}'
+        prepare = partial(flatten_labels, type(self).__name__, sigmoid)
+        if average == 'micro':
+            late = LazyTorchMetric(kind, prepare, average='micro')
+        else:
+            finish = partial(average_defined, average, self._needs_both)
+            late = LazyTorchMetric(kind, prepare, finish, average='none')
         super().__init__(late, self._shown, on)
 
 
@@ -465,7 +461,7 @@ class SpearmanCorrCoef(Score):
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(
-            LazyTorchMetric('SpearmanCorrCoef', partial(values, 'SpearmanCorrCoef'), computed),
+            LazyTorchMetric('SpearmanCorrCoef', partial(match_dtypes, 'SpearmanCorrCoef')),
             'spearmanr',
             on,
         )

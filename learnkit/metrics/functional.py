@@ -30,11 +30,9 @@ from learnkit.metrics.averages import (
     check_column,
     dry_run,
     measures_batches,
-    paired,
     whole_set_metric,
-    widened,
 )
-from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
+from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, flatten_pair, widen
 from learnkit.metrics.classification import (
     APScoreBinary,
     APScoreMulti,
@@ -68,7 +66,7 @@ from learnkit.metrics.segmentation import (
     JaccardCoeffMulti,
     foreground_acc,
 )
-from learnkit.metrics.torchmetrics import by_class
+from learnkit.metrics.torchmetrics import flatten_classes
 from learnkit.metrics.whole_set import AccumMetric, LossMetric, LossMetrics, skm_to_fastai
 
 F = TypeVar('F', bound=Callable[..., Tensor])
@@ -188,7 +186,7 @@ def accuracy(
     tensor(0.5000)
     """
     check_choice('accuracy', pred, axis)
-    best, targ = paired('accuracy', pred.argmax(dim=axis), targ)
+    best, targ = flatten_pair('accuracy', pred.argmax(dim=axis), targ)
     return _share(best == targ, targ)
 
 
@@ -223,7 +221,7 @@ def top_k_accuracy(
     >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
     tensor(0.5000)
     """
-    scores, targ = by_class('top_k_accuracy', pred, targ, axis)
+    scores, targ = flatten_classes('top_k_accuracy', pred, targ, axis)
     n = scores.shape[1]
     if not 1 <= k <= n:
         raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
@@ -242,7 +240,7 @@ def accuracy_multi(
     >>> accuracy_multi(torch.tensor([[2., -1.], [-3., -.5]]), torch.tensor([[1, 0], [0, 1]]))
     tensor(0.7500)
     """
-    pred, targ = paired('accuracy_multi', pred, targ)
+    pred, targ = flatten_pair('accuracy_multi', pred, targ)
     if sigmoid:
         pred = pred.sigmoid()
     return ((pred > thresh) == targ.bool()).float().mean()
@@ -258,7 +256,7 @@ def mse(pred: Tensor, targ: Tensor) -> Tensor:
     >>> mse(torch.tensor([1., 2.]), torch.tensor([[1.], [4.]]))
     tensor(2.)
     """
-    pred, targ = paired('mse', pred, targ)
+    pred, targ = flatten_pair('mse', pred, targ)
     return (pred - targ).square().mean()
 
 
@@ -269,7 +267,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
     >>> mae(torch.tensor([1., 2.]), torch.tensor([1., 4.]))
     tensor(1.)
     """
-    pred, targ = paired('mae', pred, targ)
+    pred, targ = flatten_pair('mae', pred, targ)
     return (pred - targ).abs().mean()
 
 
@@ -280,7 +278,7 @@ def msle(pred: Tensor, targ: Tensor) -> Tensor:
     >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 2*math.e - 1]))
     tensor(0.5000)
     """
-    pred, targ = paired('msle', pred, targ)
+    pred, targ = flatten_pair('msle', pred, targ)
     return (pred.log1p() - targ.log1p()).square().mean()
 
 
@@ -313,7 +311,7 @@ def rmse(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def _mean_squared_percentage(pred: Tensor, targ: Tensor) -> Tensor:
-    pred, targ = paired('exp_rmspe', pred, targ)
+    pred, targ = flatten_pair('exp_rmspe', pred, targ)
     return torch.expm1(pred - targ).square().mean()
 
 
@@ -341,7 +339,7 @@ class _Regression(SumMetric):
         super().__init__(self._name, on)
 
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
-        p, t = map(widened, paired(self.name, pred, targ))
+        p, t = map(widen, flatten_pair(self.name, pred, targ))
         e = t - p
         return torch.stack([torch.ones_like(t), t, t * t, p, p * p, p * t, e, e * e]).sum(1)
 
@@ -424,8 +422,8 @@ class BrierScore(SumMetric):
         self.axis = axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        scores, targ = by_class(self.name, pred, targ, self.axis)
-        p = widened(scores).softmax(1)
+        scores, targ = flatten_classes(self.name, pred, targ, self.axis)
+        p = widen(scores).softmax(1)
         n_classes = scores.shape[1]
         # invalid targets are counted and reported by `final`, so that no batch waits for the device
         classes = targ.long().clamp(0, n_classes - 1)
@@ -458,7 +456,7 @@ class BrierScoreMulti(SumMetric):
         self.sigmoid = sigmoid
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        p, t = map(widened, paired(self.name, pred, targ))
+        p, t = map(widen, flatten_pair(self.name, pred, targ))
         if self.sigmoid:
             p = p.sigmoid()
         return (p - t).square().sum(), t.numel()
@@ -470,14 +468,12 @@ class BrierScoreMulti(SumMetric):
 class Perplexity(AvgLoss):
     "Exponential of the mean loss, for language models trained with cross-entropy."
 
+    _name = 'perplexity'
+
     @property
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else float(torch.tensor(mean, dtype=torch.float64).exp())
-
-    @property
-    def name(self) -> str:
-        return 'perplexity'
 
 
 perplexity = Perplexity  # the class, so that each Learner makes its own instance
