@@ -74,7 +74,9 @@ class DistributedTraining(Callback):
     'ddp'
     """
 
-    order, needs_events = -9.5, False  # right after the counters
+    # right after the counters
+    order = -9.5
+    needs_events = False
     remove_on_find = False
     failures: Failures  # failures of all ranks
 
@@ -97,9 +99,12 @@ class DistributedTraining(Callback):
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
-        self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
+        self.strategy = strategy
+        self.backend = backend
+        self.sharded_already = sharded_already
         self.loader_options = {'batch_size': batch_size, 'uneven': uneven}
-        self._options, self.agree_every = options, agree_every
+        self._options = options
+        self.agree_every = agree_every
         if strategy != 'auto':
             self._make_parts()  # raises for invalid options
         self.parts: Any = None  # the current `Replicas` or `Sharded`
@@ -187,7 +192,8 @@ class DistributedTraining(Callback):
         return Sharded(**self._options)
 
     def _share_loaders(self) -> None:
-        learn, world = self.learn, self.learn.world
+        learn = self.learn
+        world = self.learn.world
         if self.sharded_already:
             learn.dls = self._truncate_loaders()
         else:
@@ -226,8 +232,10 @@ class DistributedTraining(Callback):
         np.random.seed(seed % 2**32)
 
     def on_removed(self) -> None:
-        learn, world = self.learn, self.learn.world
-        saved, self._saved_attributes = self._saved_attributes, {}
+        learn = self.learn
+        world = self.learn.world
+        saved = self._saved_attributes
+        self._saved_attributes = {}
         if not saved:
             return  # a single process, or joining has failed
         try:
@@ -252,7 +260,8 @@ class DistributedTraining(Callback):
 
         Returns the error to raise: `e`, or a `DistributedError` with the rank that has failed first.
         """
-        failures, world = self.failures, self.learn.world
+        failures = self.failures
+        world = self.learn.world
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
@@ -266,7 +275,8 @@ class DistributedTraining(Callback):
     # -- the fit -----------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        learn, world = self.learn, self.learn.world
+        learn = self.learn
+        world = self.learn.world
         if not self.fitting or learn.run.depth > 1:
             return
         if learn.dls is not self._dls:
@@ -361,7 +371,8 @@ class DistributedTraining(Callback):
 
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."
-        batch, message = self.batch, self.parts.message
+        batch = self.batch
+        message = self.parts.message
         if batch.syncs and message is not None:
             return AveragedPass(message, batch)
         if batch.guess is None:
@@ -404,7 +415,8 @@ class DistributedTraining(Callback):
     def after_cancel_backward(self) -> None:
         "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
         if self.learn.training:
-            self.batch.local, self.batch.syncs = True, False
+            self.batch.local = True
+            self.batch.syncs = False
 
     def after_cancel_batch(self) -> None:
         self.after_cancel_backward()
@@ -462,7 +474,8 @@ class DistributedTraining(Callback):
         "Agree more often if batches are slow, by the clock on which the ranks agree."
         last_n, last_clock = self._last_agreement
         self._last_agreement = n, clock
-        n_batches, seconds = n - last_n, clock - last_clock
+        n_batches = n - last_n
+        seconds = clock - last_clock
         self._interval = self._max_interval
         while self._interval > 1 and self._interval * seconds > MAX_INTERVAL_S * n_batches:
             self._interval //= 4
@@ -496,7 +509,9 @@ class GradientMean(Callback):
     "Callback of `DistributedTraining`, with another order, that averages gradients over the samples of all ranks."
 
     # after gradient accumulation, before mixed precision
-    order, run_valid, needs_events = 7, False, False
+    order = 7
+    run_valid = False
+    needs_events = False
     runs_last = ('before_backward',)
     _factor: Any = None  # factor of a batch that is split into microbatches
 
@@ -527,7 +542,8 @@ class GradientMean(Callback):
         if batch.local:
             team.parts.average_gradients(learn)
         # a custom loop may bypass the wrapper that reduces gradients
-        batch.local, batch.syncs = True, False
+        batch.local = True
+        batch.syncs = False
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)

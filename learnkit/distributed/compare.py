@@ -64,7 +64,8 @@ def describe_length(dl: Any) -> str:
 
 def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the parameters and buffers of the model and of the loss function, by name."
-    model, loss_func = bare_model(learn.model), learn.loss_func
+    model = bare_model(learn.model)
+    loss_func = learn.loss_func
     own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
     return {
         **dict(model.named_parameters()),

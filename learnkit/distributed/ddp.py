@@ -74,7 +74,8 @@ class Replicas:
                 f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and the options of torch's "
                 f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}'
             )
-        self.comm_hook, self.comm_state = comm_hook, comm_state
+        self.comm_hook = comm_hook
+        self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self.message: GradientMessage | None = None  # None if the model is wrapped
@@ -107,8 +108,10 @@ class Replicas:
             self.message = GradientMessage(self.trained, learn.world.rank, learn.world.size)
         else:
             self._wrap(model)
-        self._layout, self._params = layout, params
-        self._has_buffers, self._broadcasts = n_buffers > 0, True
+        self._layout = layout
+        self._params = params
+        self._has_buffers = n_buffers > 0
+        self._broadcasts = True
         learn.replica = self.wrapped
         self.has_synced = False
 
@@ -186,7 +189,9 @@ class Replicas:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
         self.wrapped = self.message = None
-        self.trained, self._layout, self._params = [], [], []
+        self.trained = []
+        self._layout = []
+        self._params = []
         learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
@@ -242,9 +247,11 @@ class GradientMessage:
     ) -> None:
         sizes = [p.numel() for p in parameters]
         n = sum(sizes)
-        self.parameters, self.size = parameters, size
+        self.parameters = parameters
+        self.size = size
         self.data = parameters[0].detach().new_zeros(n + len(sizes) + 1)
-        self._averages, self._weight = self.data[:n], self.data[-1]
+        self._averages = self.data[:n]
+        self._weight = self.data[-1]
         self._n_grads = self.data[n:-1]  # number of ranks with a gradient, by parameter
         parts = self._averages.split(sizes)
         self._parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
@@ -375,7 +382,8 @@ def group_tensors(tensors: Iterable[T]) -> list[list[T]]:
         kind = t.dtype, t.device
         group, n_bytes = last.get(kind, ([], 0))
         if not group or n_bytes + t.nbytes > MESSAGE_BYTES:
-            group, n_bytes = [], 0
+            group = []
+            n_bytes = 0
             groups.append(group)
         group.append(t)
         last[kind] = group, n_bytes + t.nbytes

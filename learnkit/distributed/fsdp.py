@@ -168,7 +168,8 @@ class Sharded:
     def _restore_model(self, learn: LearnerLike) -> None:
         if self.original is None:
             return
-        original, sharded = self.original, learn.model
+        original = self.original
+        sharded = learn.model
         self.original = None
         self._learn = None
         cut_again(sharded)

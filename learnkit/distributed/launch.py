@@ -220,7 +220,8 @@ class Workers:
         folder: Path,  # folder of the launch, with the payload
         n: int,  # number of processes
     ) -> None:
-        self.folder, self.n = folder, n
+        self.folder = folder
+        self.n = n
         self.processes: list[subprocess.Popen[bytes]] = []
         self._output: Queue[tuple[str, str]] = Queue()  # stream ('stdout', 'stderr') and line
         self._last_lines = [deque[str](maxlen=30) for _ in range(n)]  # stderr of each rank
@@ -427,7 +428,8 @@ def _train(rank: int, folder: Path) -> None:
     "Call the function with the Learner; rank 0 writes its state and the result to the folder."
     # the parent has written the file in a private folder, so that unpickling is safe
     payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
-    learn, unsupported = payload['learn'], ''
+    learn = payload['learn']
+    unsupported = ''
     if payload['own_lrs']:
         learn.own_lrs = learn.lr, learn.own_lrs[1]
     if rank == 0:

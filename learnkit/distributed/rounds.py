@@ -43,7 +43,9 @@ class RoundsPosition(LoaderPosition):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n, self._current, self.start = state['n'], state['now'], state['start']
+        self._n = state['n']
+        self._current = state['now']
+        self.start = state['start']
         n_drawn = self._n * self.dl.cut.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
@@ -80,7 +82,8 @@ class RoundShard(Shard):
 
     If the last round has fewer batches than ranks, the filler of the other ranks is the round's last batch."""
 
-    position_class, draws_all = RoundsPosition, True
+    position_class = RoundsPosition
+    draws_all = True
 
     def __init__(
         self,
@@ -121,7 +124,8 @@ class RoundShard(Shard):
         n: int = 0,  # number of previous rounds
     ) -> Iterator[Any]:
         "Yield this rank's part of each round."
-        shares, filler = [(0, 0)] * n, None
+        shares = [(0, 0)] * n
+        filler = None
         self.n_drawn = n * self.cut.per_round
         for drawn in self._draw_rounds(batches):
             self.n_drawn += len(drawn)
@@ -141,7 +145,8 @@ class RoundShard(Shard):
 
     def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         "Yield the batches of each round."
-        per, cut = self.cut.per_round, self.cut
+        per = self.cut.per_round
+        cut = self.cut
         draws_nothing = type(self.source) in (list, tuple)
         order = nullcontext() if draws_nothing else self.order
         while True:

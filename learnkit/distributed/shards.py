@@ -148,7 +148,8 @@ class FirstBatches:
     """
 
     def __init__(self, source: Any, n: int) -> None:
-        self.source, self.n = source, n
+        self.source = source
+        self.n = n
 
     def __len__(self) -> int:
         return self.n
@@ -302,7 +303,8 @@ class ShardSampler:
     The loader's sampler runs on every rank, and draws the order of a single-process run."""
 
     def __init__(self, source: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
-        self.source, self.order = source, order
+        self.source = source
+        self.order = order
         # without known sizes, it is unknown which ranks end a round early
         self.cut = cut if _compute_sizes(source, cut) else replace(cut, fillers=True)
         self.seeds = torch.Generator()  # generator of the seeds of this rank's workers
@@ -378,7 +380,9 @@ def _make_index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
     order = Order()
     sampler = ShardSampler(dl, cut, order)
     loader: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
-    loader.source, loader.cut, loader.order = dl, sampler.cut, order
+    loader.source = dl
+    loader.cut = sampler.cut
+    loader.order = order
     sampler.loader = ref(loader)
     return loader
 

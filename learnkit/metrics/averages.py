@@ -96,7 +96,8 @@ class AvgMetric(Mean, Metric):
             mean.total, mean.count = totals.get(key, 0.0), counts.get(key, 0)
             mean.add(number, weight)
             totals[key], counts[key] = mean.total, mean.count
-        self.total, self.count = totals, counts
+        self.total = totals
+        self.count = counts
 
     @property
     def value(self) -> Any:
@@ -106,7 +107,8 @@ class AvgMetric(Mean, Metric):
         values = {}
         for key, total in self.total.items():
             mean = Mean()
-            mean.total, mean.count = total, self.count[key]
+            mean.total = total
+            mean.count = self.count[key]
             values[key] = mean.value
         return values
 

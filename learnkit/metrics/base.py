@@ -93,7 +93,8 @@ class Mean(Accumulates):
     count: Any = 0  # sum of the weights: a number, or a 0-dim tensor on the device
 
     def reset(self) -> None:
-        self.total, self.count = 0.0, 0
+        self.total = 0.0
+        self.count = 0
 
     def add(
         self,
@@ -113,7 +114,8 @@ class Mean(Accumulates):
     @property
     def value(self) -> float | None:
         "The mean, copied to the host in one transfer; None before the first value."
-        total, count = self.total, self.count
+        total = self.total
+        count = self.count
         if isinstance(count, Tensor):
             total, count = torch.stack([torch.as_tensor(total).to(count), count]).tolist()
         return float(total) / count if count else None
@@ -239,7 +241,9 @@ class AvgSmoothLoss(Metric):
         self._finish()
         now = self._smooth, self._mean, self._n_counted
         if n < len(self._smooth):
-            self._smooth, self._mean, self._n_counted = [], 0.0, 0
+            self._smooth = []
+            self._mean = 0.0
+            self._n_counted = 0
             for x, weight in zip(self._steps.losses[:n], self._steps.weights[:n], strict=True):
                 self._advance(x, weight)
         self._mark = n, self._mean, self._n_counted

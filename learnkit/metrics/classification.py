@@ -70,7 +70,9 @@ __all__ = [
 class _ClassScore(Score):
     "Base class of averaged scores of classes."
 
-    _kind, _shown = '', ''  # name in torchmetrics, and name of the column
+    # name in torchmetrics, and name of the column
+    _kind = ''
+    _shown = ''
     _beta: float | None = None
 
     def __init__(
@@ -95,7 +97,8 @@ class F1Score(_ClassScore):
     0.800000011920929
     """
 
-    _kind, _shown = 'F1Score', 'f1_score'
+    _kind = 'F1Score'
+    _shown = 'f1_score'
 
 
 class Precision(_ClassScore):
@@ -105,7 +108,8 @@ class Precision(_ClassScore):
     tensor([0.6667, 1.0000])
     """
 
-    _kind, _shown = 'Precision', 'precision_score'
+    _kind = 'Precision'
+    _shown = 'precision_score'
 
 
 class Recall(_ClassScore):
@@ -115,7 +119,8 @@ class Recall(_ClassScore):
     0.5
     """
 
-    _kind, _shown = 'Recall', 'recall_score'
+    _kind = 'Recall'
+    _shown = 'recall_score'
 
 
 class Jaccard(_ClassScore):
@@ -125,7 +130,8 @@ class Jaccard(_ClassScore):
     0.3333
     """
 
-    _kind, _shown = 'JaccardIndex', 'jaccard_score'
+    _kind = 'JaccardIndex'
+    _shown = 'jaccard_score'
 
 
 class FBeta(_ClassScore):
@@ -135,7 +141,8 @@ class FBeta(_ClassScore):
     0.7143
     """
 
-    _kind, _shown = 'FBetaScore', 'fbeta_score'
+    _kind = 'FBetaScore'
+    _shown = 'fbeta_score'
 
     def __init__(
         self,
@@ -297,7 +304,8 @@ class APScoreBinary(Score):
 class _LabelScore(Score):
     "Base class of averaged scores of labels."
 
-    _kind, _shown = '', ''
+    _kind = ''
+    _shown = ''
     _beta: float | None = None
 
     def __init__(
@@ -320,7 +328,8 @@ class F1ScoreMulti(_LabelScore):
     0.800000011920929
     """
 
-    _kind, _shown = 'F1Score', 'f1_score'
+    _kind = 'F1Score'
+    _shown = 'f1_score'
 
 
 class PrecisionMulti(_LabelScore):
@@ -330,7 +339,8 @@ class PrecisionMulti(_LabelScore):
     tensor([0.5000, 1.0000])
     """
 
-    _kind, _shown = 'Precision', 'precision_score'
+    _kind = 'Precision'
+    _shown = 'precision_score'
 
 
 class RecallMulti(_LabelScore):
@@ -340,7 +350,8 @@ class RecallMulti(_LabelScore):
     0.5
     """
 
-    _kind, _shown = 'Recall', 'recall_score'
+    _kind = 'Recall'
+    _shown = 'recall_score'
 
 
 class JaccardMulti(_LabelScore):
@@ -350,7 +361,8 @@ class JaccardMulti(_LabelScore):
     0.75
     """
 
-    _kind, _shown = 'JaccardIndex', 'jaccard_score'
+    _kind = 'JaccardIndex'
+    _shown = 'jaccard_score'
 
 
 class FBetaMulti(_LabelScore):
@@ -360,7 +372,8 @@ class FBetaMulti(_LabelScore):
     tensor([0.8333, 1.0000])
     """
 
-    _kind, _shown = 'FBetaScore', 'fbeta_score'
+    _kind = 'FBetaScore'
+    _shown = 'fbeta_score'
 
     def __init__(
         self,
@@ -410,7 +423,9 @@ class MatthewsCorrCoefMulti(Score):
 class _Ranking(Score):
     "Base class of averaged ranking scores of labels."
 
-    _kind, _shown, _needs_both = '', '', False
+    _kind = ''
+    _shown = ''
+    _needs_both = False
 
     def __init__(
         self,
@@ -436,7 +451,9 @@ class RocAucMulti(_Ranking):
     0.5
     """
 
-    _kind, _shown, _needs_both = 'AUROC', 'roc_auc_score', True
+    _kind = 'AUROC'
+    _shown = 'roc_auc_score'
+    _needs_both = True
 
 
 class APScoreMulti(_Ranking):
@@ -446,7 +463,8 @@ class APScoreMulti(_Ranking):
     0.75
     """
 
-    _kind, _shown = 'AveragePrecision', 'average_precision_score'
+    _kind = 'AveragePrecision'
+    _shown = 'average_precision_score'
 
 
 # -- others ----------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ class ForegroundAcc(SumMetric):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('foreground_acc', on)
-        self.bkg_idx, self.axis = bkg_idx, axis
+        self.bkg_idx = bkg_idx
+        self.axis = axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice('foreground_acc', pred, self.axis)
@@ -90,7 +91,8 @@ class Dice(SumMetric):
                 f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
             )
         best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
-        p, t = (best == 1) & (targ != IGNORED), targ == 1
+        p = (best == 1) & (targ != IGNORED)
+        t = targ == 1
         return (p & t).sum(), p.sum() + t.sum()
 
     def final(self, sums: Tensor) -> Any:
@@ -121,7 +123,8 @@ class DiceMulti(Dice):
         check_choice(self.name, pred, self.axis)
         best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
         classes = torch.arange(pred.shape[self.axis], device=pred.device)[:, None]
-        p, t = (best == classes) & (targ != IGNORED), targ == classes
+        p = (best == classes) & (targ != IGNORED)
+        t = targ == classes
         return torch.stack([(p & t).sum(1), p.sum(1) + t.sum(1)])
 
     def final(self, sums: Tensor) -> float:

@@ -69,8 +69,11 @@ class LazyTorchMetric(KeptPairs):
         self, kind: str, prepare: Prepare, finish: Finish = compute_value, **options: Any
     ) -> None:
         module = 'regression' if kind == 'SpearmanCorrCoef' else 'classification'
-        self.make, self.options = from_torchmetrics(module, kind), options
-        self.kind, self.prepare, self.finish = kind, prepare, finish
+        self.make = from_torchmetrics(module, kind)
+        self.options = options
+        self.kind = kind
+        self.prepare = prepare
+        self.finish = finish
         self.reset()
 
     def reset(self) -> None:
@@ -94,7 +97,9 @@ class LazyTorchMetric(KeptPairs):
         if not self.waiting:
             return
         pred, targ = join_batches(self.waiting)[0]
-        self.waiting, self.lengths, self.n_waiting = [], [], 0
+        self.waiting = []
+        self.lengths = []
+        self.n_waiting = 0
         self._check_range(targ)
         with _suppress_warnings():
             if self.metric is None:

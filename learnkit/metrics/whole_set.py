@@ -30,7 +30,8 @@ class KeptPairs(Accumulates):
     lengths: list[tuple[int, int]]  # numbers of predictions and targets of each batch
 
     def reset(self) -> None:
-        self.waiting, self.lengths = [], []
+        self.waiting = []
+        self.lengths = []
 
     def keep(self, pred: Tensor, targ: Tensor) -> None:
         "Append the predictions and targets of a batch."
@@ -102,7 +103,10 @@ class _WholeSet(KeptPairs):
     def __init__(
         self, func: Callable[..., Any], prepare: Callable[..., Any], to_np: bool, invert_arg: bool
     ) -> None:
-        self.func, self.prepare, self.to_np, self.invert_arg = func, prepare, to_np, invert_arg
+        self.func = func
+        self.prepare = prepare
+        self.to_np = to_np
+        self.invert_arg = invert_arg
         self.reset()
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
