@@ -32,6 +32,7 @@ from learnkit.distributed.compare import (
 from learnkit.distributed.cut import ShardSpec, check_option
 from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
+from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
@@ -106,8 +107,8 @@ class DistributedTraining(Callback):
         self._options = options
         self.agree_every = agree_every
         if strategy != 'auto':
-            self._make_parts()  # raises for invalid options
-        self.parts: Any = None  # the current `Replicas` or `Sharded`
+            self._make_parallelism()  # raises for invalid options
+        self.parallelism: Any = None  # the current `Replicas` or `Sharded`
         self._mean = GradientMean()
         self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
@@ -150,7 +151,7 @@ class DistributedTraining(Callback):
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
             check_alike(learn, world, self._collect_shared_options())
-            self.parts = self._make_parts(
+            self.parallelism = self._make_parallelism(
                 shards_model=self.strategy == 'auto' and world.any(is_too_big(learn.model))
             )
             self._share_loaders()
@@ -160,7 +161,7 @@ class DistributedTraining(Callback):
             if not world.is_first:
                 learn.logger = noop
             self._seed()
-            self.parts.enter(learn)
+            self.parallelism.enter(learn)
             learn.add_cb(self._mean)
         except BaseException as e:
             error = self.fail(e)
@@ -183,8 +184,8 @@ class DistributedTraining(Callback):
         )
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
-    def _make_parts(self, shards_model: bool = False) -> Any:
-        "Return the strategy: `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
+    def _make_parallelism(self, shards_model: bool = False) -> Parallelism:
+        "Return `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
         if self.strategy == 'ddp' or not (shards_model or self.strategy == 'fsdp'):
             return Replicas(**self._options)
         from learnkit.distributed.fsdp import Sharded
@@ -202,7 +203,7 @@ class DistributedTraining(Callback):
                 world.rank,
                 world.size,
                 **self.loader_options,
-                fillers_in_evaluation=self.parts.needs_equal_evaluations,
+                fillers_in_evaluation=self.parallelism.needs_equal_evaluations,
                 count=batch_counter(learn),
             )
         if torch.device(learn.dls.device).type == world.device.type:
@@ -239,13 +240,13 @@ class DistributedTraining(Callback):
         if not saved:
             return  # a single process, or joining has failed
         try:
-            if self.parts is not None:
-                self.parts.leave(learn)
+            if self.parallelism is not None:
+                self.parallelism.leave(learn)
         finally:
             learn.remove_cb(self._mean)
             self.failures.leave()
             del self.failures
-            self.parts = None
+            self.parallelism = None
             self._step_deciders = [], []
             for name, value in saved.items():
                 setattr(learn, name, value)
@@ -265,8 +266,8 @@ class DistributedTraining(Callback):
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
-        if self.parts is not None:
-            self.parts.release(self.learn)
+        if self.parallelism is not None:
+            self.parallelism.release(self.learn)
         self.batch = BatchShare()
         world.leave()
         failures.linger()
@@ -292,16 +293,18 @@ class DistributedTraining(Callback):
         self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
-        self.parts.prepare(self.learn)
+        self.parallelism.prepare(self.learn)
         overrides = list_overrides(self.learn)
-        self._allows_rescaling = '_backward' not in overrides and can_rescale(self.parts.trained)
+        self._allows_rescaling = '_backward' not in overrides and can_rescale(
+            self.parallelism.trained
+        )
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
         self.batch.local = True  # a resumed epoch may have restored gradients of this rank
         self._share_order()
 
     def before_validate(self) -> None:
-        self.parts.share_buffers(self.learn)
+        self.parallelism.share_buffers(self.learn)
         self._share_order()
 
     def _share_order(self) -> None:
@@ -333,7 +336,7 @@ class DistributedTraining(Callback):
         if not self._needs_catch_up:
             return
         self._needs_catch_up = False
-        self.parts.catch_up(learn)
+        self.parallelism.catch_up(learn)
 
     @property
     def has_samples(self) -> bool:
@@ -360,24 +363,24 @@ class DistributedTraining(Callback):
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
         batch.syncs = not learn.run.calls_modules and self._will_step()
-        batch.local = not batch.syncs or self.parts.message is not None
+        batch.local = not batch.syncs or self.parallelism.message is not None
         batch.guess = None
         if not learn.microbatch and has_weights(learn):
             if batch.share is not None and self._can_rescale():
                 batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
-            if batch.guess is None or self.parts.message is None:
+            if batch.guess is None or self.parallelism.message is None:
                 self.sum_weights()
-        return self.parts.begin_pass(learn, batch.syncs)
+        return self.parallelism.begin_pass(learn, batch.syncs)
 
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."
         batch = self.batch
-        message = self.parts.message
+        message = self.parallelism.message
         if batch.syncs and message is not None:
             return AveragedPass(message, batch)
         if batch.guess is None:
             return None
-        return RescaledPass(self.parts.trained, batch.guess[1], self.sum_weights())
+        return RescaledPass(self.parallelism.trained, batch.guess[1], self.sum_weights())
 
     def _can_rescale(self) -> bool:
         "Return True if only the backward pass needs the sum of the weights, on all ranks alike."
@@ -426,7 +429,7 @@ class DistributedTraining(Callback):
         if not learn.training:
             return
         batch = self.batch
-        if batch.n_steps is not None and batch.local and self.parts.averages_late:
+        if batch.n_steps is not None and batch.local and self.parallelism.averages_late:
             self._check_no_step()
         if batch.share is not None:
             learn.counters.samples += batch.share[1] - sample_count(learn)
@@ -483,7 +486,7 @@ class DistributedTraining(Callback):
     def epoch_checkpoint(self) -> None:
         total = (
             compute_totals(self.learn.model.parameters())
-            if self.parts.averages_late
+            if self.parallelism.averages_late
             else (0.0, 0.0)
         )
         totals = self._agree(partial(self.world.sync, *total))
@@ -540,7 +543,7 @@ class GradientMean(Callback):
         batch = team.batch
         batch.n_steps = None
         if batch.local:
-            team.parts.average_gradients(learn)
+            team.parallelism.average_gradients(learn)
         # a custom loop may bypass the wrapper that reduces gradients
         batch.local = True
         batch.syncs = False
@@ -552,7 +555,7 @@ class GradientMean(Callback):
         "Broadcast buffers again, because averaged weights may include buffers."
         team = self.learn.strategy.team
         if team is not None:
-            team.parts.share_buffers(self.learn)
+            team.parallelism.share_buffers(self.learn)
 
 
 def has_weights(learn: LearnerLike) -> bool:

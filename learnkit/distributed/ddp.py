@@ -16,6 +16,7 @@ from learnkit.core.comm import Comm
 from learnkit.core.errors import DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
+from learnkit.distributed.parallel import Parallelism
 
 __all__ = [
     'GradientMessage',
@@ -41,8 +42,8 @@ TAG = 20_113
 T = TypeVar('T', bound=Tensor)
 
 
-class Replicas:
-    """Strategy that trains replicas of the model with `DistributedDataParallel`; the model itself is not changed.
+class Replicas(Parallelism):
+    """Train replicas of the model with `DistributedDataParallel`; the model itself is not changed.
 
     Only forward passes of training go through the wrapper. An evaluation calls the bare model, so that ranks may
     evaluate different numbers of batches. Gradients are views of the wrapper's buckets (`gradient_as_bucket_view`),
@@ -57,16 +58,13 @@ class Replicas:
     learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
 
-    needs_equal_evaluations = False  # True if all ranks must evaluate the same number of batches
-    averages_late = True  # True if `average_gradients` averages what no backward pass has averaged
-    has_synced = False  # True once the current wrapper has averaged gradients
-
     def __init__(
         self,
         comm_hook: Callable[..., Any] | None = None,  # f(state, bucket), compresses gradients
         comm_state: Any = None,  # first argument of `comm_hook`
         **options: Any,  # options of DistributedDataParallel, such as `bucket_cap_mb`
     ) -> None:
+        super().__init__()
         known = list_wrapper_options()
         unknown = set(options) - set(known)
         if unknown:
@@ -78,16 +76,11 @@ class Replicas:
         self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
-        self.message: GradientMessage | None = None  # None if the model is wrapped
-        self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`
         self._needs_wrapper = bool(options) or comm_hook is not None
         self._layout: list[Any] = []  # of the parameters and buffers that were prepared
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
         self._has_buffers = False
         self._broadcasts = True  # buffers are broadcast before the next pass without a wrapper
-
-    def enter(self, learn: LearnerLike) -> None:
-        "Do nothing; `prepare` wraps the model once the model is on its device."
 
     def prepare(self, learn: LearnerLike) -> None:
         "Wrap the model, unless it was prepared already with these parameters and buffers."

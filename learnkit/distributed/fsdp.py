@@ -25,6 +25,7 @@ from learnkit.core.errors import DistributedError, ModelError, OptionError, did_
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.parallel import Parallelism
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Sharded']
@@ -33,8 +34,8 @@ Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 OPTIONS = ('policy', 'wrap', 'reshard_after_forward', 'offload', 'sync_pieces')
 
 
-class Sharded:
-    """Strategy that shards weights, gradients and optimizer states over ranks with `fully_shard`.
+class Sharded(Parallelism):
+    """Shard weights, gradients and optimizer states over ranks with `fully_shard`.
 
     Between `enter` and `leave`, `learn.model` is a sharded copy of the model, and the user's model is kept on the host.
     `leave` copies the trained weights to the user's model, which is `learn.model` again. Optimizers are moved to the
@@ -52,9 +53,6 @@ class Sharded:
     'TransformerEncoderLayer'
     """
 
-    has_synced = False  # True once gradients were averaged
-    message = None  # gradients of shards are not averaged in one message
-    trained: list[nn.Parameter] = []  # sharded parameters that require gradients
     averages_late = False
     needs_equal_evaluations = True
 
@@ -67,6 +65,7 @@ class Sharded:
         sync_pieces: bool = True,  # reduce gradients after each microbatch (False: after the last)
         **unknown: Any,
     ) -> None:
+        super().__init__()
         if unknown:
             name = next(iter(unknown))
             raise OptionError(
@@ -233,19 +232,13 @@ class Sharded:
         learn.model.set_requires_gradient_sync(not learn.microbatch or learn.run.is_last_microbatch)
 
     def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
-        "Note a pass whose gradients are averaged; hooks reduce the gradients, and broadcast the buffers."
+        "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
         self.has_synced = self.has_synced or averages
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         cut_again(learn.model)
         broadcast_tensors(learn.model.buffers())
-
-    def catch_up(self, learn: LearnerLike) -> None:
-        "Do nothing, because gradients are reduced in the same order in every pass."
-
-    def average_gradients(self, learn: LearnerLike) -> None:
-        "Do nothing, because every backward pass averages its gradients."
 
     def release(self, learn: LearnerLike) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."

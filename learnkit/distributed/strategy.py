@@ -169,7 +169,7 @@ class SeveralProcesses(SingleProcess):
         A rank's own state is its random generators, its position in the data, and the states of callbacks and the
         gradients that differ from the first rank's."""
         rank_states = gather_rank_states(state, learn.world)
-        return {**state, 'processes': rank_states, 'has_synced': self.team.parts.has_synced}
+        return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
 
     def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
         """Return a checkpoint in which this rank's own state replaces the first rank's.
@@ -199,7 +199,7 @@ class SeveralProcesses(SingleProcess):
 
     def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
-        self.team.parts.has_synced = resume.state.get('has_synced', False)
+        self.team.parallelism.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)
 
 

@@ -245,7 +245,7 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     if team:
         options |= {
             'batch_size': team.loader_options['batch_size'],
-            'fillers': team.parts.needs_equal_evaluations,
+            'fillers': team.parallelism.needs_equal_evaluations,
         }
     rank_dl = shard(
         dl.source if isinstance(dl, Shard) else dl,
