@@ -378,18 +378,18 @@ def cut_batch(
     [((tensor([2, 0]),), (['c', 'a'],))]
     """
     listed = has_listed_samples((*xb, *yb), n)
-    cut = [
+    batches = [
         (_cut_entries('input', xb, n, rows, listed), _cut_entries('target', yb, n, rows, listed))
         for rows in pieces
     ]
-    for name, whole, parts in (('inputs', xb, cut[0][0]), ('targets', yb, cut[0][1])):
+    for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
         is_cut = any(a is not b for a, b in zip(whole, parts, strict=True))
         if not is_cut and (name == 'inputs' or next(_tensor_sizes(whole), None) is not None):
             raise BatchError(
                 f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
                 f'for each: they cannot be cut. Give a tensor of {n} rows or a list of {n} entries.'
             )
-    return cut
+    return batches
 
 
 def _cut_entries(
@@ -400,13 +400,13 @@ def _cut_entries(
     listed: bool,
 ) -> tuple[Any, ...]:
     "Return the samples `rows` of each entry; an error names the entry that cannot be cut."
-    cut = []
+    selected = []
     for i, entry in enumerate(entries):
         try:
-            cut.append(take_rows(entry, n, rows, listed))
+            selected.append(take_rows(entry, n, rows, listed))
         except BatchError as e:
             raise BatchError(f'{name} {i}: {e}') from None
-    return tuple(cut)
+    return tuple(selected)
 
 
 def apply_model(

@@ -172,7 +172,7 @@ class LoaderPosition:
             'workers': self.workers,
             'workers_ran': self._workers_ran,
             'workers_run': self.n_workers > 0 and workers_run(self.dl),
-            'processes': self.dl.cut.size if isinstance(self.dl, Shard) else 1,
+            'processes': self.dl.spec.size if isinstance(self.dl, Shard) else 1,
         }
 
     def indices(
@@ -422,7 +422,7 @@ def _unshard(dl: Any) -> Any:
 def describe_drawn(dl: Any) -> dict[str, Any]:
     "Return the type and sizes that must match for a position to be restored; of a shard, the sizes over all ranks."
     batches = n_batches(dl)
-    per_batch = dl.cut.per_round if isinstance(dl, Shard) else 1
+    per_batch = dl.spec.per_round if isinstance(dl, Shard) else 1
     dl = _unshard(dl)
     bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
     dataset = getattr(dl, '__dict__', {}).get('dataset')
@@ -461,7 +461,7 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved, now = state['loader'], describe_drawn(dl)
     saved_size = state.get('processes', 1)
-    size = dl.cut.size if isinstance(dl, Shard) else 1
+    size = dl.spec.size if isinstance(dl, Shard) else 1
     differences = [
         f'{name} {_format_size(name, saved.get(name), saved_size)}, '
         f'now {_format_size(name, now[name], size)}'

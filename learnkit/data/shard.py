@@ -77,7 +77,7 @@ class Shard:
     The order of the data is drawn from the same generators on every rank. All other random numbers differ by rank."""
 
     source: Any  # the loader, which is not changed
-    cut: Any  # the `ShardSpec` that selects this rank's part
+    spec: Any  # the `ShardSpec` that selects this rank's part
     order: Order
     position_class: type[Any] | None = (
         None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`

@@ -144,13 +144,13 @@ def first_samples(
 def as_targets(
     decoded: Any,  # predictions, possibly decoded by `loss_func.decodes`
     targs: Any,  # targets
-    cut: float | None = None,  # threshold of a single score, above which the class is 1
+    threshold: float | None = None,  # for a single score, above which the class is 1
 ) -> Any:  # classes in the shape of the targets, or `decoded` if they do not fit
     """Convert predictions to the form of targets: of scores, the best class along the extra dimension.
 
     >>> as_targets(torch.tensor([[0.1, 0.9], [3., 2.]]), torch.tensor([1, 1]))
     tensor([1, 0])
-    >>> as_targets(torch.tensor([[-0.1], [0.9]]), torch.tensor([0., 1.]), cut=0.)
+    >>> as_targets(torch.tensor([[-0.1], [0.9]]), torch.tensor([0., 1.]), threshold=0.)
     tensor([0., 1.])
     """
     if (
@@ -169,9 +169,9 @@ def as_targets(
         return decoded
     if not decoded.is_floating_point():
         return decoded.reshape(targs.shape).to(targs.dtype)
-    if cut is None or not bool(((targs == 0) | (targs == 1)).all()):
+    if threshold is None or not bool(((targs == 0) | (targs == 1)).all()):
         return decoded
-    return (decoded.reshape(targs.shape) > cut).to(targs.dtype)
+    return (decoded.reshape(targs.shape) > threshold).to(targs.dtype)
 
 
 def class_axis(scores: Tensor, targs: Tensor) -> int | None:

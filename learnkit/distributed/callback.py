@@ -29,10 +29,10 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.cut import ShardSpec, check_option
 from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.parallel import Parallelism
+from learnkit.distributed.shard_spec import ShardSpec, check_option
 from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback

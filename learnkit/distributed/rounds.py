@@ -15,7 +15,7 @@ from learnkit.core.errors import BatchError
 from learnkit.data.dataloaders import in_order, n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.shard import Order, Shard
-from learnkit.distributed.cut import ShardSpec
+from learnkit.distributed.shard_spec import ShardSpec
 
 __all__ = ['RoundShard', 'RoundIterator', 'RoundsPosition']
 
@@ -29,7 +29,7 @@ class RoundsPosition(LoaderPosition):
 
     def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
         super().__init__(dl, replay, n_before)
-        self.inner = LoaderPosition(dl.source, replay, n_before * dl.cut.per_round)
+        self.inner = LoaderPosition(dl.source, replay, n_before * dl.spec.per_round)
 
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
@@ -46,7 +46,7 @@ class RoundsPosition(LoaderPosition):
         self._n = state['n']
         self._current = state['now']
         self.start = state['start']
-        n_drawn = self._n * self.dl.cut.per_round
+        n_drawn = self._n * self.dl.spec.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
@@ -62,7 +62,7 @@ class RoundsPosition(LoaderPosition):
         "Return the position after `n_drawn` rounds."
         dl = self.dl
         with dl.order:
-            state = self.inner.state_dict(n_drawn * dl.cut.per_round)
+            state = self.inner.state_dict(n_drawn * dl.spec.per_round)
         if self.start is not None:
             state['now'] |= {'order': dl.order.state, 'drawn': dl.n_drawn}
         return {
@@ -70,7 +70,7 @@ class RoundsPosition(LoaderPosition):
             'loader': describe_drawn(dl),
             'n': n_drawn,
             'n_before': self.n_before,
-            'processes': dl.cut.size,
+            'processes': dl.spec.size,
         }
 
     def indices(self, i: int) -> None:
@@ -88,24 +88,24 @@ class RoundShard(Shard):
     def __init__(
         self,
         source: Any,  # loader that every rank has; not changed
-        cut: ShardSpec,  # this rank's part of a round
+        spec: ShardSpec,  # this rank's part of a round
     ) -> None:
         self.source, self.order = source, Order()
         # before a batch is drawn, its size is unknown, and so is whether all ranks get a row of it
-        self.cut = cut if cut.batch_size == 'process' else replace(cut, fillers=True)
+        self.spec = spec if spec.batch_size == 'process' else replace(spec, fillers=True)
         self.n_drawn = 0  # number of batches drawn from the whole loader in this pass
 
     def __len__(self) -> int:
         n = n_batches(self.source)
         if n is None:
             raise TypeError(f'The length of this {type(self.source).__name__} is not known.')
-        cut = self.cut
-        if cut.batch_size == 'global':
+        spec = self.spec
+        if spec.batch_size == 'global':
             return n
-        rounds, rest = divmod(n, cut.size)
-        if cut.uneven == 'drop' or not rest:
+        rounds, rest = divmod(n, spec.size)
+        if spec.uneven == 'drop' or not rest:
             return rounds
-        if cut.uneven == 'pad' or cut.fillers or cut.rank < rest:
+        if spec.uneven == 'pad' or spec.fillers or spec.rank < rest:
             return rounds + 1
         return max(1, rounds)
 
@@ -116,7 +116,7 @@ class RoundShard(Shard):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(in_order(self.source), replace(self.cut, uneven='join'))
+        return type(self)(in_order(self.source), replace(self.spec, uneven='join'))
 
     def rounds(
         self,
@@ -126,10 +126,10 @@ class RoundShard(Shard):
         "Yield this rank's part of each round."
         shares = [(0, 0)] * n
         filler = None
-        self.n_drawn = n * self.cut.per_round
+        self.n_drawn = n * self.spec.per_round
         for drawn in self._draw_rounds(batches):
             self.n_drawn += len(drawn)
-            if self.cut.batch_size == 'global':
+            if self.spec.batch_size == 'global':
                 batch, share = self._take_rows(drawn[0])
             else:
                 batch, share = self._take_batch(drawn)
@@ -145,41 +145,41 @@ class RoundShard(Shard):
 
     def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         "Yield the batches of each round."
-        per = self.cut.per_round
-        cut = self.cut
+        per = self.spec.per_round
+        spec = self.spec
         draws_nothing = type(self.source) in (list, tuple)
         order = nullcontext() if draws_nothing else self.order
         while True:
             with order:
                 drawn = list(islice(batches, per))
-            if len(drawn) == per or (drawn and cut.uneven != 'drop'):
+            if len(drawn) == per or (drawn and spec.uneven != 'drop'):
                 yield drawn
             if len(drawn) < per:
                 return
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's batch of a round and its share; the batch is None if no batch is left for the rank."
-        cut, n = self.cut, len(drawn)
-        if cut.uneven == 'pad':
-            drawn = [drawn[i % n] for i in range(cut.size)]
+        spec, n = self.spec, len(drawn)
+        if spec.uneven == 'pad':
+            drawn = [drawn[i % n] for i in range(spec.size)]
         sizes = [self._count(b) for b in drawn]
-        if cut.rank < len(drawn):
-            return drawn[cut.rank], (sizes[cut.rank], sum(sizes))
-        return drawn[-1] if cut.fillers else None, (0, sum(sizes))
+        if spec.rank < len(drawn):
+            return drawn[spec.rank], (sizes[spec.rank], sum(sizes))
+        return drawn[-1] if spec.fillers else None, (0, sum(sizes))
 
     def _count(self, batch: Any) -> int:
         "Return the number of samples in a batch; 1 if the number is unknown."
         try:
-            return self.cut.count(batch)
+            return self.spec.count(batch)
         except BatchError:
             return 1
 
     def _take_rows(self, batch: Any) -> tuple[Any, tuple[int, int]]:
         "Return this rank's rows of a batch, and its share."
-        k = self.cut.count(batch)
-        rows = self.cut.rows(k)
+        k = self.spec.count(batch)
+        rows = self.spec.rows(k)
         selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return _select_rows(batch, k, selection), self.cut.share(k)
+        return _select_rows(batch, k, selection), self.spec.share(k)
 
 
 class RoundIterator(RoundShard, Iterator[Any]):
