@@ -23,7 +23,7 @@ Store = tuple[dict[str, Tensor], str]  # dict of a module, and the key of a tens
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     "Location of a tensor in a module, which stays valid when the tensor is replaced."
 
     module: nn.Module
@@ -109,7 +109,7 @@ class EMA(Callback):
         self._averages: dict[str, Tensor] = {}
         self._others: dict[float, dict[str, Tensor]] = {decay: {} for decay in self.other_decays}
         # by name of the average; empty after loading, until `_link` finds the model's tensors
-        self._places: dict[str, Place] = {}
+        self._slots_by_name: dict[str, Slot] = {}
         self._stores: list[Store] = []  # the places as a list, for every step
         self._n_steps = 0
         self._n_updates = 0
@@ -181,27 +181,27 @@ class EMA(Callback):
 
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
-        known = dict(self._places)
+        known = dict(self._slots_by_name)
         if not known:
             check_averages(self._averages, self.learn.model)
-            found = iter_places(self.learn.model)
-            known = {name: place for name, place in found if name in self._averages}
-        old_names = {place: name for name, place in known.items()}
-        self._places = {
-            name: place
-            for name, place in iter_places(self.learn.model)
-            if place in old_names or is_averaged(place)
+            found = iter_slots(self.learn.model)
+            known = {name: slot for name, slot in found if name in self._averages}
+        old_names = {slot: name for name, slot in known.items()}
+        self._slots_by_name = {
+            name: slot
+            for name, slot in iter_slots(self.learn.model)
+            if slot in old_names or is_averaged(slot)
         }
 
         def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
             return {
-                name: start_average(place.tensor, averages.get(old_names.get(place, '')))
-                for name, place in self._places.items()
+                name: start_average(slot.tensor, averages.get(old_names.get(slot, '')))
+                for name, slot in self._slots_by_name.items()
             }
 
         self._averages = start(self._averages)
         self._others = {decay: start(averages) for decay, averages in self._others.items()}
-        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
+        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
 
     # -- using the average -------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class EMA(Callback):
             self._raw = self._used_at = None  # nothing restores the model's own weights
             return self.learn.model
         check_averages(averages, model)
-        tensors = {name: place.tensor.data for name, place in iter_places(model)}
+        tensors = {name: slot.tensor.data for name, slot in iter_slots(model)}
         for name, average in averages.items():
             tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
@@ -359,8 +359,8 @@ def is_shares(values: Any) -> bool:
     return all(is_number(value) and 0 <= value < 1 for value in values)
 
 
-def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    "Yield the name and place of every parameter and persistent buffer, each tensor once."
+def iter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    "Yield the name and slot of every parameter and persistent buffer, each tensor once."
     seen: set[int] = set()
     for prefix, m in model.named_modules():
         for kind in ('_parameters', '_buffers'):
@@ -368,13 +368,13 @@ def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
                 if t is None or id(t) in seen or key in m._non_persistent_buffers_set:
                     continue
                 seen.add(id(t))
-                yield f'{prefix}.{key}' if prefix else key, Place(m, kind, key)
+                yield f'{prefix}.{key}' if prefix else key, Slot(m, kind, key)
 
 
-def is_averaged(place: Place) -> bool:
+def is_averaged(slot: Slot) -> bool:
     "Return True for trainable parameters and for finite floating-point buffers."
-    t = place.tensor
-    if place.kind == '_parameters':
+    t = slot.tensor
+    if slot.kind == '_parameters':
         return t.requires_grad
     return t.is_floating_point() and bool(t.isfinite().all())
 
@@ -389,7 +389,7 @@ def start_average(t: Tensor, average: Tensor | None) -> Tensor:
 
 def check_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
     "Raise `WeightsError`, with every difference, if averages do not match the model's tensors."
-    shapes = {name: tuple(place.tensor.shape) for name, place in iter_places(model)}
+    shapes = {name: tuple(slot.tensor.shape) for name, slot in iter_slots(model)}
     wrong = [
         f'{name}: {tuple(a.shape)} for {shapes.get(name, "none")}'
         for name, a in averages.items()

@@ -168,22 +168,22 @@ class MLPerf(Callback):
 
     def before_train(self) -> None:
         "Start an epoch."
-        self._put('epoch_start', event_type=START, **self._place)
+        self._put('epoch_start', event_type=START, **self._metadata)
 
     def after_train(self) -> None:
         "End the epoch."
-        self._put('epoch_stop', event_type=END, **self._place)
+        self._put('epoch_stop', event_type=END, **self._metadata)
 
     def before_eval(self) -> None:
         "Start an evaluation."
-        self._put('eval_start', event_type=START, **self._place)
+        self._put('eval_start', event_type=START, **self._metadata)
 
     def after_eval(self) -> None:
         "Write the result of the evaluation; end the run if it has reached its target."
         value = self._recorder().measured.get(self._column)
         if value is not None:
-            self._put('eval_accuracy', value, **self._place)
-        self._put('eval_stop', event_type=END, **self._place)
+            self._put('eval_accuracy', value, **self._metadata)
+        self._put('eval_stop', event_type=END, **self._metadata)
         if value is None or self.target is None:
             return
         if value == self.target or as_comparison(self.comp, self._column)(value, self.target):
@@ -210,7 +210,7 @@ class MLPerf(Callback):
         if self._out is None:
             return
         self._end_block()
-        self._put('run_stop', event_type=END, status=status, **self._place)
+        self._put('run_stop', event_type=END, status=status, **self._metadata)
         self._out.close()
         self._out = None
 
@@ -268,7 +268,7 @@ class MLPerf(Callback):
         return int(self.learn.epoch) + 1
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
 
     def _recorder(self) -> Any:

@@ -257,20 +257,20 @@ class GuardNonFinite(Callback):
     def _act_on_loss(self, i: int, in_time: bool = True) -> None:
         learn = self.learn
         if not in_time:
-            text = f'The loss was not finite at {self._place(i)} (seen at batch {learn.iter}).'
+            text = f'The loss was not finite at {self._describe_batch(i)} (seen at batch {learn.iter}).'
         elif self._has_warned:
             text = ''  # only the first skipped batch is reported
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
-            text = f'The loss is {value.item()} at {self._place(i)}. {explain_nonfinite(learn)}'
+            text = f'The loss is {value.item()} at {self._describe_batch(i)}. {explain_nonfinite(learn)}'
             if value.isfinite():
-                text = f'The loss of another process is not finite at {self._place(i)}.'
+                text = f'The loss of another process is not finite at {self._describe_batch(i)}.'
         self._act(text, CancelBatchException, in_time)
 
     def _explain_gradients(self) -> str:
         names = format_few(find_bad_gradients(self.learn))
-        place = self._place(self.learn.iter)
-        return f'The gradient of {names} is not finite at {place}.{describe_samples(self.learn)}'
+        batch = self._describe_batch(self.learn.iter)
+        return f'The gradient of {names} is not finite at {batch}.{describe_samples(self.learn)}'
 
     def _act(self, text: str, skip: type[Exception], in_time: bool = True) -> None:
         if self.policy in ('raise', 'stop') and in_time:
@@ -322,7 +322,7 @@ class GuardNonFinite(Callback):
         else:
             self._restore_buffers()
 
-    def _place(self, i: int) -> str:
+    def _describe_batch(self, i: int) -> str:
         return f'batch {i} of epoch {self.learn.epoch}'
 
     # -- buffers of a skipped batch ----------------------------------------------------------------

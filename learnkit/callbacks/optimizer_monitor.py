@@ -15,7 +15,7 @@ from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
-from learnkit.optim.hyperparams import place_of
+from learnkit.optim.hyperparams import find_group_key
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 
@@ -78,10 +78,10 @@ def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
-    place = place_of(hyper, group)
-    if place is None:
+    group_key = find_group_key(hyper, group)
+    if group_key is None:
         return None
-    key, index = place
+    key, index = group_key
     return group[key] if index is None else group[key][index]
 
 

@@ -51,7 +51,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.resume import LOOP_PLACES, ResumeState, list_checkpoint_folders
+from learnkit.engine.resume import SAVE_POINTS, ResumeState, list_checkpoint_folders
 
 __all__ = [
     'begin_resume',
@@ -106,12 +106,12 @@ def load_checkpoint_state(
     restore_state(learn, r)
 
 
-def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
-    "Return the state of a checkpoint at a place of the loop, by reference."
+def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+    "Return the state of a checkpoint at a point of the loop, by reference."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
-    within_epoch = LOOP_PLACES.get(place) == 'batch'
+    within_epoch = SAVE_POINTS.get(point) == 'batch'
     state = {
         **_collect_trained(learn),
         'buffers': _collect_loose_buffers(learn.model),
@@ -122,9 +122,9 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
             'names': [name for name, p in named if not p.requires_grad],
             'frozen_idx': getattr(opt, 'frozen_idx', 0),
         },
-        'loop': _collect_loop_state(learn, place),
+        'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
-        'position': learn.passes.state_dict(learn, within_epoch) if place else None,
+        'position': learn.passes.state_dict(learn, within_epoch) if point else None,
         'callbacks': learn.callback_states(),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
@@ -143,13 +143,13 @@ def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     }
 
 
-def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
-    "Return the counters of the loop; `place` names the point of the loop, as in `LOOP_PLACES`."
+def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+    "Return the counters of the loop; `point` names the point of the loop, as in `SAVE_POINTS`."
     loss = getattr(learn, 'loss', None)
-    n_drawn = learn.iter + 1 if LOOP_PLACES.get(place) == 'batch' else learn.passes.n_drawn
+    n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.passes.n_drawn
     return {
         **{name: getattr(learn, name) for name in COUNTERS},
-        'place': place,
+        'place': point,
         'n_drawn': n_drawn,
         'stage': learn.run.stage,
         'n_iter': learn.n_iter,
@@ -160,7 +160,7 @@ def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
         'fitting_size': learn.auto_microbatch,
-        'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
+        'evaluations': learn.evaluations.state_dict(before=point in ('within', 'evaluation')),
     }
 
 
@@ -394,7 +394,7 @@ def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
 def _compute_share(learn: LearnerLike, loop: Mapping[str, Any]) -> float:
     "Return the completed share of this fit, whose length differs from the checkpoint's."
     epoch_share = 1.0
-    if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch':
+    if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':
         epoch_share = loop['n_drawn'] / loop['n_iter']
     share: float = (loop['epoch'] + epoch_share) / learn.n_epoch
     return share

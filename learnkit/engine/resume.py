@@ -1,4 +1,4 @@
-"""Resume a fit from a checkpoint: places at which a run can be saved, and how the loop reaches them."""
+"""Resume a fit from a checkpoint: points at which a run can be saved, and how the loop reaches them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learnkit.core.learner_type import LoopLike
 from learnkit.engine.evaluation import EvaluateWithinEpochs
 
 __all__ = [
-    'LOOP_PLACES',
+    'SAVE_POINTS',
     'ResumeState',
     'list_checkpoint_folders',
     'open_resumed',
@@ -21,8 +21,8 @@ __all__ = [
     'resumed_epochs',
 ]
 
-# place of a checkpoint, and the place of the loop at which it is restored
-LOOP_PLACES = {
+# point of a checkpoint, and the point of the loop at which it is restored
+SAVE_POINTS = {
     'batch': 'batch',  # after a training batch
     'within': 'batch',  # after a training batch, before an evaluation that is due
     'evaluation': 'evaluation',  # after an epoch's training, before an evaluation that is due
@@ -54,8 +54,8 @@ class ResumeState:
 
     @property
     def at(self) -> str:
-        "Place of the loop at which the checkpoint is restored."
-        return LOOP_PLACES[self.loop['place']]
+        "Point of the loop at which the checkpoint is restored."
+        return SAVE_POINTS[self.loop['place']]
 
     @property
     def stage(self) -> int:
@@ -103,17 +103,17 @@ def find_first_epoch(learn: LoopLike, r: ResumeState) -> int:
     return epoch + 1
 
 
-def resume_at(learn: LoopLike, place: str) -> None:
-    "Restore the checkpoint if it was taken at this place; raise `CheckpointError` if its place was missed."
+def resume_at(learn: LoopLike, point: str) -> None:
+    "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if it was missed."
     r = learn.run.resume
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
-    if is_its_epoch and r.at == place:
-        if place == 'evaluation':
+    if is_its_epoch and r.at == point:
+        if point == 'evaluation':
             learn.passes.resume(learn.dls, r.state['position'])  # position of the next epoch
         r.restore(learn)
         return
-    if place == 'evaluation' or not is_its_epoch:
+    if point == 'evaluation' or not is_its_epoch:
         raise CheckpointError(
             f'The checkpoint was taken after batch {loop["iter"]} of epoch {loop["epoch"]}, and '
             'this fit did not get there: the epoch, or its training, was cancelled, or '

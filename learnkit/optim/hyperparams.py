@@ -18,11 +18,11 @@ from learnkit.core.model import unwrap_partial
 
 __all__ = [
     'HYPERS',
-    'Place',
+    'GroupKey',
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
-    'place_of',
+    'find_group_key',
     'set_value',
     'torch_names',
     'list_values',
@@ -37,10 +37,10 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# place of a hyperparameter: a key of torch's param group, and an index if the value of the key is a tuple
-Place = tuple[str, int | None]
+# where a param group has a hyperparameter: a key of torch's param group, and an index if the value of the key is a tuple
+GroupKey = tuple[str, int | None]
 # fastai's name of a hyperparameter -> possible places; the first key that exists is used
-HYPERS: dict[str, tuple[Place, ...]] = {
+HYPERS: dict[str, tuple[GroupKey, ...]] = {
     'lr': (('lr', None),),
     'mom': (('momentum', None), ('betas', 0)),
     'sqr_mom': (('alpha', None), ('betas', 1)),
@@ -52,7 +52,7 @@ OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
-def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
+def find_group_key(name: str, group: Mapping[str, Any]) -> GroupKey | None:
     "Return the key and index of a hyperparameter in a param group, or None if absent."
     for key, index in HYPERS.get(name, ((name, None),)):
         if key in group:
@@ -61,7 +61,7 @@ def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
 
 
 def set_value(group: dict[str, Any], key: str, index: int | None, value: Any) -> None:
-    "Set the hyperparameter at a place in a param group."
+    "Set the hyperparameter at a key of a param group."
     old: Any = group.get(key)
     if index is not None:
         group[key] = (*old[:index], value, *old[index + 1 :])
@@ -89,10 +89,10 @@ class Hypers(MutableMapping[str, Any]):
     ) -> list[tuple[dict[str, Any], str, int | None]]:
         "Return the param groups that have a hyperparameter, each with the key and index in it."
         return [
-            (group, *place)
+            (group, *group_key)
             for group in self.groups
-            if (place := place_of(name, group))
-            and (with_exempt or place[0] != 'weight_decay' or not self._is_exempt(group))
+            if (group_key := find_group_key(name, group))
+            and (with_exempt or group_key[0] != 'weight_decay' or not self._is_exempt(group))
         ]
 
     def _is_exempt(self, group: dict[str, Any]) -> bool:
@@ -140,8 +140,8 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        place = None if name in accepted else place_of(name, accepted)
-        key, index = place or (name, None)
+        group_key = None if name in accepted else find_group_key(name, accepted)
+        key, index = group_key or (name, None)
         if index is not None:
             res.setdefault(key, accepted[key].default)
         set_value(res, key, index, value)

@@ -23,9 +23,9 @@ from learnkit.optim.hyperparams import (
     Hypers,
     as_groups,
     check_maker,
+    find_group_key,
     list_values,
     norm_bias_params,
-    place_of,
     torch_names,
     trainable_params,
 )
@@ -374,7 +374,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
             )
         for own_groups in groups:
-            if all(place_of(name, group) is None for group in own_groups):
+            if all(find_group_key(name, group) is None for group in own_groups):
                 known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
                     f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(known)}.'

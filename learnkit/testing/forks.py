@@ -52,7 +52,7 @@ class HarnessError(LearnkitError, RuntimeError):
 
 @dataclass
 class Planned:
-    "Place in a job at which the child kills itself."
+    "Point in a job at which the child kills itself."
 
     name: str  # name given to `reached`
     nth: int  # number of calls of `reached` with this name
