@@ -372,13 +372,13 @@ def list_optimizers(learn: LearnerLike) -> list[torch.optim.Optimizer]:
     "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]
-    by_id: dict[int, torch.optim.Optimizer] = {}
+    found: list[torch.optim.Optimizer] = []
     for o in (learn.opt, *ready):
         if isinstance(o, torch.optim.Optimizer):
-            by_id[id(o)] = o
+            found.append(o)
         if isinstance(o, OptimWrapper):
-            by_id |= {id(inner): inner for inner in o.optimizers.values()}
-    return list(by_id.values())
+            found += o.optimizers.values()
+    return list(dict.fromkeys(found))
 
 
 def match_params(old: nn.Module, new: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
