@@ -99,7 +99,7 @@ class Sharded:
     def enter(self, learn: LearnerLike) -> None:
         "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
         original = learn.model
-        check_can_be_cut(original)
+        check_can_be_sharded(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # a device may not have memory for two models
         try:
@@ -129,7 +129,7 @@ class Sharded:
         }
         if self.offload is not None:
             options['offload_policy'] = self.offload
-        self._units = [*units_of(model, self.wrap), model]
+        self._units = [*find_units(model, self.wrap), model]
         for m in self._units:
             policy = outer if m is model else inner
             policy_options = {} if policy is None else {'mp_policy': policy}
@@ -280,7 +280,7 @@ def make_offload_policy(offload: Any) -> Any:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def check_can_be_cut(model: nn.Module) -> None:
+def check_can_be_sharded(model: nn.Module) -> None:
     "Raise `ModelError` for a model that cannot be sharded."
     tensors = [*model.parameters(), *model.buffers()]
     name = type(model).__name__
@@ -304,7 +304,7 @@ def check_can_be_cut(model: nn.Module) -> None:
         raise ModelError(f'{name} is cut into parts already.')
 
 
-def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     "Return the modules to shard as units, inner modules first. Raises `OptionError` if `wrap` selects none."
     if wrap is None:
         return [m for m in find_blocks(model) if not shares_weights(m, model)]
