@@ -120,7 +120,7 @@ class DistributedTraining(Callback):
         self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
-        # all callbacks, and the callbacks with a method `will_step`
+        # all callbacks in order, and those with a method `will_step`
         self._step_deciders: tuple[list[Any], list[Any]] = [], []
 
     def runs_at(self, event_name: str, training: bool | None) -> bool:

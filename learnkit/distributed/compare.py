@@ -148,7 +148,7 @@ def totals_differ(
 def check_replicas(learn: LearnerLike) -> None:
     "Raise `DistributedError` if weights, buffers or optimizer states differ between ranks."
     tensors = list_model_tensors(learn) | list_optimizer_tensors(learn)
-    # the shards of a tensor differ
+    # shards differ between ranks
     own = {name: compute_checksum(t) for name, t in tensors.items() if not is_dtensor(t)}
     first, *others = learn.world.gather(own)
     differences = [

@@ -28,15 +28,16 @@ __all__ = [
     'is_too_big',
 ]
 
-# elements of all gradients: more are sent by torch's wrapper, while the backward pass runs
+# maximum number of gradient elements for one message after the backward pass; DistributedDataParallel sends more
+# elements during the pass
 MAX_AT_ONCE = 2**20
-# elements of all gradients: rescaling more takes longer than waiting for a message
+# maximum number of gradient elements to rescale; for more, waiting for a message takes less time
 MAX_RESCALED = 10**7
-# elements of a message that ranks exchange in pairs: an all-reduce sends more elements sooner
+# maximum number of elements that ranks exchange in pairs; for more, an all-reduce takes less time
 MAX_EXCHANGED = 2**17
-# joined tensors are copied; the buckets of DistributedDataParallel are as large
+# bytes of a message of joined tensors, as large as the buckets of DistributedDataParallel
 MESSAGE_BYTES = 25 << 20
-# tag of messages in pairs, so that they are not taken for messages of a user
+# tag that distinguishes messages in pairs from a user's messages
 TAG = 20_113
 
 T = TypeVar('T', bound=Tensor)
@@ -77,7 +78,7 @@ class Replicas(Parallelism):
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self._needs_wrapper = bool(options) or comm_hook is not None
-        self._layout: list[Any] = []  # of the parameters and buffers that were prepared
+        self._layout: list[Any] = []  # description of the prepared parameters and buffers
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
         self._has_buffers = False
         self._broadcasts = True  # buffers are broadcast before the next pass without a wrapper
@@ -158,7 +159,7 @@ class Replicas(Parallelism):
         if self.wrapped is None:
             if self._broadcasts and self._has_buffers:
                 broadcast_tensors(learn.model.buffers())
-            self._broadcasts = averages  # as the wrapper: not between accumulated batches
+            self._broadcasts = averages  # like the wrapper, not between accumulated batches
             return None
         must_average = self.options.get('static_graph') and not self.has_synced
         if averages or must_average:  # torch requires it of the first pass of a static graph

@@ -23,7 +23,7 @@ __all__ = ['Failures', 'is_lost']
 
 SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
-# parts of gloo's messages, because gloo's errors have no type of their own
+# substrings of gloo's error messages, because gloo has no exception class
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
 MAX_TRACEBACK = 16_000  # maximum number of characters of a traceback
 ADVICE = (

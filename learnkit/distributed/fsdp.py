@@ -98,7 +98,7 @@ class Sharded(Parallelism):
     def enter(self, learn: LearnerLike) -> None:
         "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
         original = learn.model
-        check_can_be_cut(original)
+        check_can_be_sharded(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # a device may not have memory for two models
         try:
@@ -128,7 +128,7 @@ class Sharded(Parallelism):
         }
         if self.offload is not None:
             options['offload_policy'] = self.offload
-        self._units = [*units_of(model, self.wrap), model]
+        self._units = [*find_units(model, self.wrap), model]
         for m in self._units:
             policy = outer if m is model else inner
             policy_options = {} if policy is None else {'mp_policy': policy}
@@ -274,7 +274,7 @@ def make_offload_policy(offload: Any) -> Any:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def check_can_be_cut(model: nn.Module) -> None:
+def check_can_be_sharded(model: nn.Module) -> None:
     "Raise `ModelError` for a model that cannot be sharded."
     tensors = [*model.parameters(), *model.buffers()]
     name = type(model).__name__
@@ -298,7 +298,7 @@ def check_can_be_cut(model: nn.Module) -> None:
         raise ModelError(f'{name} is cut into parts already.')
 
 
-def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     "Return the modules to shard as units, inner modules first. Raises `OptionError` if `wrap` selects none."
     if wrap is None:
         return [m for m in find_blocks(model) if not shares_weights(m, model)]
@@ -366,13 +366,13 @@ def list_optimizers(learn: LearnerLike) -> list[torch.optim.Optimizer]:
     "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]
-    by_id: dict[int, torch.optim.Optimizer] = {}
+    found: list[torch.optim.Optimizer] = []
     for o in (learn.opt, *ready):
         if isinstance(o, torch.optim.Optimizer):
-            by_id[id(o)] = o
+            found.append(o)
         if isinstance(o, OptimWrapper):
-            by_id |= {id(inner): inner for inner in o.optimizers.values()}
-    return list(by_id.values())
+            found += o.optimizers.values()
+    return list(dict.fromkeys(found))
 
 
 def match_params(old: nn.Module, new: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

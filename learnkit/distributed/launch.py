@@ -266,16 +266,15 @@ class Workers:
     ) -> None:
         "Show the output of rank 0 until all processes exit; raise `DistributedError` if one fails."
         end = inf
-        codes = [p.poll() for p in self.processes]
-        while None in codes:
+        while True:
+            codes = [p.poll() for p in self.processes]
+            if None not in codes or monotonic() > end:
+                break
             self._show(0.05)
-            if end == inf and codes.count(None) < self.n:
-                end = monotonic() + (GRACE_S if any(codes) else timeout_s)
             if any(codes):
                 end = min(end, monotonic() + GRACE_S)
-            if monotonic() > end:
-                break
-            codes = [p.poll() for p in self.processes]
+            elif end == inf and codes.count(None) < self.n:
+                end = monotonic() + timeout_s
         if None in codes or any(codes):
             raise self._make_error(codes, timeout_s)
         self._show_rest()

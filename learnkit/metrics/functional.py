@@ -1,10 +1,9 @@
 """Metrics with fastai's names: functions of a batch, and classes for values that are not a mean over batches.
 
-`metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Scores computed by
-torchmetrics (`learnkit.metrics.classification`) can be imported from this module even if torchmetrics is not
-installed. Each class takes `on='train'`, `'valid'` or `'both'`; the default is the Recorder's setting. Values on a
-data set are exact for any batch sizes and sequence lengths: in a list of metrics, these functions are averaged over
-targets, and `AvgMetric(f)` averages a user's function over samples. No metric waits for the device at every batch."""
+`metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Each class takes
+`on='train'`, `'valid'` or `'both'`; the default is the Recorder's setting. Values on a data set are exact for any batch
+sizes and sequence lengths: in a list of metrics, these functions are averaged over targets, and `AvgMetric(f)` averages
+a user's function over samples. No metric waits for the device at every batch."""
 
 from __future__ import annotations
 
@@ -20,77 +19,18 @@ from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
-from learnkit.metrics.averages import (
-    AvgLoss,
-    AvgMetric,
-    SumMetric,
-    TorchMetric,
-    ValueMetric,
-    as_metrics,
-    check_column,
-    dry_run,
-    measures_batches,
-    whole_set_metric,
-)
-from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, flatten_pair, widen
-from learnkit.metrics.classification import (
-    APScoreBinary,
-    APScoreMulti,
-    BalancedAccuracy,
-    CohenKappa,
-    CorpusBLEUMetric,
-    F1Score,
-    F1ScoreMulti,
-    FBeta,
-    FBetaMulti,
-    HammingLoss,
-    HammingLossMulti,
-    Jaccard,
-    JaccardMulti,
-    MatthewsCorrCoef,
-    MatthewsCorrCoefMulti,
-    Precision,
-    PrecisionMulti,
-    Recall,
-    RecallMulti,
-    RocAuc,
-    RocAucBinary,
-    RocAucMulti,
-    SpearmanCorrCoef,
-)
-from learnkit.metrics.segmentation import (
-    Dice,
-    DiceMulti,
-    ForegroundAcc,
-    JaccardCoeff,
-    JaccardCoeffMulti,
-    foreground_acc,
-)
+from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
+from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.torchmetrics import flatten_classes
-from learnkit.metrics.whole_set import AccumMetric, LossMetric, LossMetrics, skm_to_fastai
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 
 __all__ = [
-    'Metric',
-    'Mean',
-    'AvgMetric',
-    'AvgLoss',
-    'AvgSmoothLoss',
     'ElementMean',
-    'SumMetric',
-    'ValueMetric',
-    'TorchMetric',
-    'as_metrics',
-    'check_column',
-    'dry_run',
-    'measures_batches',
     'accuracy',
     'error_rate',
     'top_k_accuracy',
     'accuracy_multi',
-    'foreground_acc',
-    'ForegroundAcc',
     'mse',
     'rmse',
     'RMSE',
@@ -105,37 +45,6 @@ __all__ = [
     'BrierScoreMulti',
     'Perplexity',
     'perplexity',
-    'Dice',
-    'DiceMulti',
-    'JaccardCoeff',
-    'JaccardCoeffMulti',
-    'LossMetric',
-    'LossMetrics',
-    'APScoreBinary',
-    'APScoreMulti',
-    'BalancedAccuracy',
-    'CohenKappa',
-    'CorpusBLEUMetric',
-    'F1Score',
-    'F1ScoreMulti',
-    'FBeta',
-    'FBetaMulti',
-    'HammingLoss',
-    'HammingLossMulti',
-    'Jaccard',
-    'JaccardMulti',
-    'MatthewsCorrCoef',
-    'MatthewsCorrCoefMulti',
-    'Precision',
-    'PrecisionMulti',
-    'Recall',
-    'RecallMulti',
-    'RocAuc',
-    'RocAucBinary',
-    'RocAucMulti',
-    'SpearmanCorrCoef',
-    'AccumMetric',
-    'skm_to_fastai',
 ]
 
 

@@ -249,17 +249,16 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
     for path, m in o.named_modules():
         if '_defaults' not in vars(m):
             continue
-        found = [sd[path] for sd in states if path in sd]
+        found = [sd[path] for sd in states]
         # ranks without batches are skipped: their initial zeros would change a minimum
-        found = [sd for sd in found if sd['counts'].get('_update_count')] or found
-        counts = [sd['counts'].get('_update_count', 0) for sd in found]
+        found = [sd for sd in found if sd['counts']['_update_count']] or found
+        counts = [sd['counts']['_update_count'] for sd in found]
         for name, how in m._reductions.items():
             value = _reduce([sd['states'][name] for sd in found], counts, how)
             setattr(m, name, to_device(value, m.device))
         for name, value in found[0]['counts'].items():
             setattr(m, name, value)
-        if '_update_count' in found[0]['counts']:
-            m._update_count = sum(counts)
+        m._update_count = sum(counts)
         m._computed = None  # the cached value belongs to this rank's batches
 
 

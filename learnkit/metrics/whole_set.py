@@ -18,7 +18,7 @@ from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import Accumulates, merge_pairs
 from learnkit.metrics.state import Pairs, collect_state, join_batches
 
-__all__ = ['AccumMetric', 'KeptMetric', 'KeptPairs', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
+__all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 

@@ -30,8 +30,7 @@ from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries, find, load_state
-from learnkit.metrics.functional import mae
-from learnkit.testing import synth_learner
+from learnkit.metrics import mae
 
 N = 5  # batches an epoch, of 4 samples each
 

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import learnkit.metrics as lk
 from learnkit.core.errors import MetricError
-from learnkit.metrics import classification as scores, functional as lk
+from learnkit.metrics import classification as scores
 from learnkit.metrics.averages import (
     AvgLoss,
     AvgMetric,
