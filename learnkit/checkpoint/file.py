@@ -47,7 +47,7 @@ __all__ = [
     'refers_too_often',
 ]
 
-FORMAT = 2  # format 1 was a zip archive with a pickle
+FORMAT = 2  # version of the layout of files
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 MAX_PARTS = 500_000  # lists and objects in a header: 1 byte each in the file, 60 in memory
 MAX_DIMS = 64  # dimensions of a tensor, as in torch
@@ -56,7 +56,6 @@ MAX_REFERENCES = 64  # average number of references to a byte of a tensor in a s
 
 _BEGIN = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # position of the digest in the header
-_OLD_END = b'learnkit-seal-01'  # last bytes of a file of format 1
 _ATOMS = (type(None), bool, int, float, str)
 _DTYPES = {
     'F64': torch.float64,
@@ -315,8 +314,7 @@ def _read_tensor(f: BinaryIO, header: _Header, name: str, path: Path) -> Tensor:
 def read_info(path: str | Path) -> dict[str, Any]:
     """Return the `info` of a file, with its format as `'format'`. Only the header is read; it is not verified.
 
-    Raises `FileNotFoundError`, `DamagedError` for a file without a valid header, and
-    `CheckpointError` for a file of format 1.
+    Raises `FileNotFoundError`, and `DamagedError` for a file without a valid header.
     """
     path = Path(path)
     with _open(path) as f:
@@ -356,7 +354,10 @@ def _read_header(f: BinaryIO, path: Path) -> _Header:
     length = int.from_bytes(start, 'little')
     text = f.read(length) if length <= min(size - 8, MAX_HEADER) else b''
     if not text.startswith(_BEGIN):
-        raise _wrong_file_error(f, size, path)
+        raise _damaged_error(
+            path,
+            'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
+        )
     blank = start + text[: _DIGEST.start] + b'0' * 64 + text[_DIGEST.stop :]
     try:
         _check_size(text)
@@ -428,15 +429,12 @@ def _unpack_state(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State
 def _restore_view(t: Tensor, view: Mapping[str, Any]) -> Tensor:
     "Return a tensor with its original dtype and order of dimensions."
     if 'dtype' in view:
-        t = t.view(_find_dtype(view['dtype'])).squeeze(-1)
+        name = view['dtype']
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
+            raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
+        t = t.view(dtype).squeeze(-1)
     return t.permute(view['order']) if 'order' in view else t
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
-        raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
-    return dtype
 
 
 class _Unpacker:
@@ -498,25 +496,11 @@ def _check_format(found: int, path: Path) -> None:
             'update learnkit.'
         )
     if found < FORMAT:
-        raise _old_format_error(path, found)
-
-
-def _old_format_error(path: Path, found: int) -> CheckpointError:
-    return CheckpointError(
-        f'{path} was written by an older learnkit: it has format {found}, and this version reads '
-        f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
-        'by `learn.save` and load them here by `learn.load`.'
-    )
-
-
-def _wrong_file_error(f: BinaryIO, size: int, path: Path) -> CheckpointError:
-    f.seek(max(0, size - len(_OLD_END)))
-    if f.read() == _OLD_END:
-        return _old_format_error(path, 1)
-    return _damaged_error(
-        path,
-        'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
-    )
+        raise CheckpointError(
+            f'{path} was written by an older learnkit: it has format {found}, and this version reads '
+            f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
+            'by `learn.save` and load them here by `learn.load`.'
+        )
 
 
 def _damaged_error(path: Path, what: str) -> DamagedError:
