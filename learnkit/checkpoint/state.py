@@ -190,9 +190,9 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
                     'starts from the beginning: add `Checkpoint()` to the callbacks.'
                 )
             return None
-        path, state, _ = found
+        path, state, info = found
         state = check_state(_read_parts(learn, state, path), path)
-        r = ResumeState(state, restore_state, path)
+        r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:
         raise CheckpointError(
             'This state was taken outside of a fit, so there is nothing to resume: restore it with '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class ResumeState:
     state: Mapping[str, Any]
     restore: Callable[[Any, ResumeState], None]  # f(learn, self): restores it in a Learner
     path: Path | None = None  # file of the checkpoint
+    info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
     before: dict[str, Any] | None = None  # weights and optimizers that the checkpoint replaces
 
     @property
