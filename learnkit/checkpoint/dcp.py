@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, is_dtensor, local
+from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -57,8 +57,8 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     parts: Parts = {}
 
     def take(value: Any, place: tuple[Any, ...]) -> Any:
-        if is_dtensor(value) and find_shard_dim(value) is None:
-            return local(value)
+        if is_dtensor(value) and not is_sharded(value):
+            return full_tensor(value)
         if is_dtensor(value):
             places.append(list(place))
             parts[make_part_name(places[-1], len(parts))] = value
@@ -127,7 +127,6 @@ class Writers:
                 'name': name,
                 'dtype': str(t.dtype).removeprefix('torch.'),
                 'size': [*t.shape],
-                'dim': find_shard_dim(t),
                 'lengths': [lengths[i] for _, lengths in gathered],
             }
             for i, (name, t) in enumerate(parts.items())
@@ -144,9 +143,7 @@ class Writers:
         "Write this rank's shards; return size and digest of the file, and the length of each shard."
         shards = {name: local(t) for name, t in parts.items()}
         write_state(path, shards, {})
-        return describe_file(path), [
-            shards[name].shape[find_shard_dim(t)] for name, t in parts.items()
-        ]
+        return describe_file(path), [len(shard) for shard in shards.values()]
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
         "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
@@ -174,10 +171,11 @@ def make_rank_file_name(rank: int) -> str:
     return f'{rank}.safetensors'
 
 
-def find_shard_dim(t: Any) -> Any:
-    "Return the dimension along which a DTensor is sharded; None if it is replicated."
+def is_sharded(t: Any) -> bool:
+    "Return True if a DTensor is sharded along its first dimension, as `fully_shard` does it."
     [placement] = t.placements
-    return placement.dim if placement.is_shard() else None
+    is_shard: bool = placement.is_shard(0)
+    return is_shard
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -240,8 +238,6 @@ def _find_rows_in_shard(
 ) -> tuple[int, int]:
     "Return the range of the needed rows within the shard that `rank` has written."
     start, stop = _find_rows(entry, mesh)
-    if entry['dim'] != 0:
-        return start, stop
     first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
     return max(0, start - first), min(length, stop - first)
 
@@ -251,7 +247,7 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
     start, stop = _find_rows(entry, mesh)
     size = entry['size']
     dtype = getattr(torch, entry['dtype'])
-    rows = torch.cat(pieces, entry['dim']) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
+    rows = torch.cat(pieces) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
     if rows.dtype != dtype or [*rows.shape] != [stop - start, *size[1:]]:
         raise ValueError(f'{entry["name"]} is not there as a whole')
     if mesh is None:
