@@ -48,7 +48,9 @@ def find_parts_folder(path: Path) -> Path:
 
 
 def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
-    """Return a nested state with sharded tensors replaced by None, the positions of these, and the tensors.
+    """Return a nested state with None for each sharded tensor, the positions of the sharded tensors, and the tensors.
+
+    DTensors that are not sharded along their first dimension stay in the state, as full tensors.
 
     >>> take_parts({'a': [torch.ones(1), 2]})
     ({'a': [tensor([1.]), 2]}, [], {})
@@ -92,7 +94,10 @@ def replace_at(state: Any, place: list[Any], value: Any) -> Any:
 
 
 class Writers:
-    "All ranks as writers of checkpoints, with a separate process group, for use in a background thread."
+    """Writers of checkpoints on all ranks.
+
+    They communicate over a separate process group, so that they can work in a background thread.
+    """
 
     def __init__(self, world: Comm) -> None:
         import torch.distributed as dist
@@ -105,7 +110,7 @@ class Writers:
         parts: Parts,
         folder: Path,  # folder for the files; existing content is removed
     ) -> dict[str, Any]:
-        """Write each rank's shards, and return their description for the checkpoint's file.
+        """Write each rank's shards to a file, and return the index of all shards for the checkpoint's file.
 
         Every rank must call `write`. An error on one rank is raised on all ranks: as `CheckpointError`, or on the
         failing rank as the `OSError` itself.
@@ -188,8 +193,8 @@ def load_parts(
 ) -> Mapping[str, Any]:
     """Return a checkpoint's state with the tensors of its folder.
 
-    The files may have been written by any number of ranks. Each rank reads its rows without communication. Raises
-    `DamagedError` for files that cannot be read.
+    Any number of ranks may have written the files. Each rank reads the rows that it needs, without communication.
+    Raises `DamagedError` for files that cannot be read.
     """
     parts = state['parts']
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
@@ -224,7 +229,7 @@ def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> di
 
 
 def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return the range of rows of a tensor that this rank needs: all, or its shard as in `empty_on_host`."
+    "Return the range of rows that this rank needs of a tensor: all rows, or its shard as in `empty_on_host`."
     n = entry['size'][0]
     if mesh is None:
         return 0, n
