@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, is_dtensor, local_shard
+from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -48,7 +48,9 @@ def find_parts_folder(path: Path) -> Path:
 
 
 def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
-    """Return a nested state with sharded tensors replaced by None, the positions of these, and the tensors.
+    """Return a nested state with None for each sharded tensor, the positions of the sharded tensors, and the tensors.
+
+    DTensors that are not sharded along their first dimension stay in the state, as full tensors.
 
     >>> take_parts({'a': [torch.ones(1), 2]})
     ({'a': [tensor([1.]), 2]}, [], {})
@@ -57,8 +59,8 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     parts: Parts = {}
 
     def take(value: Any, place: tuple[Any, ...]) -> Any:
-        if is_dtensor(value) and find_shard_dim(value) is None:
-            return local_shard(value)
+        if is_dtensor(value) and not is_sharded(value):
+            return full_tensor(value)
         if is_dtensor(value):
             places.append(list(place))
             parts[make_part_name(places[-1], len(parts))] = value
@@ -92,7 +94,10 @@ def replace_at(state: Any, place: list[Any], value: Any) -> Any:
 
 
 class Writers:
-    "All ranks as writers of checkpoints, with a separate process group, for use in a background thread."
+    """Writers of checkpoints on all ranks.
+
+    They communicate over a separate process group, so that they can work in a background thread.
+    """
 
     def __init__(self, world: Comm) -> None:
         import torch.distributed as dist
@@ -105,7 +110,7 @@ class Writers:
         parts: Parts,
         folder: Path,  # folder for the files; existing content is removed
     ) -> dict[str, Any]:
-        """Write each rank's shards, and return their description for the checkpoint's file.
+        """Write each rank's shards to a file, and return the index of all shards for the checkpoint's file.
 
         Every rank must call `write`. An error on one rank is raised on all ranks: as `CheckpointError`, or on the
         failing rank as the `OSError` itself.
@@ -127,7 +132,6 @@ class Writers:
                 'name': name,
                 'dtype': str(t.dtype).removeprefix('torch.'),
                 'size': [*t.shape],
-                'dim': find_shard_dim(t),
                 'lengths': [lengths[i] for _, lengths in gathered],
             }
             for i, (name, t) in enumerate(parts.items())
@@ -144,9 +148,7 @@ class Writers:
         "Write this rank's shards; return size and digest of the file, and the length of each shard."
         shards = {name: local_shard(t) for name, t in parts.items()}
         write_state(path, shards, {})
-        return describe_file(path), [
-            shards[name].shape[find_shard_dim(t)] for name, t in parts.items()
-        ]
+        return describe_file(path), [len(shard) for shard in shards.values()]
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
         "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
@@ -174,10 +176,11 @@ def make_rank_file_name(rank: int) -> str:
     return f'{rank}.safetensors'
 
 
-def find_shard_dim(t: Any) -> Any:
-    "Return the dimension along which a DTensor is sharded; None if it is replicated."
+def is_sharded(t: Any) -> bool:
+    "Return True if a DTensor is sharded along its first dimension, as `fully_shard` does it."
     [placement] = t.placements
-    return placement.dim if placement.is_shard() else None
+    is_shard: bool = placement.is_shard(0)
+    return is_shard
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -190,8 +193,8 @@ def load_parts(
 ) -> Mapping[str, Any]:
     """Return a checkpoint's state with the tensors of its folder.
 
-    The files may have been written by any number of ranks. Each rank reads its rows without communication. Raises
-    `DamagedError` for files that cannot be read.
+    Any number of ranks may have written the files. Each rank reads the rows that it needs, without communication.
+    Raises `DamagedError` for files that cannot be read.
     """
     parts = state['parts']
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
@@ -226,7 +229,7 @@ def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> di
 
 
 def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return the range of rows of a tensor that this rank needs: all, or its shard as in `empty_on_host`."
+    "Return the range of rows that this rank needs of a tensor: all rows, or its shard as in `empty_on_host`."
     n = entry['size'][0]
     if mesh is None:
         return 0, n
@@ -240,10 +243,7 @@ def _find_rows_in_shard(
 ) -> tuple[int, int]:
     "Return the range of the needed rows within the shard that `rank` has written."
     start, stop = _find_rows(entry, mesh)
-    if entry['dim'] != 0:
-        return start, stop
-    first = sum(entry['lengths'][:rank])
-    length = entry['lengths'][rank]
+    first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
     return max(0, start - first), min(length, stop - first)
 
 
@@ -252,7 +252,7 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
     start, stop = _find_rows(entry, mesh)
     size = entry['size']
     dtype = getattr(torch, entry['dtype'])
-    rows = torch.cat(pieces, entry['dim']) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
+    rows = torch.cat(pieces) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
     if rows.dtype != dtype or [*rows.shape] != [stop - start, *size[1:]]:
         raise ValueError(f'{entry["name"]} is not there as a whole')
     if mesh is None:

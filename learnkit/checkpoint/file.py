@@ -10,7 +10,7 @@
     learnkit    version of this layout
     info        JSON: summary for a list of checkpoints; only the header has to be read
     state       JSON: the nested state, with {"$tensor": name} instead of each tensor
-    views       JSON: dtype and order of dimensions of tensors that the format cannot describe
+    views       JSON: dtype and order of dimensions of each tensor that the format cannot describe
 
 Every tool that reads safetensors files can read the tensors. The format contains no pickle, so
 loading a file cannot execute code. The digest detects damage, not forgery: anyone who can write a
@@ -47,7 +47,7 @@ __all__ = [
     'refers_too_often',
 ]
 
-FORMAT = 2  # format 1 was a zip archive with a pickle
+FORMAT = 2  # version of the layout of files
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 MAX_PARTS = 500_000  # lists and objects in a header: 1 byte each in the file, 60 in memory
 MAX_DIMS = 64  # dimensions of a tensor, as in torch
@@ -56,7 +56,6 @@ MAX_REFERENCES = 64  # average number of references to a byte of a tensor in a s
 
 _BEGIN = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # position of the digest in the header
-_OLD_END = b'learnkit-seal-01'  # last bytes of a file of format 1
 _ATOMS = (type(None), bool, int, float, str)
 _DTYPES = {
     'F64': torch.float64,
@@ -91,12 +90,12 @@ def write_state(
 ) -> None:
     """Write a state into a file, atomically.
 
-    Tensors on any device are written, without gradients and one at a time. Tensors that share the
-    same memory are written once and are read as one tensor. NumPy scalars become Python numbers,
-    and Parameters become tensors.
+    Tensors may be on any device. They are copied to the host one at a time; their gradients are not
+    written. Tensors that share the same memory are written once and are read as one tensor. NumPy
+    scalars become Python numbers, and Parameters become tensors.
 
-    Raises `CheckpointError` for a state that cannot be read back, and `OSError` if the file cannot be
-    written. An existing file is unchanged then.
+    Raises `CheckpointError` for a state that could not be read back, and `OSError` if the file cannot
+    be written. An error leaves an existing file unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +119,7 @@ def write_state(
 
 
 class _Packer:
-    "Conversion of a state to JSON values; collects its tensors by name."
+    "Converter of a state to JSON values; it collects the tensors by name."
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}  # stored tensors, possibly views of the originals
@@ -128,58 +127,58 @@ class _Packer:
         self.names: dict[Any, str] = {}  # names by memory layout (device, address, dtype, shape)
         self.referred = 0  # bytes of all tensors, counted at each reference
 
-    def pack(self, value: Any, where: tuple[Any, ...]) -> Any:
+    def pack(self, value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
             value = value.item()
         kind = type(value)
         if kind in _ATOMS:
             return value
         if isinstance(value, Tensor):
-            return {'$tensor': self._name(value, where)}
+            return {'$tensor': self._name(value, place)}
         if kind is bytes:
             return {'$bytes': value.hex()}
         if kind is complex:
             return {'$complex': [value.real, value.imag]}
-        if len(where) == MAX_DEPTH:
+        if len(place) == MAX_DEPTH:
             raise ValueError(f'the state is nested more than {MAX_DEPTH} levels deep')
         if isinstance(value, Mapping):
-            return self._pack_mapping(value, where)
+            return self._pack_mapping(value, place)
         if isinstance(value, (list, tuple)):
-            items = [self.pack(v, (*where, i)) for i, v in enumerate(value)]
+            items = [self.pack(v, (*place, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else {'$tuple': items}
         raise ValueError(
-            f'the state has a {kind.__name__}{_describe_place(where)}. Keep tensors, numbers, strings, '
+            f'the state has a {kind.__name__}{_describe_place(place)}. Keep tensors, numbers, strings, '
             'bytes, None, and lists, tuples or dicts of them'
         )
 
-    def _pack_mapping(self, value: Mapping[Any, Any], where: tuple[Any, ...]) -> dict[str, Any]:
+    def _pack_mapping(self, value: Mapping[Any, Any], place: tuple[Any, ...]) -> dict[str, Any]:
         for key in value:
             if type(key) not in _ATOMS:
                 raise ValueError(
-                    f'the state has a key that is a {type(key).__name__}{_describe_place(where)}. Keep '
+                    f'the state has a key that is a {type(key).__name__}{_describe_place(place)}. Keep '
                     'strings or numbers as keys'
                 )
-        packed = [[key, self.pack(v, (*where, key))] for key, v in value.items()]
+        packed = [[key, self.pack(v, (*place, key))] for key, v in value.items()]
         if all(type(key) is str and not key.startswith('$') for key in value):
             return dict(packed)
         return {'$dict': packed}
 
-    def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
+    def _name(self, t: Tensor, place: tuple[Any, ...]) -> str:
         "Return the name of a stored tensor, and store it if it is new."
         if type(t) not in (Tensor, nn.Parameter) or not is_dense(t):
             raise ValueError(
                 f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
-                f'{_describe_place(where)}. Keep plain, dense tensors in states'
+                f'{_describe_place(place)}. Keep plain, dense tensors in states'
             )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
         memory = identify_memory(t)
         if memory not in self.names:
-            self.names[memory] = self._add(t, where)
+            self.names[memory] = self._add(t, place)
         return self.names[memory]
 
-    def _add(self, t: Tensor, where: tuple[Any, ...]) -> str:
-        name = '.'.join(map(str, where))
+    def _add(self, t: Tensor, place: tuple[Any, ...]) -> str:
+        name = '.'.join(map(str, place))
         while name in self.tensors or name == '__metadata__':
             name += '_'
         view: dict[str, Any] = {}
@@ -197,10 +196,10 @@ class _Packer:
         return name
 
 
-def _describe_place(where: tuple[Any, ...]) -> str:
+def _describe_place(place: tuple[Any, ...]) -> str:
     "Return the position of a value in the state, shortened, because keys may have any length."
-    keys = ''.join(f'[{ascii(key)[:60]}]' for key in where[:8])
-    return f' at {keys}{"..." * (len(where) > 8)}' if where else ''
+    keys = ''.join(f'[{ascii(key)[:60]}]' for key in place[:8])
+    return f' at {keys}{"..." * (len(place) > 8)}' if place else ''
 
 
 def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:
@@ -316,8 +315,7 @@ def _read_tensor(f: BinaryIO, header: _Header, name: str, path: Path) -> Tensor:
 def read_info(path: str | Path) -> dict[str, Any]:
     """Return the `info` of a file, with its format as `'format'`. Only the header is read; it is not verified.
 
-    Raises `FileNotFoundError`, `DamagedError` for a file without a valid header, and
-    `CheckpointError` for a file of format 1.
+    Raises `FileNotFoundError`, and `DamagedError` for a file without a valid header.
     """
     path = Path(path)
     with _open(path) as f:
@@ -357,7 +355,10 @@ def _read_header(f: BinaryIO, path: Path) -> _Header:
     length = int.from_bytes(start, 'little')
     text = f.read(length) if length <= min(size - 8, MAX_HEADER) else b''
     if not text.startswith(_BEGIN):
-        raise _wrong_file_error(f, size, path)
+        raise _damaged_error(
+            path,
+            'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
+        )
     blank = start + text[: _DIGEST.start] + b'0' * 64 + text[_DIGEST.stop :]
     try:
         _check_size(text)
@@ -431,19 +432,16 @@ def _unpack_state(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State
 def _restore_view(t: Tensor, view: Mapping[str, Any]) -> Tensor:
     "Return a tensor with its original dtype and order of dimensions."
     if 'dtype' in view:
-        t = t.view(_find_dtype(view['dtype'])).squeeze(-1)
+        name = view['dtype']
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
+            raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
+        t = t.view(dtype).squeeze(-1)
     return t.permute(view['order']) if 'order' in view else t
 
 
-def _find_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
-        raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
-    return dtype
-
-
 class _Unpacker:
-    "Conversion of JSON values to a state; the inverse of `_Packer`."
+    "Converter of JSON values to a state; the inverse of `_Packer`."
 
     def __init__(self, find_tensor: Callable[[str], Tensor]) -> None:
         self.find_tensor = find_tensor
@@ -501,25 +499,11 @@ def _check_format(found: int, path: Path) -> None:
             'update learnkit.'
         )
     if found < FORMAT:
-        raise _old_format_error(path, found)
-
-
-def _old_format_error(path: Path, found: int) -> CheckpointError:
-    return CheckpointError(
-        f'{path} was written by an older learnkit: it has format {found}, and this version reads '
-        f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
-        'by `learn.save` and load them here by `learn.load`.'
-    )
-
-
-def _wrong_file_error(f: BinaryIO, size: int, path: Path) -> CheckpointError:
-    f.seek(max(0, size - len(_OLD_END)))
-    if f.read() == _OLD_END:
-        return _old_format_error(path, 1)
-    return _damaged_error(
-        path,
-        'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
-    )
+        raise CheckpointError(
+            f'{path} was written by an older learnkit: it has format {found}, and this version reads '
+            f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
+            'by `learn.save` and load them here by `learn.load`.'
+        )
 
 
 def _damaged_error(path: Path, what: str) -> DamagedError:

@@ -1,11 +1,11 @@
 """Collect the complete training state of a Learner, and restore it, so that training resumes exactly.
 
-`fit(resume=...)` goes through these steps:
+`fit(resume=...)` takes these steps:
 
 1. `find_checkpoint` finds a checkpoint (`checkpoint/folder.py`), and reads and verifies it (`checkpoint/file.py`).
 2. `begin_resume` compares weights and optimizers with the Learner's, and loads them (`checkpoint/weights.py`).
-3. The fit begins, and the loop goes to the epoch and the batch of the checkpoint (`engine/resume.py`).
-4. `restore_state` restores everything there: weights once more, counters, callbacks (`engine/callback_state.py`),
+3. The fit begins, and the loop skips to the epoch and the batch of the checkpoint (`engine/resume.py`).
+4. `restore_state` restores everything there: weights again, counters, callbacks (`engine/callback_state.py`),
    the files of callbacks, and random generators last.
 """
 
@@ -92,7 +92,7 @@ def load_checkpoint_state(
     learn: LearnerLike,
     state: Mapping[str, Any],
 ) -> None:
-    "Restore a checkpoint's state outside of a fit; `state` is copied and not changed."
+    "Restore a checkpoint's state outside of a fit. `state` is copied, not modified."
     if learn.run.depth:
         raise CheckpointError(
             'load_checkpoint_state() inside a run: the run would continue with the other '
@@ -106,8 +106,8 @@ def load_checkpoint_state(
     restore_state(learn, r)
 
 
-def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
-    "Return the state of a checkpoint at a point of the loop, by reference."
+def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
+    "Return the state of a checkpoint at a place of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
@@ -166,9 +166,9 @@ def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
 
 def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
-    checkpoint: ResumeState | None
-    checkpoint = learn.strategy.find_checkpoint(learn, resume, partial(_find_on_rank, learn))
-    return checkpoint
+    find_on_rank = partial(_find_on_rank, learn)
+    r: ResumeState | None = learn.strategy.find_checkpoint(learn, resume, find_on_rank)
+    return r
 
 
 def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
@@ -331,7 +331,7 @@ def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
 
 
 def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
-    "Restore the counters of the loop; the length of the fit, and its completed share, are this fit's."
+    "Restore the counters of the loop, but not the length of the fit; compute the completed share from this length."
     pct_train = learn.pct_train
     n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
     for name in COUNTERS:
@@ -392,7 +392,7 @@ def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
 
 
 def _compute_share(learn: LearnerLike, loop: Mapping[str, Any]) -> float:
-    "Return the completed share of this fit, whose length differs from the checkpoint's."
+    "Return the completed share of this fit if its length differs from the checkpoint's."
     epoch_share = 1.0
     if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':
         epoch_share = loop['n_drawn'] / loop['n_iter']
@@ -413,7 +413,7 @@ def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
 
 
 def _collect_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
-    "Return the non-persistent buffers, which a state dict leaves out, if a file can hold them."
+    "Return the non-persistent buffers, which a state dict leaves out, as far as a file can hold them."
     return {
         f'{path}.{name}'.removeprefix('.'): b
         for path, module in bare_model(model).named_modules()
@@ -439,7 +439,7 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
 
 
 def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
-    "Return a gradient in a form that a file can hold: a sparse one as its indices and values."
+    "Return a gradient in a form that a file can hold; a sparse gradient becomes a dict of indices and values."
     if not grad.is_sparse:
         return grad
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
@@ -462,7 +462,7 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
     buffers = {} if buffers is None else buffers
 
     def copy(value: Any) -> Any:
-        if type(value) is int:  # the state of Python's random generator has 625
+        if type(value) is int:  # first, because Python's random state has 625 of them
             return value
         if is_dtensor(value):
             return on_host(value, copy(local_shard(value)))

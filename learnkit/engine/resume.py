@@ -1,4 +1,4 @@
-"""Resume a fit from a checkpoint: points at which a run can be saved, and how the loop reaches them."""
+"""Places of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ResumeState:
     """
 
     state: Mapping[str, Any]
-    restorer: Callable[[Any, ResumeState], None]  # restores the checkpoint in a Learner
+    restore: Callable[[Any, ResumeState], None]  # f(learn, self): restores it in a Learner
     path: Path | None = None  # file of the checkpoint
     info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
     before: dict[str, Any] | None = None  # weights and optimizers that the checkpoint replaces
@@ -66,10 +66,6 @@ class ResumeState:
         name = self.path or 'The checkpoint'
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
-    def restore(self, learn: LoopLike) -> None:
-        "Restore the checkpoint in a Learner."
-        self.restorer(learn, self)
-
 
 def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
@@ -79,39 +75,33 @@ def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
 
 
 def resumed_epochs(learn: LoopLike) -> Iterable[int]:
-    "Return the numbers of the epochs that remain to be trained."
+    "Return the indices of the epochs that remain. A checkpoint taken after an epoch is restored here."
     r = learn.run.resume
-    first = find_first_epoch(learn, r)
-    if r.at == 'epoch' and learn.run.stopping:
-        return ()  # the checkpoint is of a fit that was stopped
-    return count(first) if learn.n_epoch is None else range(first, learn.n_epoch)
-
-
-def find_first_epoch(learn: LoopLike, r: ResumeState) -> int:
-    "Return the first epoch of a resumed fit. A checkpoint taken after an epoch is restored here."
     epoch: int = r.loop['epoch']
-    per_iteration = learn.epochs_per_iteration
-    if r.at != 'epoch':
-        return epoch
-    learn.epoch = epoch
-    if per_iteration is not None and (epoch + 1) % per_iteration:
-        learn('before_iteration')
-    resume_at(learn, 'epoch')
-    learn.passes.resume(learn.dls, r.state['position'])
-    if r.loop['place'] == 'epoch' and learn.ends_iteration():
-        learn.end_iteration()
-    return epoch + 1
+    if r.at == 'epoch':
+        learn.epoch = epoch
+        per_iteration = learn.epochs_per_iteration
+        if per_iteration is not None and (epoch + 1) % per_iteration:
+            learn('before_iteration')
+        resume_at(learn, 'epoch')
+        learn.passes.resume(learn.dls, r.state['position'])
+        if r.loop['place'] == 'epoch' and learn.ends_iteration():
+            learn.end_iteration()
+        if learn.run.stopping:
+            return ()  # the checkpoint is of a fit that was stopped
+        epoch += 1
+    return count(epoch) if learn.n_epoch is None else range(epoch, learn.n_epoch)
 
 
-def resume_at(learn: LoopLike, point: str) -> None:
-    "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if it was missed."
+def resume_at(learn: LoopLike, place: str) -> None:
+    "Restore the checkpoint if it was taken at this place; raise `CheckpointError` if the fit went past its place."
     r = learn.run.resume
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.at == point:
         if point == 'evaluation':
             learn.passes.resume(learn.dls, r.state['position'])  # position of the next epoch
-        r.restore(learn)
+        r.restore(learn, r)
         return
     if point == 'evaluation' or not is_its_epoch:
         raise CheckpointError(
@@ -123,7 +113,10 @@ def resume_at(learn: LoopLike, point: str) -> None:
 
 
 def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
-    "Return the number of the next batch, and the remaining batches, or None if no batch is left."
+    """Return the index of the next batch, and the remaining batches, or None if no batch is left.
+
+    An interrupted evaluation after a batch is repeated first, followed by the checkpoint event of the batch.
+    """
     r = learn.run.resume
     if r.at == 'evaluation':
         return 0, None
@@ -131,13 +124,8 @@ def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
     learn.passes.resume(learn.dls, r.state['position'])
     batches = learn.passes.open(learn, continued=True)
     if r.loop['place'] == 'within':
-        repeat_evaluation(learn)
+        for cb in learn.cbs:
+            if isinstance(cb, EvaluateWithinEpochs):
+                cb.after_batch()
+        learn.fire_checkpoint('batch')
     return r.loop['n_drawn'], None if learn.run.stopping else batches
-
-
-def repeat_evaluation(learn: LoopLike) -> None:
-    "Repeat the interrupted evaluation after a batch, and fire the checkpoint event of the batch."
-    for cb in learn.cbs:
-        if isinstance(cb, EvaluateWithinEpochs):
-            cb.after_batch()
-    learn.fire_checkpoint('batch')

@@ -260,8 +260,6 @@ def changed(entry, name, value):
         lambda p: changed(p['tensors'][0], 'size', [10**12, 10**3]),
         lambda p: changed(p['tensors'][0], 'dtype', 'save'),
         lambda p: changed(p['tensors'][0], 'dtype', 'float64'),
-        lambda p: changed(p['tensors'][0], 'dim', 1),
-        lambda p: changed(p['tensors'][0], 'dim', -9),
         lambda p: changed(p['tensors'][0], 'lengths', [1]),
         lambda p: changed(p['tensors'][0], 'lengths', [10**12, 1]),
         lambda p: changed(p['tensors'][0], 'lengths', [0, 0]),
