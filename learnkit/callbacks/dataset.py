@@ -22,7 +22,7 @@ from learnkit.core.errors import BatchError
 from learnkit.core.html import text_table
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -222,7 +222,7 @@ def loader_stats(
     return {
         'samples': n_samples(dl),
         'batches': n_batches(dl),
-        'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
+        'batch_size': batch_size_of(dl),
         'seen': sum(samples_in(b, form) for b in batches),
         'entries': {path: _describe_entry(ts) for path, ts in entries.items()},
     }
@@ -238,10 +238,10 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 def n_samples(dl: Any) -> int | None:
     "Return the number of samples of a loader without dropped ones, None if unknown."
-    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    n, bs = n_batches(dl), batch_size_of(dl)
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
-    if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int):
+    if n is not None and bs is not None and getattr(dl, 'drop_last', False):
         return n * bs
     for source in (
         getattr(dl, 'sampler', None),

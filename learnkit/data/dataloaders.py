@@ -34,6 +34,7 @@ __all__ = [
     'check_loaders',
     'decodes_batches',
     'n_batches',
+    'batch_size_of',
     'epoch_length',
     'describe_loader',
     'in_order',
@@ -488,11 +489,17 @@ def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
     return (limit if n is None else n), limit
 
 
+def batch_size_of(dl: Any) -> int | None:
+    "Return the number of samples in a full batch of a loader, or None if it is unknown."
+    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    return bs if isinstance(bs, int) else None
+
+
 def describe_loader(dl: Any) -> str:
     "Return a string with a loader's type, length and batch size."
-    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    n, bs = n_batches(dl), batch_size_of(dl)
     count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
-    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')
+    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if bs is not None else '')
 
 
 def in_order(dl: Any) -> Any:

@@ -30,7 +30,7 @@ from learnkit.core.random import (
     same_states,
 )
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import TensorLoader, n_batches
+from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
 from learnkit.data.loader_state import capture_state, find_own_parts, restore_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
@@ -423,13 +423,13 @@ def describe_drawn(dl: Any) -> dict[str, Any]:
     batches = n_batches(dl)
     per_batch = dl.cut.per_round if isinstance(dl, Shard) else 1
     dl = _unshard(dl)
-    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    bs = batch_size_of(dl)
     dataset = getattr(dl, '__dict__', {}).get('dataset')
     samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
     return {
         'type': type(dl).__name__,
         'batches': batches,
-        'batch size': bs * per_batch if isinstance(bs, int) else None,
+        'batch size': None if bs is None else bs * per_batch,
         'samples': samples,
     }
 
