@@ -15,7 +15,7 @@ from learnkit.core.dtensor import grouped, local, sum_of_parts
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
-from learnkit.optim.hyperparams import place_of
+from learnkit.optim.hyperparams import Hypers
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 
@@ -61,7 +61,7 @@ class LRMonitor(Monitor):
         values = {}
         for hyper in ('lr', 'mom') if self.mom else ('lr',):
             for name, group in _named_groups(self.learn.opt):
-                value = _read_hyper(group, hyper)
+                value = Hypers([group], set()).get(hyper)
                 if value is not None:
                     values[f'{hyper}-{name}'] = value
         return values
@@ -75,14 +75,6 @@ def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         title = cls if classes.count(cls) == 1 else f'{cls}-{key}'
         for i, group in enumerate(o.param_groups):
             yield f'{title}/{group.get("name", f"group{i}")}', group
-
-
-def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
-    place = place_of(hyper, group)
-    if place is None:
-        return None
-    key, index = place
-    return group[key] if index is None else group[key][index]
 
 
 class OptimizerMonitor(Monitor):
