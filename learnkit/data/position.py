@@ -76,11 +76,9 @@ class LoaderPosition:
     def __init__(
         self,
         dl: Any,  # the training loader
-        replay: bool | None = None,  # fetch consumed samples again on resume; None: if needed
         n_before: int = 0,  # batches drawn in earlier epochs, needed for an iterator
     ):
         self.dl = dl
-        self.replay = replay
         self.n_before = n_before
         # states of all generators just before `iter(dl)`; None before `begin`
         self.start: State | None = None
@@ -98,7 +96,6 @@ class LoaderPosition:
         cls,
         dl: Any,  # a training loader made like the saved one
         state: Mapping[str, Any],  # return value of `state_dict`
-        replay: bool | None = None,  # fetch consumed samples again; None: if needed
     ) -> Self:
         """Return a position that resumes from a saved state.
 
@@ -107,7 +104,7 @@ class LoaderPosition:
         changed, for a loader of another type, length or batch size.
         """
         check_position(dl, state)
-        position = cls(dl, replay, state['n_before'])
+        position = cls(dl, state['n_before'])
         position.load_state_dict(state)
         return position
 
@@ -206,7 +203,7 @@ class LoaderPosition:
         self,
         n_drawn: int,  # batches of this epoch drawn so far
     ) -> None:
-        "Warn of what a run that is resumed here would draw in another way, as far as that can be found."
+        "Warn if a run resumed here would draw other random numbers or samples, as far as that can be found."
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return
@@ -319,8 +316,6 @@ class LoaderPosition:
     def _must_replay(self, drawn: list[Any]) -> bool:
         "Return True if consumed samples have to be fetched again, judged by the indices of a few batches."
         dl = self.dl
-        if self.replay is not None:
-            return self.replay
         if not drawn:
             return not self._workers_ran
         if not (self.workers or self.n_workers) or not fetching_is_random(_unshard(dl), drawn):
@@ -353,13 +348,9 @@ class LoaderPosition:
     def _state_needs_replay(self) -> bool:
         "Return True if a loader's own state is not enough: a `state_dict` does not hold the workers' generators."
         dl = self.dl
-        if self.replay is not None:
-            return self.replay
-        if (
-            not self.workers
-            or not isinstance(dl, DataLoader)
-            or isinstance(dl.dataset, IterableDataset)
-        ):
+        if not self.workers or not isinstance(dl, DataLoader):
+            return False
+        if isinstance(dl.dataset, IterableDataset):
             return False
         with _preserved(dl):
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))

@@ -26,9 +26,9 @@ class RoundsPosition(LoaderPosition):
 
     The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
-    def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
-        super().__init__(dl, replay, n_before)
-        self.inner = LoaderPosition(dl.source, replay, n_before * dl.cut.per_round)
+    def __init__(self, dl: RoundShard, n_before: int = 0) -> None:
+        super().__init__(dl, n_before)
+        self.inner = LoaderPosition(dl.source, n_before * dl.cut.per_round)
 
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
