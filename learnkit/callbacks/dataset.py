@@ -1,4 +1,4 @@
-"""Statistics of a training: parameters by module, and sizes, shapes and values of the data."""
+"""Callbacks that count parameters, and describe the data: sizes, shapes and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 MANY_CLASSES = 1000  # integers with more different values are not classes
 
 
-# --------------------------------------------------------------------------------------- parameters
+# -- parameters ------------------------------------------------------------------------------------
 
 
 class Count(NamedTuple):
@@ -118,7 +118,7 @@ class ParamCount(Callback):
         return text_table([('Module', 'Parameters', 'Trainable'), *rows], right=(1, 2))
 
 
-# --------------------------------------------------------------------------------------------- data
+# -- data ------------------------------------------------------------------------------------------
 
 
 class DatasetStats(Callback):

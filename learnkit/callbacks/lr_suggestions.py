@@ -1,4 +1,4 @@
-"""Suggestions of a learning rate from the curve of a search: functions of the rates and the losses."""
+"""Functions that suggest a learning rate from the rates and losses of a search."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ class SystemMonitor(Monitor):
         }
         if net is not None:
             found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
-        return {**found, **self._gpu()}
+        return {**found, **self._measure_gpu()}
 
-    def _gpu(self) -> dict[str, float]:
+    def _measure_gpu(self) -> dict[str, float]:
         device = model_device(self.learn.model, self.learn.dls)
         if device.type != 'cuda':
             return {}

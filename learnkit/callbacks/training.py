@@ -44,7 +44,7 @@ def bad_option(
     return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): give {need}.')
 
 
-# ---------------------------------------------------------------------------------------- gradients
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class GradientClip(Callback):
@@ -122,7 +122,7 @@ class GradientValueClip(Callback):
             g.clamp_(-self.max_value, self.max_value)
 
 
-# ------------------------------------------------------------------------------------------ batches
+# -- batches ---------------------------------------------------------------------------------------
 
 
 class CastToTensor(Callback):
@@ -166,7 +166,7 @@ def before_batch_cb(
     return Callback(before_batch=before_batch)
 
 
-# ------------------------------------------------------------------------------------------- layers
+# -- layers ----------------------------------------------------------------------------------------
 
 
 class ChannelsLast(Callback):
@@ -266,7 +266,7 @@ def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
             yield m
 
 
-# ------------------------------------------------------------------------------------------- epochs
+# -- epochs ----------------------------------------------------------------------------------------
 
 
 class ShortEpochCallback(Callback):

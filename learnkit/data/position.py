@@ -88,8 +88,8 @@ class LoaderPosition:
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
         # of a resumed position: number of batches to skip, and the loader's own state after them
-        self._n = 0
-        self._now = State()
+        self._n_skipped = 0
+        self._own_state = State()
 
     @classmethod
     def resume(
@@ -110,8 +110,8 @@ class LoaderPosition:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
-        self._n = state['n']
-        self._now = state['now']
+        self._n_skipped = state['n']
+        self._own_state = state['now']
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
@@ -134,7 +134,7 @@ class LoaderPosition:
             self._workers_ran = self.workers > 0 and workers_run(self.dl)
             self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
             batches = iter(self.dl)
-        if self.first is not None or self._n or not (is_resumed or draws_between):
+        if self.first is not None or self._n_skipped or not (is_resumed or draws_between):
             return batches
         return chain(self._capture_first(), batches) if _may_draw_late(self.dl) else batches
 
@@ -242,9 +242,9 @@ class LoaderPosition:
         if isinstance(dl, Iterator):
             with preserved_rng():
                 _skip(dl, self.n_before)
-        if 'loader' in self._now:
-            dl.load_state_dict(_unmark_arrays(self._now['loader']))
-        _restore_own_state(dl, self._now)
+        if 'loader' in self._own_state:
+            dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
+        _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
         with _preserved(dl):
@@ -258,7 +258,7 @@ class LoaderPosition:
     def _resume_epoch(self) -> Iterator[Any]:
         "Return the iterator over the remaining batches, and leave the global generators unchanged."
         dl = self.dl
-        n = self._n
+        n = self._n_skipped
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
@@ -272,12 +272,12 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._now and not self._state_needs_replay():
-                dl.load_state_dict(_unmark_arrays(self._now['loader']))
+            elif 'loader' in self._own_state and not self._state_needs_replay():
+                dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
                 return self._replay(n, current)
-            _restore_own_state(dl, self._now)
+            _restore_own_state(dl, self._own_state)
             return batches
         finally:
             restore_rng(current)
@@ -291,7 +291,7 @@ class LoaderPosition:
         if self._must_replay(drawn):
             return self._replay(n, current)
 
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._own_state)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(with_sampler(dl, sampler))
         sampler.lists = None
@@ -342,7 +342,7 @@ class LoaderPosition:
         batches, after_first, _ = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
             _warn_of_shared_draws('data set', after_first, current)
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._own_state)
         return batches
 
     def _state_needs_replay(self) -> bool:

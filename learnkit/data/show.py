@@ -32,6 +32,7 @@ __all__ = [
     'as_pictures',
     'class_colors',
     'draw_images',
+    'draw_pictures',
     'draw_masks',
 ]
 
@@ -265,12 +266,12 @@ def draw_masks(
     cols, rows = samples_per_row * width, -(-n // samples_per_row)
     axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
     target = next(iter(masks.values()))
-    _draw_pictures(axs[::width], as_pictures(images), titles)
+    draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
         names = [name] * n
         if mask is not target:
             names = [f'{name}\nright {share}' for share in _shares_right(mask, target)]
-        _draw_pictures(axs[i::width], class_colors(mask), names)
+        draw_pictures(axs[i::width], class_colors(mask), names)
     _add_legend(axs.figure, masks, vocab)
     return axs
 
@@ -309,7 +310,7 @@ def _class_name(k: int, vocab: Any) -> Any:
     return vocab[k] if vocab is not None and k < len(vocab) else k
 
 
-def _draw_pictures(
+def draw_pictures(
     axs: Sequence[Any],
     pictures: Tensor,  # (N, C, H, W) within 0 and 1
     titles: Sequence[str] = (),
@@ -342,7 +343,7 @@ def draw_images(
     size = figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols))
     # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)
     axs = new_axes(n, cols, size, 'compressed')
-    _draw_pictures(axs, pictures, titles)
+    draw_pictures(axs, pictures, titles)
     if masks is not None:
         largest = max(int(masks.max()), 1)
         for ax, mask in zip(axs, masks, strict=True):

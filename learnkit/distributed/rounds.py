@@ -33,21 +33,21 @@ class RoundsPosition(LoaderPosition):
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
-        if 'order' in self._now:
-            dl.order.state = self._now['order']
+        if 'order' in self._own_state:
+            dl.order.state = self._own_state['order']
         with dl.order:
             batches = self.inner.begin(draws_between)
         self.start = self.inner.start
-        return dl.rounds(batches, self._n)
+        return dl.rounds(batches, self._n_skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n, self._now, self.start = state['n'], state['now'], state['start']
-        n_drawn = self._n * self.dl.cut.per_round
+        self._n_skipped, self._own_state, self.start = state['n'], state['now'], state['start']
+        n_drawn = self._n_skipped * self.dl.cut.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
-        whole = {**state, 'n': self._now.get('drawn', n_drawn)}
+        whole = {**state, 'n': self._own_state.get('drawn', n_drawn)}
         if self.start is not None:
             self.inner.load_state_dict(whole)
             return
