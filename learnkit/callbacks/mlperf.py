@@ -157,7 +157,7 @@ class MLPerf(Callback):
         self._write('run_start', event_type=START)
 
     def before_epoch(self) -> None:
-        "Start a block and an epoch."
+        "Start a block of one epoch."
         self._write('block_start', event_type=START, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = True
 

@@ -189,18 +189,12 @@ class _WatchedStep:
             'moment': dict(zip(first, _norms(list(first.values())), strict=True)),
             'second_moment_sqrt': second_norms,
         }
-        dots = {
-            'update_grad': {
-                i: _dot(u, g)
-                for i, (u, g) in enumerate(zip(updates, self.grads, strict=True))
-                if per_parameter and u.shape == g.shape
-            },
-            'moment_grad': {
-                i: _dot(m, self.grads[i])
-                for i, m in first.items()
-                if per_parameter and m.shape == self.grads[i].shape
-            },
-        }
+        dots: Table[Tensor] = {}
+        if per_parameter:
+            dots = {
+                'update_grad': self._multiply_grads(dict(enumerate(updates))),
+                'moment_grad': self._multiply_grads(first),
+            }
         norms, products = _fetch([rows, dots], self._sum_shards)
         found = {
             f'l2_norm/{kind}/global': math.hypot(*row.values())
@@ -211,6 +205,12 @@ class _WatchedStep:
             found |= self._parameter_norms(norms)
             found |= self._angles(norms, products)
         return found
+
+    def _multiply_grads(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        "Return the scalar products of tensors with gradients of the same shape; a sparse gradient has another one."
+        return {
+            i: _dot(t, self.grads[i]) for i, t in tensors.items() if t.shape == self.grads[i].shape
+        }
 
     def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
         "Reduce norms (table 0) and products of shards to the values of whole tensors."

@@ -88,7 +88,7 @@ class Replay(Callback):
         self._indices: list[Any] | None = None  # data-set indices of the failed batch
 
     def before_fit(self) -> None:
-        "Drop the batches of the fit before."
+        "Drop the batches of the previous fit."
         if self.learn.run.depth > 1:
             return  # a nested run
         if self.learn.fitting:

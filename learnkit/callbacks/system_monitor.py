@@ -36,7 +36,7 @@ class SystemMonitor(Monitor):
         'cpu_percentage': 'load of all CPU cores, 0 to 100',
         'cpu_memory_percent': 'share of the RAM in use, 0 to 100',
         'cpu_memory_used': 'bytes of RAM in use',
-        'cpu_memory_available': 'bytes of RAM that can be had',
+        'cpu_memory_available': 'bytes of RAM that are available',
         'disk_memory_percent': 'share of the disk in use, 0 to 100',
         'disk_memory_used': 'bytes of the disk in use',
         'disk_memory_free': 'bytes of the disk that are free',

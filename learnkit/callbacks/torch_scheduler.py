@@ -1,4 +1,4 @@
-"""Learning rate schedulers of torch in a fit."""
+"""Callback that steps a learning rate scheduler of torch during a fit."""
 
 from __future__ import annotations
 
