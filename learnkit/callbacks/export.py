@@ -194,12 +194,18 @@ class ExportForInference(Callback):
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
             written = {'torch.export': path}
-            program, cases = _load_program(path), self._cases()
+            with path.open('rb') as f:
+                program = torch.export.load(f)
+            cases = self._cases()
             _compare('torch.export', lambda args, kwargs: program.module()(*args, **kwargs), cases)
             if 'onnx' in self.formats:
                 written['onnx'] = _write_onnx(program, Path(folder) / 'model.onnx')
                 _compare('onnx', _onnx_runner(written['onnx']), cases)
-            self.files = [_copy_file(written[f], path) for f, path in self._paths().items()]
+            paths = self._paths()
+            for name, path in paths.items():
+                with atomic_write(path) as tmp:
+                    shutil.copyfile(written[name], tmp)
+            self.files = list(paths.values())
 
     def cleanup(self) -> None:
         "Record that the fit is over."
@@ -255,11 +261,6 @@ def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     return tuple(map_tensors(xb, select))
 
 
-def _load_program(path: Path) -> Any:
-    with path.open('rb') as f:
-        return torch.export.load(f)
-
-
 def _write_onnx(program: Any, path: Path) -> Path:
     log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
     level = log.level
@@ -301,9 +302,3 @@ def _compare(what: str, run: Runner, cases: list[Case]) -> None:
                 f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '
                 f'{e} Nothing was kept.'
             ) from e
-
-
-def _copy_file(source: Path, path: Path) -> Path:
-    with atomic_write(path) as tmp:
-        shutil.copyfile(source, tmp)
-    return path

@@ -11,7 +11,7 @@ from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mea
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
-from learnkit.data.show import as_pictures, class_colors
+from learnkit.data.show import as_pictures, class_colors, draw_pictures
 from learnkit.engine.callback import Periodic, defined_on_class
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
@@ -72,7 +72,7 @@ class ImageVisualizer(Periodic):
     def before_batch(self) -> None:
         "Check that there are images before the step of the batch."
         if self._is_due():
-            self._input()
+            self._find_input()
 
     def after_batch(self) -> None:
         "Show the batch."
@@ -81,7 +81,7 @@ class ImageVisualizer(Periodic):
         if self.learn.training:
             self._wanted = False
         if self.mode == 'input':
-            self._send('input', as_pictures(self._input()[: self.n]))
+            self._send('input', as_pictures(self._find_input()[: self.n]))
         elif 'pred' in self.learn.__dict__:
             self._send_output()
 
@@ -91,7 +91,7 @@ class ImageVisualizer(Periodic):
             return self._wanted
         return bool(learn.fitting and learn.phase == 'valid' and learn.iter == 0)
 
-    def _input(self) -> Tensor:
+    def _find_input(self) -> Tensor:
         "Return the first input that has the shape of images."
         found = tensors_in(self.learn.xb)
         images = next((t for t in found if t.ndim == 4 or (t.ndim == 3 and t.shape[-2] > 1)), None)
@@ -111,7 +111,7 @@ class ImageVisualizer(Periodic):
             )
         # with microbatches the prediction has the last samples only
         rows = slice(-len(pred), None)
-        self._send('input', as_pictures(self._input()[rows][: self.n]))
+        self._send('input', as_pictures(self._find_input()[rows][: self.n]))
         if self.mode == 'output':
             return self._send('output', as_pictures(pred[: self.n]))
         self._send('prediction', class_colors(_predict_classes(pred[: self.n])))
@@ -144,8 +144,7 @@ class ImageVisualizer(Periodic):
         for i, (name, pictures) in enumerate(self.images.items()):
             row = axs[i * n : (i + 1) * n]
             row[0].set_title(name, loc='left', fontsize=9)
-            for ax, picture in zip(row, pictures.permute(0, 2, 3, 1), strict=False):
-                ax.imshow(picture.expand(*picture.shape[:2], max(picture.shape[2], 3)).numpy())
+            draw_pictures(row[: len(pictures)], pictures)
         return axs
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Suggestions of a learning rate from the curve of a search: functions of the rates and the losses."""
+"""Functions that suggest a learning rate from the rates and losses of a search."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 __all__ = ['SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
@@ -69,15 +67,12 @@ def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
 
 def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     "Suggest the rate where the loss falls most steeply over the logarithm of the rate."
-    lrs, losses = (
-        v if isinstance(v, Tensor) else torch.tensor(_floats(v), dtype=torch.float64)
-        for v in (lrs, losses)
-    )
-    i = int((losses.diff() / lrs.log().diff()).argmin())
-    return lrs[i].item(), (lrs[i].item(), losses[i].item())
+    lrs, losses = _floats(lrs), _floats(losses)
+    i = int(np.argmin(np.diff(losses) / np.diff(np.log(lrs))))
+    return lrs[i], (lrs[i], losses[i])
 
 
-def _floats(values: Any) -> Any:
+def _floats(values: Any) -> list[float]:
     return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
 
 

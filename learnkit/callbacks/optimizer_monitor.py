@@ -15,7 +15,7 @@ from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
-from learnkit.optim.hyperparams import find_group_key
+from learnkit.optim.hyperparams import Hypers
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 
@@ -61,7 +61,7 @@ class LRMonitor(Monitor):
         values = {}
         for hyper in ('lr', 'mom') if self.mom else ('lr',):
             for name, group in _named_groups(self.learn.opt):
-                value = _read_hyper(group, hyper)
+                value = Hypers([group], set()).get(hyper)
                 if value is not None:
                     values[f'{hyper}-{name}'] = value
         return values
@@ -75,14 +75,6 @@ def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         title = cls if classes.count(cls) == 1 else f'{cls}-{key}'
         for i, group in enumerate(o.param_groups):
             yield f'{title}/{group.get("name", f"group{i}")}', group
-
-
-def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
-    group_key = find_group_key(hyper, group)
-    if group_key is None:
-        return None
-    key, index = group_key
-    return group[key] if index is None else group[key][index]
 
 
 class OptimizerMonitor(Monitor):
@@ -198,18 +190,12 @@ class _WatchedStep:
             'moment': dict(zip(first, _norms(list(first.values())), strict=True)),
             'second_moment_sqrt': second_norms,
         }
-        dots = {
-            'update_grad': {
-                i: _dot(u, g)
-                for i, (u, g) in enumerate(zip(updates, self.grads, strict=True))
-                if per_parameter and u.shape == g.shape
-            },
-            'moment_grad': {
-                i: _dot(m, self.grads[i])
-                for i, m in first.items()
-                if per_parameter and m.shape == self.grads[i].shape
-            },
-        }
+        dots: Table[Tensor] = {}
+        if per_parameter:
+            dots = {
+                'update_grad': self._multiply_grads(dict(enumerate(updates))),
+                'moment_grad': self._multiply_grads(first),
+            }
         norms, products = _fetch([rows, dots], self._sum_shards)
         found = {
             f'l2_norm/{kind}/global': math.hypot(*row.values())
@@ -220,6 +206,12 @@ class _WatchedStep:
             found |= self._parameter_norms(norms)
             found |= self._angles(norms, products)
         return found
+
+    def _multiply_grads(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        "Return the scalar products of tensors with gradients of the same shape; a sparse gradient has another one."
+        return {
+            i: _dot(t, self.grads[i]) for i, t in tensors.items() if t.shape == self.grads[i].shape
+        }
 
     def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
         "Reduce norms (table 0) and products of shards to the values of whole tensors."

@@ -99,7 +99,7 @@ class OptunaPruning(Callback):
             self._report((epoch_row(self) or {}).get(self.monitor), self.learn.time.ep - 1)
 
     def _report(self, value: Any, step: int) -> None:
-        "Report a value, and end the fit on all ranks if the trial is pruned; None was not measured."
+        "Report a value unless it is None, and end the fit on all ranks if the trial is pruned."
         learn = self.learn
         if value is None or self._reason:
             return
@@ -112,7 +112,7 @@ class OptunaPruning(Callback):
             learn.run.stopping = True
 
     def after_fit(self) -> None:
-        "End the outer run of this fit, too."
+        "Raise `TrialPruned` in an outer run that started this fit, too."
         if self.learn.fitting and self.learn.run.depth > 1:
             self._raise_pruned()
 

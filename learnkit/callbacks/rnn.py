@@ -25,18 +25,11 @@ class ModelResetter(Callback):
     """
 
     def before_train(self) -> None:
-        self._reset()
-
-    def before_validate(self) -> None:
-        self._reset()
-
-    def after_fit(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
         reset = getattr(self.learn.model, 'reset', None)
         if reset is not None:
             reset()
+
+    before_validate = after_fit = before_train
 
 
 class RNNCallback(Callback):

@@ -56,8 +56,8 @@ class SAM(Callback):
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        check_count('interval', interval)
-        self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
+        self.rho, self.adaptive = float(rho), adaptive
+        self.interval = check_count('interval', interval)
         self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed
         self._weights: list[tuple[Tensor, Tensor]] = []

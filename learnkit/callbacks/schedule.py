@@ -100,7 +100,7 @@ class ParamScheduler(Callback):
 
     def before_fit(self) -> None:
         for name, f in self.scheds.items():
-            self._values(name, f(min(self.learn.pct_train, 1.0)))
+            self._list_values(name, f(min(self.learn.pct_train, 1.0)))
         others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]
         if 'lr' in self.scheds and others:
             warn_user(
@@ -123,7 +123,7 @@ class ParamScheduler(Callback):
                 for group, key, index, _ in locations:
                     set_value(group, key, index, value)
             else:
-                values = self._values(name, value, least)
+                values = self._list_values(name, value, least)
                 for group, key, index, i in locations:
                     set_value(group, key, index, values[i])
 
@@ -153,7 +153,7 @@ class ParamScheduler(Callback):
         self._n_groups = len(hypers)
         self._opt = opt
 
-    def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
+    def _list_values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return a schedule's value as one Python number per group, without NumPy types."
         # the usual case, an array in the allowed range, is checked faster here
         if value.__class__ is np.ndarray and value.shape == (self._n_groups,):

@@ -1,4 +1,4 @@
-"""Learning rate schedulers of torch in a fit."""
+"""Callback that steps a learning rate scheduler of torch during a fit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LRScheduler(Callback):
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
         self._view: Any = None  # param groups as the scheduler sees them
-        # loaded state, until the next fit has its scheduler
+        # loaded state, until a fit has a scheduler that can load it
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
@@ -84,22 +84,25 @@ class LRScheduler(Callback):
         )
         self._begin()
         self._warn_of_steps()
-        if self._factory is not None and not self._wants_value:
-            self._skip(self._first_epoch)
-        if self._loaded is not None:
-            self._load(self._loaded)
 
     def _begin(self) -> None:
-        "Make the scheduler, or connect a ready one to its groups."
+        "Make the scheduler, or connect a ready one to its groups; restore a loaded state."
         if self._factory is None:
             self._bind()
         else:
-            self._make(self._factory)
-        self._n_steps = self.learn.opt.n_steps
-        self._has_begun = True
+            view = _GroupView(self.learn.opt)
+            scheduler = self._factory(view)
+            _check_scheduler('LRScheduler: the factory gave', scheduler)
+            self.scheduler, self._view = scheduler, view
+        self._n_steps, self._has_begun = self.learn.opt.n_steps, True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
+        if self._factory is not None and not self._wants_value:
+            self._skip(self._first_epoch)
+        self._view.write()
+        if self._loaded is not None:
+            self._load(self._loaded)
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
@@ -114,21 +117,10 @@ class LRScheduler(Callback):
             )
 
     def _catch_up(self) -> None:
-        "Begin if the callback was added during a fit, from the rates of that moment."
-        if self._has_begun:
-            return
-        self._first_epoch = 0
-        self._begin()
-        if self._loaded is not None:
-            self._load(self._loaded)
-
-    def _make(self, factory: Any) -> None:
-        view = _GroupView(self.learn.opt)
-        scheduler = factory(view)
-        _check_scheduler('LRScheduler: the factory gave', scheduler)
-        self.scheduler = scheduler
-        self._view = view
-        view.write()
+        "Begin with the current rates, if the callback was added during a fit."
+        if not self._has_begun:
+            self._first_epoch = 0
+            self._begin()
 
     def _bind(self) -> None:
         "Connect a ready scheduler to the groups that it was made for, and restore its rates."
@@ -144,7 +136,6 @@ class LRScheduler(Callback):
             s.optimizer = self._view
         for group, rate in zip(self._view.param_groups, rates, strict=True):
             group['lr'] = rate
-        self._view.write()
 
     def _skip(self, n_epoch: int) -> None:
         dls = self.learn.dls
@@ -156,7 +147,6 @@ class LRScheduler(Callback):
             )
         for _ in range(n_epoch * per_epoch):
             self.scheduler.step()
-        self._view.write()
 
     def _check_monitor(self) -> None:
         name, kind = self._column(), type(self.scheduler).__name__
@@ -171,29 +161,21 @@ class LRScheduler(Callback):
     def _column(self) -> str:
         return self.monitor or 'valid_loss'
 
-    def before_train(self) -> None:
-        self._catch_up()
-        self._n_steps = self.learn.opt.n_steps
-
     def before_batch(self) -> None:
         self._catch_up()
         if self._n_steps is None:
             self._n_steps = self.learn.opt.n_steps
 
     def after_batch(self) -> None:
+        if self.by != 'batch':
+            return
         self._catch_up()
-        if self.by == 'batch':
-            self._advance_if_stepped()
-
-    def after_train(self) -> None:
-        if self.by == 'batch':
-            self._advance_if_stepped()  # accumulated samples left over had their step now
-
-    def _advance_if_stepped(self) -> None:
-        before = self._n_steps
-        self._n_steps = self.learn.opt.n_steps
+        before, self._n_steps = self._n_steps, self.learn.opt.n_steps
         if before is not None and self._n_steps != before:
             self._advance()
+
+    def after_train(self) -> None:
+        self.after_batch()  # accumulated samples that were left over are stepped with by now
 
     def after_epoch(self) -> None:
         self._catch_up()
@@ -202,14 +184,10 @@ class LRScheduler(Callback):
         if not self._wants_value:
             self._advance()
             return
-        value = self._monitored_value()
+        row, column = epoch_row(self), self._column()
+        value = None if row is None else as_number(self, column, row.get(column))
         if value is not None:
             self._advance(value)
-
-    def _monitored_value(self) -> float | None:
-        "Return this epoch's value, or None."
-        row = epoch_row(self)
-        return None if row is None else as_number(self, self._column(), row.get(self._column()))
 
     def _advance(self, *value: float) -> None:
         self._view.read()
@@ -284,13 +262,9 @@ class _GroupView(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def _hypers(self) -> list[Hypers]:
-        "Return the current groups of the view: loading a state replaces them."
-        opt = self.opt
-        own = None if self.own is self.opt else self.own
+        "Return the optimizer's current groups, one for each group of the view."
+        opt, own = self.opt, None if self.own is self.opt else self.own
         if not self._by_split:
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [

@@ -44,7 +44,7 @@ def bad_option(
     return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): give {need}.')
 
 
-# ---------------------------------------------------------------------------------------- gradients
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class GradientClip(Callback):
@@ -80,7 +80,9 @@ class GradientClip(Callback):
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
         if any(map(is_dtensor, grads)):
-            self.total_norm = clip_sharded_grads(grads, self.max_norm, self.norm_type)
+            self.total_norm = total_norm(grads, self.norm_type)
+            scale = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(locals_of(grads), scale)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
@@ -91,13 +93,6 @@ class GradientClip(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the norm of the last step."
         self.total_norm = sd['total_norm']
-
-
-def clip_sharded_grads(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
-    "Scale sharded gradients down to a norm of at most `max_norm`; return their norm before."
-    norm = total_norm(grads, norm_type)
-    torch._foreach_mul_(local_shards(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 class GradientValueClip(Callback):
@@ -127,7 +122,7 @@ class GradientValueClip(Callback):
             g.clamp_(-self.max_value, self.max_value)
 
 
-# ------------------------------------------------------------------------------------------ batches
+# -- batches ---------------------------------------------------------------------------------------
 
 
 class CastToTensor(Callback):
@@ -171,7 +166,7 @@ def before_batch_cb(
     return Callback(before_batch=before_batch)
 
 
-# ------------------------------------------------------------------------------------------- layers
+# -- layers ----------------------------------------------------------------------------------------
 
 
 class ChannelsLast(Callback):
@@ -271,7 +266,7 @@ def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
             yield m
 
 
-# ------------------------------------------------------------------------------------------- epochs
+# -- epochs ----------------------------------------------------------------------------------------
 
 
 class ShortEpochCallback(Callback):

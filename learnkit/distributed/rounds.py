@@ -27,32 +27,32 @@ class RoundsPosition(LoaderPosition):
 
     The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
-    def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
-        super().__init__(dl, replay, n_before)
-        self.inner = LoaderPosition(dl.source, replay, n_before * dl.spec.per_round)
+    def __init__(self, dl: RoundShard, n_before: int = 0) -> None:
+        super().__init__(dl, n_before)
+        self.inner = LoaderPosition(dl.source, n_before * dl.cut.per_round)
 
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
-        if 'order' in self._current:
-            dl.order.state = self._current['order']
+        if 'order' in self._own_state:
+            dl.order.state = self._own_state['order']
         with dl.order:
             batches = self.inner.begin(draws_between)
         self.start = self.inner.start
-        return dl.rounds(batches, self._n)
+        return dl.rounds(batches, self._n_skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n = state['n']
-        self._current = state['now']
-        self.start = state['start']
-        n_drawn = self._n * self.dl.spec.per_round
+        self._n_skipped, self._own_state, self.start = state['n'], state['now'], state['start']
+        n_drawn = self._n_skipped * self.dl.cut.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
-        whole = {**state, 'n': self._current.get('drawn', n_drawn)}
-        order = self.dl.order if self.start is None else nullcontext()
-        with order:
+        whole = {**state, 'n': self._own_state.get('drawn', n_drawn)}
+        if self.start is not None:
+            self.inner.load_state_dict(whole)
+            return
+        with self.dl.order:
             self.inner.load_state_dict(whole)
 
     def state_dict(
