@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.callbacks.model_summary import _without_persistent_workers
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
 from learnkit.core.html import text_table
-from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -32,7 +29,6 @@ __all__ = [
     'count_parameters',
     'loader_stats',
     'n_samples',
-    'undisturbed_loader',
 ]
 
 MANY_CLASSES = 1000  # integers with more different values are not classes
@@ -254,22 +250,6 @@ def n_samples(dl: Any) -> int | None:
         if size is not None:
             return size
     return None
-
-
-@contextmanager
-def undisturbed_loader(dl: Any) -> Iterator[None]:
-    "Restore random generators, a loader's generators and its persistent workers after a block."
-    rng: Any = getattr(dl, 'rng', None)  # fastai's loaders replace this generator for each pass
-    state = rng.getstate() if isinstance(rng, random.Random) else None
-    with ExitStack() as contexts:
-        for context in (preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl)):
-            contexts.enter_context(context)
-        try:
-            yield
-        finally:
-            if state is not None:
-                rng.setstate(state)
-                dl.rng = rng
 
 
 def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,6 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
 
 from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
 from learnkit.core.batch import apply_model, detuplify, map_tensors
@@ -23,8 +22,9 @@ from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderE
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, preserved_modes
-from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -258,7 +258,7 @@ def _example_batch(learn: LearnerLike) -> Any:
         return learn.batch
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     for dl in loaders:
-        with preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl):
+        with undisturbed_loader(dl):
             iterator = iter(dl)
             if iterator is dl:
                 continue
@@ -271,19 +271,6 @@ def _example_batch(learn: LearnerLike) -> Any:
         'The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
         '`learnkit.callbacks.model_summary.summary(learn.model, x)`.'
     )
-
-
-@contextmanager
-def _without_persistent_workers(dl: Any) -> Iterator[None]:
-    "Keep the persistent workers of a loader unchanged: a new iterator starts other workers."
-    has_workers = isinstance(dl, DataLoader)
-    if has_workers:
-        kept, dl._iterator = dl._iterator, None
-    try:
-        yield
-    finally:
-        if has_workers:
-            dl._iterator = kept
 
 
 def _notes(learn: LearnerLike) -> Iterator[str]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from learnkit.callbacks.dataset import undisturbed_loader
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
 from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import check_loader, evaluation_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Periodic
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import AsyncToCPU

@@ -16,11 +16,9 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import unwrap_partial
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
-from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
-from learnkit.data.preserve import preserve_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.tables import as_table, cell, readable, shorten
-from learnkit.data.torch_loader import forget_workers
 
 __all__ = [
     'Shows',
@@ -124,8 +122,7 @@ def own_method(dl: Any, name: str) -> Any:
 
 def first_batch(dl: Any) -> Any:
     "Return a loader's first batch, and restore the loader and every generator."
-    with preserve_loaders([dl]), preserved_generators(dl):
-        forget_workers(dl)  # running workers belong to the training in progress
+    with undisturbed_loader(dl):
         batches = iter(dl)
         if batches is dl:
             raise OptionError('The loader is an iterator: taking a batch to look at would lose it.')
