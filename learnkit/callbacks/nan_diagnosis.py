@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnkit.callbacks.hooks import Hooks, uncompiled
+from learnkit.callbacks.model_summary import undisturbed
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
 from learnkit.core.dtensor import grouped, local
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
-from learnkit.core.random import preserved_rng
 
 __all__ = [
     'all_finite',
@@ -214,36 +215,20 @@ def find_bad_module(learn: LearnerLike) -> str | None:
     model, found = bare_model(learn.model), list[str]()
     names = {m: name for name, m in model.named_modules()}
 
-    def check_output(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def check_output(module: nn.Module, inputs: Any, out: Any) -> None:
         if found or is_finite(out):
             return
         kind = type(module).__name__
         name = f'{names[module]} ({kind})' if names[module] else f'the model, {kind}'
-        if is_finite((args, kwargs)):
+        if is_finite(inputs):
             found.append(f'the output of {name}')
         else:
             found.append(f'what is given to {name}, made outside of any module')
 
-    hooks = []
-    buffers = [
-        (m, key, b, b.clone())
-        for m in model.modules()
-        for key, b in m._buffers.items()
-        if b is not None
-    ]
-    # the compiled call would be recompiled because of the hooks
-    compiled = vars(model).pop('_compiled_call_impl', None)
     try:
-        hooks += [m.register_forward_hook(check_output, with_kwargs=True) for m in names]
-        with torch.no_grad(), preserved_rng(), learn.contexts('forward'):
-            apply_model(model, learn.xb)
+        with undisturbed(model), uncompiled(model), Hooks(names, check_output, detach=False):
+            with learn.contexts('forward'):
+                apply_model(model, learn.xb)
     except Exception:
         pass  # the message does without the name of a module
-    finally:
-        if compiled is not None:
-            model._compiled_call_impl = compiled
-        for hook in hooks:
-            hook.remove()
-        for m, key, b, value in buffers:
-            m._buffers[key] = b.copy_(value)
     return found[0] if found else None
