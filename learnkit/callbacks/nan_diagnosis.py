@@ -103,8 +103,7 @@ def format_few(items: list[Any], most: int = 5) -> str:
 
 def sample_indices(learn: LearnerLike) -> list[int] | None:
     "Return the data-set indices of the current batch, None if unknown."
-    passes = getattr(learn, 'passes', None)
-    return None if passes is None else passes.indices(learn)
+    return learn.passes.indices(learn)
 
 
 # -- origin ----------------------------------------------------------------------------------------
@@ -140,12 +139,9 @@ def describe_samples(learn: LearnerLike) -> str:
 
 def find_bad_data(learn: LearnerLike, indices: list[int] | None) -> list[str]:
     "Return the entries of the batch that are not finite, each with its samples."
-    form = form_of(learn.dls, learn.dl_name)
-    raw = (
-        form.split(learn.batch, predicting=True)
-        if learn.batch is not None
-        else (learn.xb, learn.yb)
-    )
+    raw = learn.xb, learn.yb
+    if learn.batch is not None:  # an overridden `all_batches` does not set it
+        raw = form_of(learn.dls, learn.dl_name).split(learn.batch, predicting=True)
     bad = [name + describe_rows(rows, indices) for name, rows in iter_bad_entries(*raw)]
     if bad:
         return bad
@@ -162,25 +158,19 @@ def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple
         bs = find_bs(xb, yb)
     except BatchError:
         bs = 0
-    entries = [
-        *((f'input {i}', x) for i, x in enumerate(xb)),
-        *((f'target {i}', y) for i, y in enumerate(yb)),
-    ]
-    leaves = (leaf for entry in entries for leaf in iter_leaves(*entry))
-    for name, value in leaves:
-        if is_finite(value):
-            continue
-        if is_sample_list(value, bs):
-            yield name, [i for i, sample in enumerate(value) if not is_finite(sample)]
-            continue
-        has_rows = (
-            isinstance(value, Tensor) and not value.is_sparse and value.ndim and len(value) == bs
-        )
-        if has_rows:
-            is_bad = (~value.isfinite()).reshape(bs, -1).any(1)
-            yield name, is_bad.nonzero().flatten().tolist()
-        else:
-            yield name, []
+    for kind, entries in ('input', xb), ('target', yb):
+        leaves = [leaf for i, o in enumerate(entries) for leaf in iter_leaves(f'{kind} {i}', o)]
+        for name, value in leaves:
+            if is_finite(value):
+                continue
+            has_rows = is_sample_list(value, bs) or (
+                isinstance(value, Tensor)
+                and not value.is_sparse
+                and value.ndim > 0
+                and len(value) == bs
+            )
+            rows = enumerate(value) if has_rows else ()
+            yield name, [i for i, sample in rows if not is_finite(sample)]
 
 
 def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
