@@ -245,11 +245,7 @@ class MixedPrecision(Callback):
             return
         self.scaler.load_state_dict(sd['scaler'])
         self.n_skipped = sd['n_skipped']
-        names = sd['is_scaled']
-        if isinstance(names, bool):  # older checkpoints hold a flag instead of names
-            all_names = self.opt.optimizers if self.learn is not None else ['']
-            names = all_names if names else []
-        self._scaled = set(names)
+        self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
             device = model_device(self.learn.model, self.learn.dls)
@@ -286,18 +282,15 @@ def as_mode(amp_mode: Any) -> AMPMode:
 
 def to_bf16(learn: LearnerLike) -> Any:
     "Compute the forward pass in bfloat16 from now on."
-    return _set_precision(learn, MixedPrecision(AMPMode.BF16))
+    return to_fp32(learn).add_cb(MixedPrecision(AMPMode.BF16))
 
 
 def to_fp16(learn: LearnerLike, **scaler: Any) -> Any:
     "Compute the forward pass in float16 from now on, with scaled gradients."
-    return _set_precision(learn, MixedPrecision(AMPMode.FP16, **scaler))
+    cb = MixedPrecision(AMPMode.FP16, **scaler)  # raises before another callback is removed
+    return to_fp32(learn).add_cb(cb)
 
 
 def to_fp32(learn: LearnerLike) -> Any:
     "Compute everything in the precision of the weights."
     return learn.remove_cb(MixedPrecision)
-
-
-def _set_precision(learn: LearnerLike, cb: MixedPrecision) -> Any:
-    return learn.to_fp32().add_cb(cb)

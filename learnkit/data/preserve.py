@@ -10,7 +10,7 @@ from typing import Any
 from learnkit.core.random import preserved_generators, preserved_rng, state_setter
 from learnkit.data.torch_loader import forget_workers
 
-__all__ = ['preserve_loaders', 'undisturbed_loader', 'refill_dict']
+__all__ = ['preserve_loaders', 'undisturbed_loader']
 
 
 def refill_dict(o: Any, items: dict[Any, Any]) -> None:
@@ -54,7 +54,7 @@ def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_loader(dl: Any) -> Iterator[None]:
-    "Restore a loader, all random generators, and the loader's persistent workers at the end of the block."
+    "Restore a loader, its persistent workers and all random generators after a block that reads from it."
     with preserve_loaders([dl]), preserved_generators(dl):
         forget_workers(dl)  # running workers belong to the training in progress
         yield
