@@ -222,10 +222,11 @@ class GradientAccumulation(Callback):
 
     def _average(self) -> None:
         "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
-        total, divisor = self._sum['weight_sum'], self._sum['divisor']
+        total = self._sum['weight_sum']
+        divisor = self._sum['divisor']
         if not isinstance(total, Tensor) and total in (0, divisor):
             return
-        grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
+        grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = divide(divisor, total)
         if grads:
             if isinstance(scale, Tensor):
@@ -243,7 +244,8 @@ class GradientAccumulation(Callback):
                 self._step_for_rest(turn)
 
     def _step_for_rest(self, turn: str) -> None:
-        learn, counts = self.learn, self._sums[turn]
+        learn = self.learn
+        counts = self._sums[turn]
         if not counts['n_samples'] or not counts['stepped']:
             return
         self._in_tail = True
@@ -292,7 +294,8 @@ class GradientAccumulation(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the counts."
         current = {name: sd[name] for name in self._sum}
-        turn, others = sd['turn'], sd['others']
+        turn = sd['turn']
+        others = sd['others']
         self._sums = {turn: dict(counts) for turn, counts in {**others, turn: current}.items()}
         self._select_sum(turn)
 

@@ -112,7 +112,9 @@ class WholeStep:
         torch.compile(whole_step, **options)  # raises errors in the options now
         import torch._dynamo as dynamo  # a local import: it takes a second
 
-        self.learn, self.options, self.dynamo = learn, options, dynamo
+        self.learn = learn
+        self.options = options
+        self.dynamo = dynamo
         self.compiled: Any = None  # result of torch.compile, made before the first compiled step
         self.in_cpp = True  # whether the code that calls the kernels is compiled too
         # arguments of the compiled step, made after an ordinary step
@@ -158,7 +160,8 @@ class WholeStep:
 
     def _fits(self) -> bool:
         "Return True if the compiled step can run this batch; drop an outdated plan."
-        plan, learn = self.plan, self.learn
+        plan = self.plan
+        learn = self.learn
         if plan is None or self._find_blocks():
             return False
         # before each epoch, also run the checks that are too slow for each batch

@@ -18,7 +18,7 @@ from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
 from learnkit.core.html import text_table
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 

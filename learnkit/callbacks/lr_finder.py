@@ -146,7 +146,8 @@ class LRFinder(ParamScheduler):
                 f'num_it={short_repr(num_it)}: give a whole number, 1 or more. Below 6 count as 6, and '
                 '100 are better.'
             )
-        self.num_it, self.stop_div = max(int(num_it), 6), stop_div
+        self.num_it = max(int(num_it), 6)
+        self.stop_div = stop_div
         self._cleanups = ExitStack()
         self._clear_search()
 
@@ -163,7 +164,7 @@ class LRFinder(ParamScheduler):
         learn = self.learn
         if self._undoes_fit:
             state = [learn.model, learn.loss_func, learn.opt]
-            self._cleanups.enter_context(undoing(learn, state))
+            self._cleanups.enter_context(restored_objects(learn, state))
         self._cleanups.enter_context(replacing_yield(learn, 'evaluations', NoEvaluations()))
 
     def before_batch(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.hooks import Hooks, uncompiled
-from learnkit.callbacks.model_summary import undisturbed
+from learnkit.callbacks.hooks import Hooks, run_uncompiled
+from learnkit.callbacks.model_summary import restored_model
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
 from learnkit.core.dtensor import local_shard, unpack_shards
 from learnkit.core.errors import BatchError
@@ -216,7 +216,7 @@ def find_bad_module(learn: LearnerLike) -> str | None:
             found.append(f'what is given to {name}, made outside of any module')
 
     try:
-        with undisturbed(model), uncompiled(model), Hooks(names, check_output, detach=False):
+        with restored_model(model), run_uncompiled(model), Hooks(names, check_output, detach=False):
             with learn.contexts('forward'):
                 apply_model(model, learn.xb)
     except Exception:

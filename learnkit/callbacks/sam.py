@@ -56,7 +56,8 @@ class SAM(Callback):
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        self.rho, self.adaptive = float(rho), adaptive
+        self.rho = float(rho)
+        self.adaptive = adaptive
         self.interval = check_count('interval', interval)
         self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed

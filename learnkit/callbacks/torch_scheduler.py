@@ -93,8 +93,10 @@ class LRScheduler(Callback):
             view = _GroupView(self.learn.opt)
             scheduler = self._factory(view)
             _check_scheduler('LRScheduler: the factory gave', scheduler)
-            self.scheduler, self._view = scheduler, view
-        self._n_steps, self._has_begun = self.learn.opt.n_steps, True
+            self.scheduler = scheduler
+            self._view = view
+        self._n_steps = self.learn.opt.n_steps
+        self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
@@ -170,7 +172,8 @@ class LRScheduler(Callback):
         if self.by != 'batch':
             return
         self._catch_up()
-        before, self._n_steps = self._n_steps, self.learn.opt.n_steps
+        before = self._n_steps
+        self._n_steps = self.learn.opt.n_steps
         if before is not None and self._n_steps != before:
             self._advance()
 
@@ -264,7 +267,8 @@ class _GroupView(torch.optim.Optimizer):
 
     def _hypers(self) -> list[Hypers]:
         "Return the optimizer's current groups, one for each group of the view."
-        opt, own = self.opt, None if self.own is self.opt else self.own
+        opt = self.opt
+        own = None if self.own is self.opt else self.own
         if not self._by_split:
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [

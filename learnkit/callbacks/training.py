@@ -82,7 +82,7 @@ class GradientClip(Callback):
         if any(map(is_dtensor, grads)):
             self.total_norm = total_norm(grads, self.norm_type)
             scale = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(locals_of(grads), scale)
+            torch._foreach_mul_(local_shards(grads), scale)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 

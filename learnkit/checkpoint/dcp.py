@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local
+from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local_shard
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -243,7 +243,8 @@ def _find_rows_in_shard(
 ) -> tuple[int, int]:
     "Return the range of the needed rows within the shard that `rank` has written."
     start, stop = _find_rows(entry, mesh)
-    first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
+    first = sum(entry['lengths'][:rank])
+    length = entry['lengths'][rank]
     return max(0, start - first), min(length, stop - first)
 
 

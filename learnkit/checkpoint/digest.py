@@ -229,9 +229,7 @@ def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
     elif t.layout not in (torch.strided, torch.sparse_coo):
         problem = f'is {t.layout}'
     if problem:
-        raise OptionError(
-            f'{_format_keys(key_path)} is a tensor that {problem}: it has no digest.'
-        )
+        raise OptionError(f'{_format_keys(key_path)} is a tensor that {problem}: it has no digest.')
     t = t.detach().cpu()
     return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
 

@@ -106,8 +106,8 @@ def load_checkpoint_state(
     restore_state(learn, r)
 
 
-def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
-    "Return the state of a checkpoint at a place of the loop. Its tensors are not copied."
+def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+    "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()

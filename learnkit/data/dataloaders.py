@@ -324,11 +324,11 @@ class DataLoaders:
         show = own_method(dl, 'show_batch')
         if show is not None:
             return show(max_n=max_n, **kwargs) if b is None else show(b, max_n=max_n, **kwargs)
-        name = ds_idx if isinstance(ds_idx, str) else self._named()[ds_idx][0]
+        name = ds_idx if isinstance(ds_idx, str) else self.list_named()[ds_idx][0]
         xb, yb = first_samples(first_batch(dl) if b is None else b, self.batch_form(name), max_n)
         return show_samples(xb, {'target': yb}, getattr(self, 'vocab', None), **kwargs)
 
-    def _named(self) -> list[tuple[str, Any]]:
+    def list_named(self) -> list[tuple[str, Any]]:
         return [
             ('train', self.train),
             *self.evaluation,
@@ -360,7 +360,7 @@ class DataLoaders:
             )
 
     def __repr__(self) -> str:
-        lines = [f'  {name}: {describe_loader(dl)}' for name, dl in self._named()]
+        lines = [f'  {name}: {describe_loader(dl)}' for name, dl in self.list_named()]
         return '\n'.join([type(self).__name__, *lines])
 
     @never_raising

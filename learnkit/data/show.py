@@ -14,7 +14,6 @@ from learnkit.core.batch import BatchForm, find_bs, microbatches, to_detach
 from learnkit.core.errors import OptionError
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
-from learnkit.core.validation import check_count
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.tables import as_table, cell, readable, shorten
 

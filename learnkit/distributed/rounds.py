@@ -29,7 +29,7 @@ class RoundsPosition(LoaderPosition):
 
     def __init__(self, dl: RoundShard, n_before: int = 0) -> None:
         super().__init__(dl, n_before)
-        self.inner = LoaderPosition(dl.source, n_before * dl.cut.per_round)
+        self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
 
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
@@ -43,8 +43,10 @@ class RoundsPosition(LoaderPosition):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n_skipped, self._own_state, self.start = state['n'], state['now'], state['start']
-        n_drawn = self._n_skipped * self.dl.cut.per_round
+        self._n_skipped = state['n']
+        self._own_state = state['now']
+        self.start = state['start']
+        n_drawn = self._n_skipped * self.dl.spec.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)

@@ -19,7 +19,7 @@ def to_portable_path(
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(path='/runs/a')
-    >>> to_portable_path(learn, '/runs/a/models/best.pth'), kept_path(learn, '/other/best.pth')
+    >>> to_portable_path(learn, '/runs/a/models/best.pth'), to_portable_path(learn, '/other/best.pth')
     ('models/best.pth', '/other/best.pth')
     """
     if path is None or learn is None:

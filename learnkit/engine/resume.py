@@ -1,4 +1,4 @@
-"""Places of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
+"""Points of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def resumed_epochs(learn: LoopLike) -> Iterable[int]:
     return count(epoch) if learn.n_epoch is None else range(epoch, learn.n_epoch)
 
 
-def resume_at(learn: LoopLike, place: str) -> None:
-    "Restore the checkpoint if it was taken at this place; raise `CheckpointError` if the fit went past its place."
+def resume_at(learn: LoopLike, point: str) -> None:
+    "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
     r = learn.run.resume
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']

@@ -37,9 +37,9 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# where a param group has a hyperparameter: a key of torch's param group, and an index if the value of the key is a tuple
+# where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
 GroupKey = tuple[str, int | None]
-# fastai's name of a hyperparameter -> possible places; the first key that exists is used
+# fastai's name of a hyperparameter -> possible keys; the first key that exists is used
 HYPERS: dict[str, tuple[GroupKey, ...]] = {
     'lr': (('lr', None),),
     'mom': (('momentum', None), ('betas', 0)),

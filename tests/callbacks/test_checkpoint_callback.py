@@ -31,6 +31,7 @@ from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries, find, load_state
 from learnkit.metrics import mae
+from learnkit.testing import synth_learner
 
 N = 5  # batches an epoch, of 4 samples each
 
