@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from learnkit.checkpoint.saving import (
     read_sample_inputs,
     resolve_path,
 )
-from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
+from learnkit.core.batch import call_by_name, count_stacked, describe, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import (
     DistributedError,
@@ -230,14 +230,11 @@ class ExportForInference(Callback):
         with _evaluation_mode(self.learn.model) as model, torch.no_grad():
             for size in SIZES:
                 x = _select_rows(xb, size)
-                names = passed_names(model, x)
-                kwargs = {}
-                for name in names or ():
-                    kwargs[name] = x[0][name] if isinstance(x[0], Mapping) else getattr(x[0], name)
-                out = apply_model(model, x)
+                args, kwargs = call_by_name(_list_arguments, x, passed_names(model, x))
+                out = model(*args, **kwargs)
                 if self.act is not None:
                     out = self.act(out)
-                cases.append((() if names else x, kwargs, out))
+                cases.append((args, kwargs, out))
         return cases
 
 
@@ -247,6 +244,10 @@ def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     model = copy_to_cpu(bare_model(model))
     with preserved_modes(model):
         yield model.eval()
+
+
+def _list_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
 def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:

@@ -162,24 +162,18 @@ class _WatchedStep:
 
     def __init__(self, learn: LearnerLike) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
-        stepping = learn.opt.optimizers.values() if learn.turn is None else [learn.opt[learn.turn]]
-        pairs = [
-            (p, o)
-            for o in stepping
-            for g in o.param_groups
-            for p in g['params']
-            if p.grad is not None
-        ]
-        self.names = [named.get(id(p), f'outside_{i}') for i, (p, _) in enumerate(pairs)]
-        self.params, self.are_parts, self.group = unpack_shards(p.detach() for p, _ in pairs)
-        self.grads = [_dense(local_shard(p.grad)) for p, _ in pairs]
-        self.owners = pairs
+        params = [p for p in learn.step_parameters if p.grad is not None]
+        self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
+        self.params, self.are_parts, self.group = grouped(p.detach() for p in params)
+        self.grads = [_dense(local(p.grad)) for p in params]
+        self.keys, self.opt = params, learn.opt  # keys of the optimizer's state
         self.before = [p.clone() for p in self.params]
         self.grad_norms = _norms(self.grads)  # now, as a step may overwrite its gradients
 
     def metrics(self, per_parameter: bool) -> dict[str, float]:
         "Return norms and angles by name; waits for the device."
-        states = [o.state.get(p, {}) for p, o in self.owners]
+        all_states = self.opt.state
+        states = [all_states.get(p, {}) for p in self.keys]
         updates = list(torch._foreach_sub(self.params, self.before)) if self.params else []
         first, second = _find_states(states, FIRST), _find_states(states, SECOND)
         second_norms = {i: v.sum(dtype=_at_least_single(v)).sqrt() for i, v in second.items()}

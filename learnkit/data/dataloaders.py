@@ -430,9 +430,10 @@ class TensorLoader:
     @property
     def dataset(self) -> Dataset[Any]:
         "The data set of single samples, each a tuple or dict like the batches."
+        tensors: tuple[Any, ...] = self.tensors
         if self.names is None:
-            return StackDataset(*self.tensors)
-        return StackDataset(**self._make_dict(self.tensors))
+            return StackDataset(*tensors)
+        return StackDataset(**self._make_dict(tensors))
 
     def __len__(self) -> int:
         return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
@@ -479,7 +480,7 @@ class TensorLoader:
         blocks = t[n * self.bs :].split(1024 * self.bs)
         return (rows for block in blocks for rows in block.split(self.bs))
 
-    def _make_dict(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+    def _make_dict(self, entries: Iterable[Tensor]) -> dict[str, Any]:
         return dict(zip(self.names or (), entries, strict=True))
 
     def __repr__(self) -> str:
