@@ -17,6 +17,7 @@ from learnkit.callbacks.nan_diagnosis import (
     explain_nonfinite,
     find_bad_gradients,
     format_few,
+    is_finite,
     named_parameters,
 )
 from learnkit.callbacks.rollback import (
@@ -220,19 +221,11 @@ class GuardNonFinite(Callback):
 
     def after_batch(self) -> None:
         "Check the losses that are due, and make a copy if one is due."
-        if self._unseen:
-            if self.every is not None:
-                is_due = len(self._unseen) >= self.every
-            else:
-                is_due = not self.grads
-            if is_due and self.every is None:
-                self._check_losses(self._arriving.put(self._unseen.pop()))
-            elif is_due:
-                self._check_unseen()
-        if (
-            self._snapshot is not None
-            and self._get_time() - self._since >= self.snapshot_every.value
-        ):
+        if self._unseen and self.every is None and not self.grads:
+            self._check_losses(self._arriving.put(self._unseen.pop()))
+        elif self._unseen and self.every is not None and len(self._unseen) >= self.every:
+            self._check_unseen()
+        if self._snapshot is not None and self._now() - self._since >= self.snapshot_every.value:
             self._make_snapshot()
 
     def after_train(self) -> None:
@@ -240,12 +233,12 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen = self._unseen
-        self._unseen = []
+        unseen, self._unseen = self._unseen, []
+        arrived = self._arriving.flush()
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
-            unseen = list(zip([i for i, _ in unseen], are_finite, strict=True))
-        self._check_losses([*self._arriving.flush(), *unseen], in_time)
+            arrived += zip([i for i, _ in unseen], are_finite, strict=True)
+        self._check_losses(arrived, in_time)
 
     def _check_losses(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:
@@ -280,7 +273,10 @@ class GuardNonFinite(Callback):
         if self.policy == 'stop':
             print_line(self, f'{text} The fit ends here.')
             raise CancelFitException
-        self._count(text)
+        if self.policy == 'rollback':
+            self._count_rollback(text)
+        else:
+            self._count_skip(text)
         self._is_skipping = True
         if skip is CancelBatchException:
             if self.learn.run.repeating:
@@ -288,16 +284,16 @@ class GuardNonFinite(Callback):
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip
 
-    def _count(self, text: str) -> None:
-        if self.policy == 'rollback':
-            return self._count_rollback(text)
+    def _count_skip(self, text: str) -> None:
+        "Count a skipped batch, and report the first one of the fit."
         self.n_skipped += 1
         if not self._has_warned:
             warn_user(f'{text} It is skipped, and so are others like it in this fit.')
         self._has_warned = True
 
     def _count_rollback(self, text: str) -> None:
-        age = Time(self._get_time() - self._made, self.snapshot_every.unit)
+        "Count and report a rollback; raise `LossError` after too many to the same copy."
+        age = Time(self._now() - self._made, self.snapshot_every.unit)
         if self._in_a_row >= self.max_rollbacks:
             self._roll_back()
             raise LossError(
@@ -355,14 +351,12 @@ class GuardNonFinite(Callback):
         if any(p.grad is not None for p in learn.opt.parameters()):
             return
         if not all_finite(list(learn.model.parameters())):
-            if self._snapshot is None:
-                bad = [
-                    name for name, p in named_parameters(learn).items() if not p.isfinite().all()
-                ]
-                raise LossError(
-                    f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
-                )
-            return
+            if self._snapshot is not None:
+                return
+            bad = [name for name, p in named_parameters(learn).items() if not is_finite(p)]
+            raise LossError(
+                f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
+            )
         self._snapshot = None  # free the old copy first: memory may not hold two
         self._snapshot = take_snapshot(learn)
         self._made = self._since = self._get_time()
