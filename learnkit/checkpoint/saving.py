@@ -1,4 +1,4 @@
-"""Saving and loading weights, the exchange of trained models, and programs for serving."""
+"""Save and load weights, save Learners without code, and export models for serving."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from learnkit.checkpoint.weights import (
     read_weights,
     write_safetensors,
 )
-from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names, tensors_in
+from learnkit.core.batch import (
+    call_by_name,
+    count_stacked,
+    form_of,
+    map_tensors,
+    passed_names,
+    tensors_in,
+)
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_file
@@ -71,7 +78,12 @@ def save(
 def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
     "Write the current weights, and return the path."
     if path.suffix == SAFETENSORS:
-        return _save_safetensors(learn, path, with_opt)
+        if with_opt:
+            raise OptionError(
+                f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
+                'leave out `with_opt`.'
+            )
+        return _write(learn, path, partial(write_safetensors, model_state(learn.model)))
     if with_opt and learn.opt is None:
         raise OptimizerError(
             'There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
@@ -86,16 +98,6 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
     return _write(learn, path, partial(torch.save, state))
-
-
-def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
-    "Write the weights in the safetensors format, and return the path."
-    if with_opt:
-        raise OptionError(
-            f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
-            'leave out `with_opt`.'
-        )
-    return _write(learn, path, partial(write_safetensors, model_state(learn.model)))
 
 
 def _write(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
@@ -153,7 +155,7 @@ def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
 
 
 def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> Path:
-    "Return the path of a weights file; a file to read may have another suffix, or `.pth` twice, as in fastai."
+    "Return the path of a weights file. A file to read may have another suffix, or end in `.pth.pth`, as in fastai."
     folder = learn.path / learn.model_dir
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
     if not to_read or path.is_file():
@@ -187,7 +189,7 @@ def export(
     act: Callable[[Any], Any] | None = None,
     sample: Any = None,
 ) -> Path:
-    "Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path."
+    "Export the model for serving by `torch.export`, for any batch size, and return the path of the file."
     if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
         raise OptionError(
             f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
@@ -272,7 +274,7 @@ def _suggest_fix(differences: list[str]) -> str:
 
 
 def collect_config(learn: LearnerLike) -> dict[str, Any]:
-    "Return a Learner's configuration (all but weights, data and code) as plain values."
+    "Return a Learner's configuration as plain values: everything except weights, data and code."
     loss, vocab, lr = unwrap_partial(learn.loss_func), getattr(learn.dls, 'vocab', None), learn.lr
     if isinstance(lr, slice):
         lr = {'slice': [lr.start, lr.stop]}
@@ -344,15 +346,10 @@ def export_program(
     "Export a model with a dynamic batch dimension in its inputs; raise `ModelError` if it cannot be exported."
     from torch.export import Dim, ShapesCollection, export
 
-    names = passed_names(model, xb)
-    args = xb
-    kwargs = None
-    if names:
-        container = xb[0]
-        read = (
-            container.__getitem__ if isinstance(container, Mapping) else partial(getattr, container)
-        )
-        args, kwargs = (), {name: read(name) for name in names}
+    def collect(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    args, kwargs = call_by_name(collect, xb, passed_names(model, xb))
     batch_dim = Dim('batch', min=1)
     batched_ids = {id(t) for t in batched}
     shapes: Any = ShapesCollection()  # Any, because the annotations of `export` do not include it
