@@ -236,17 +236,10 @@ def find_bs(
     >>> find_bs(([torch.zeros(64, 9), torch.zeros(64, 5)],), (torch.zeros(64),))  # two inputs
     64
     """
-    if (
-        size_func is None
-        and type(b) is tuple
-        and b
-        and type(b[0]) is Tensor
-        and (shape := b[0].shape)
-    ):
-        return shape[0]
-
     if size_func is not None:
         return int(size_func(b, yb))
+    if type(b) is tuple and b and type(b[0]) is Tensor and b[0].ndim:
+        return b[0].shape[0]
     return _count_with_certainty(b, yb)[0]
 
 
@@ -331,10 +324,12 @@ def concat(
     children = [children_of(o) for o in items]
     if children[0] is None:
         return list(items)
-    if any(_list_keys(o) != _list_keys(first) for o in items):
-        raise BatchError(
-            f'Batches of different structure cannot be joined: {_describe_difference(items)}.'
-        )
+    for o in items:
+        if _list_keys(o) != _list_keys(first):
+            raise BatchError(
+                'Batches of different structure cannot be joined: '
+                f'{describe(first)} and {describe(o)}.'
+            )
     return rebuilt(
         first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
     )
@@ -522,12 +517,14 @@ def describe(batch: Any) -> str:
 
 def _describe_children(batch: Any, children: list[Any]) -> list[str]:
     "Describe each of the first eight children."
-    template = '{!r}: {}' if isinstance(batch, Mapping) else '{}={}'
-    named = isinstance(batch, Mapping) or _is_record(batch)
-    shown = [
-        template.format(k, describe(o)) if named else describe(o)
-        for k, o in zip(_list_keys(batch), children[:8], strict=False)
-    ]
+    if isinstance(batch, Mapping):
+        template = '{!r}: {}'
+    elif _is_dataclass(batch) or hasattr(batch, '_fields'):
+        template = '{}={}'
+    else:
+        template = '{1}'
+    keys = _list_keys(batch)
+    shown = [template.format(k, describe(o)) for k, o in zip(keys, children[:8], strict=False)]
     return shown + ['...'] * (len(children) > 8)
 
 
@@ -536,10 +533,6 @@ def _describe_children(batch: Any, children: list[Any]) -> list[str]:
 
 def _is_dataclass(o: Any) -> bool:
     return dataclasses.is_dataclass(o) and not isinstance(o, type)
-
-
-def _is_record(o: Any) -> bool:
-    return _is_dataclass(o) or (isinstance(o, tuple) and hasattr(o, '_fields'))
 
 
 def _list_keys(o: Any) -> list[Any]:
@@ -722,8 +715,7 @@ def _list_possible_sizes(o: Any) -> list[int]:
 def _list_first_sizes(o: Any) -> list[int]:
     "Return the possible numbers of samples by the first entry of a list that has a size."
     for c in o:
-        sizes = [len(c), *_list_first_sizes(c)] if _is_list(c) else list(_iter_tensor_sizes(c))[:1]
-        if sizes:
+        if sizes := _list_possible_sizes(c):
             return sizes
     return []
 
@@ -831,20 +823,14 @@ def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
     "Concatenate tensors along `dim`, stack 0-dim tensors, and return a list of samples for different shapes."
-    ndim = items[0].ndim
-    if ndim == 0 and all(t.ndim == 0 for t in items):
+    if all(t.ndim == 0 for t in items):
         return torch.stack(items)
+    ndim = items[0].ndim
     if all(t.ndim == ndim for t in items):
         d = dim % ndim
         if len({(*t.shape[:d], *t.shape[d + 1 :]) for t in items}) == 1:
             return torch.cat(items, dim)
     return [sample for t in items for sample in (t.unbind(dim) if t.ndim else (t,))]
-
-
-def _describe_difference(items: list[Any]) -> str:
-    "Describe the first item and the first item of another structure."
-    other = next(o for o in items if _list_keys(o) != _list_keys(items[0]))
-    return f'{describe(items[0])} and {describe(other)}'
 
 
 # -- calling the model -----------------------------------------------------------------------------
