@@ -225,7 +225,10 @@ class GuardNonFinite(Callback):
             self._check_losses(self._arriving.put(self._unseen.pop()))
         elif self._unseen and self.every is not None and len(self._unseen) >= self.every:
             self._check_unseen()
-        if self._snapshot is not None and self._now() - self._since >= self.snapshot_every.value:
+        if (
+            self._snapshot is not None
+            and self._get_time() - self._since >= self.snapshot_every.value
+        ):
             self._make_snapshot()
 
     def after_train(self) -> None:
@@ -233,7 +236,8 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen, self._unseen = self._unseen, []
+        unseen = self._unseen
+        self._unseen = []
         arrived = self._arriving.flush()
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
@@ -293,7 +297,7 @@ class GuardNonFinite(Callback):
 
     def _count_rollback(self, text: str) -> None:
         "Count and report a rollback; raise `LossError` after too many to the same copy."
-        age = Time(self._now() - self._made, self.snapshot_every.unit)
+        age = Time(self._get_time() - self._made, self.snapshot_every.unit)
         if self._in_a_row >= self.max_rollbacks:
             self._roll_back()
             raise LossError(

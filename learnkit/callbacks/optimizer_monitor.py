@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
+from learnkit.core.dtensor import local_shard, sum_of_parts
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
@@ -166,7 +166,9 @@ class _WatchedStep:
         self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
         self.params, self.are_parts, self.group = grouped(p.detach() for p in params)
         self.grads = [_dense(local(p.grad)) for p in params]
-        self.keys, self.opt = params, learn.opt  # keys of the optimizer's state
+        # keys of the optimizer's state
+        self.keys = params
+        self.opt = learn.opt
         self.before = [p.clone() for p in self.params]
         self.grad_norms = _norms(self.grads)  # now, as a step may overwrite its gradients
 

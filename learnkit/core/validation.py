@@ -108,7 +108,8 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 def warn_user(text: str) -> None:
     "Issue a warning with the location of the user code that called the package."
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
         frame = frame.f_back
         level += 1
