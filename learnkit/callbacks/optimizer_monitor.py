@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.core.dtensor import local_shard, sum_of_parts
+from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
@@ -164,8 +164,8 @@ class _WatchedStep:
         named = {id(p): name for name, p in learn.model.named_parameters()}
         params = [p for p in learn.step_parameters if p.grad is not None]
         self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
-        self.params, self.are_parts, self.group = grouped(p.detach() for p in params)
-        self.grads = [_dense(local(p.grad)) for p in params]
+        self.params, self.are_parts, self.group = unpack_shards(p.detach() for p in params)
+        self.grads = [_dense(local_shard(p.grad)) for p in params]
         # keys of the optimizer's state
         self.keys = params
         self.opt = learn.opt

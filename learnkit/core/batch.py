@@ -330,7 +330,7 @@ def concat(
                 'Batches of different structure cannot be joined: '
                 f'{describe(first)} and {describe(o)}.'
             )
-    return rebuilt(
+    return rebuild(
         first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
     )
 
@@ -555,7 +555,7 @@ def children_of(o: Any) -> list[Any] | None:
     return None
 
 
-def rebuilt(like: Any, children: list[Any]) -> Any:
+def rebuild(like: Any, children: list[Any]) -> Any:
     "Return a container with the type and keys of `like` and the given values."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
