@@ -28,11 +28,11 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Box:
-    "A package or a module, and what it holds."
+    "A package or a module, with a description."
 
     name: str
     lines: tuple[str, ...]  # `#1` and `#A` before a text are marks
-    share: float = 1  # of the width of its row
+    share: float = 1  # share of the width of its row
     columns: int = 1  # the lines fill one row of columns after the other
 
 
@@ -128,7 +128,7 @@ def height(row: tuple[Box, ...]) -> int:
 
 
 def words(x: float, y: float, line: str) -> list[str]:
-    "One line of a box: a circle or a square for each mark, then the text."
+    "Return one line of a box: a circle or a square for each mark, followed by the text."
     parts = []
     while line.startswith('#'):
         sign, _, line = line[1:].partition(' ')
@@ -138,7 +138,7 @@ def words(x: float, y: float, line: str) -> list[str]:
 
 
 def mark(x: float, y: float, sign: str) -> list[str]:
-    "A circle with a number, of a batch's way, or a square with a letter, of a checkpoint's."
+    "Return a circle with a number (path of a batch) or a square with a letter (path of a checkpoint)."
     shape = (
         f'<circle class="mark" cx="{x + 8:g}" cy="{y - 4.5:g}" r="8"/>'
         if sign.isdigit()
@@ -148,7 +148,7 @@ def mark(x: float, y: float, sign: str) -> list[str]:
 
 
 def draw_row(row: tuple[Box, ...], y: float) -> list[str]:
-    "The boxes of a row, whose top is at `y`."
+    "Return the boxes of a row whose top is at `y`."
     parts, x = [], float(MARGIN)
     whole = WIDTH - 2 * MARGIN - GAP * (len(row) - 1)
     for box in row:

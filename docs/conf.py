@@ -1,4 +1,4 @@
-"""Sphinx reads this: the site of the guides (nbs/), the pages of docs/ and the docstrings. `make docs` builds it."""
+"""Configuration of Sphinx for the site: guides (nbs/), pages (docs/) and docstrings. `make docs` builds the site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import learnkit  # noqa: E402  # the folders above come first
 
-# Pages are made anew when the code that makes them has changed.
+# pages are written again when the code that generates them has changed
 site_code = sha256(b''.join(path.read_bytes() for path in sorted(HERE.glob('*.py')))).hexdigest()
 
 project, author, copyright = 'learnkit', 'the learnkit authors', 'the learnkit authors, Apache 2.0'
@@ -29,13 +29,13 @@ exclude_patterns = ['_build']
 nitpicky = True
 # other projects' names: nothing is fetched to look them up
 nitpick_ignore_regex = [('py:.*', r'(?!learnkit\.).*')]
-suppress_warnings = ['toc.empty_glob']  # a kind of page of which there is none yet
+suppress_warnings = ['toc.empty_glob']  # an empty kind of page
 
 nb_execution_mode = 'off'  # the outputs are saved in the notebooks, and the tests run them
 nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # nothing is loaded from other hosts
 myst_heading_anchors = 3
-smartquotes = False  # 'auto' stays what one types
+smartquotes = False  # 'auto' is displayed as it is typed
 
 autodoc_default_options = {'member-order': 'bysource', 'show-inheritance': True}
 autodoc_preserve_defaults = True

@@ -1,8 +1,8 @@
 """Draw the lifecycle from `learnkit.engine.events` as an SVG: `python docs/lifecycle_svg.py` writes docs/lifecycle.svg.
 
-A box is a loop. A bar is a level, from its `before_` to its `after_`, which a Cancel exception leaves early. Colours
-are those of the text around the picture where it is part of a page, and light or dark as the reader has set where it
-is a file of its own; its text can be selected."""
+A box is a loop. A bar is a level, from its `before_` to its `after_`, which a Cancel exception leaves early. Colors
+follow the surrounding text where the picture is part of a page, and the reader's light or dark setting where it is a
+file. The text can be selected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_loop(moment: Moment) -> bool:
 
 
 def loop_end(start: int) -> int:
-    "The row after the last one of the loop whose note is at row `start`."
+    "Return the row after the last row of the loop whose note is at row `start`."
     inner = LIFECYCLE[start + 1].depth  # as deep as the note, or one deeper
     for row in range(start + 1, len(LIFECYCLE)):
         moment = LIFECYCLE[row]
@@ -43,12 +43,12 @@ def loop_end(start: int) -> int:
 
 
 def loops() -> list[tuple[int, int]]:
-    "The first row of every loop, its note, and the row after its last."
+    "Return the first row of every loop, its note, and the row after its last row."
     return [(row, loop_end(row)) for row, moment in enumerate(LIFECYCLE) if is_loop(moment)]
 
 
 def levels() -> list[tuple[int, int, int]]:
-    "Of every level, wherever it is drawn: its depth, the row of its `before_`, that of its `after_`."
+    "Return the depth of every level that is drawn, the row of its `before_` event and the row of its `after_` event."
     ends, found = {level.before: level.after for level in LEVELS.values()}, []
     for start, moment in enumerate(LIFECYCLE):
         if moment.event not in ends:
@@ -71,7 +71,7 @@ def y(row: int) -> int:
 
 
 def box(start: int, end: int) -> str:
-    "The box of a loop."
+    "Return the box of a loop."
     around = [LIFECYCLE[other].depth for other, other_end in loops() if other < start < other_end]
     left = x(LIFECYCLE[start].depth) - 12 + 3 * around.count(LIFECYCLE[start].depth)
     width = WIDTH - 8 * len(around) - 6 - left
@@ -80,7 +80,7 @@ def box(start: int, end: int) -> str:
 
 
 def bar(depth: int, start: int, end: int) -> str:
-    "The line from the `before_` of a level to its `after_`."
+    "Return the line from the `before_` event of a level to its `after_` event."
     left = x(depth) - 6
     return f'<path class="level" d="M{left} {y(start) + 7}V{y(end) + ROW - 7}"/>'
 

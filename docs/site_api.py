@@ -1,4 +1,4 @@
-"""Make the pages of the API: one page a task, with every public name described once."""
+"""Generate the pages of the API: one page for each task, with every public name described once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ The names of ``learnkit``
 
 @cache
 def modules() -> tuple[str, ...]:
-    "The full name of every module of the package."
+    "Return the full name of every module of the package."
     found = sorted(m.name for m in walk_packages(learnkit.__path__, 'learnkit.'))
     return 'learnkit', *(name for name in found if not name.endswith('.__main__'))
 
@@ -55,7 +55,7 @@ def get(module: str, name: str) -> Any:
 
 @cache
 def assigned(module: str) -> frozenset[str]:
-    "The names that a module's own top-level statements give: classes, functions, values."
+    "Return the names that a module defines at its top level: classes, functions, values."
     names = set()
     for node in ast.parse(Path(import_module(module).__file__ or '').read_text('utf-8')).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -71,7 +71,7 @@ def assigned(module: str) -> frozenset[str]:
 
 @cache
 def homes() -> dict[str, list[str]]:
-    "The modules that define and export something of a name."
+    "Return the modules that define and export a name."
     found: dict[str, list[str]] = {}
     for module in modules():
         for name in public(module):
@@ -81,13 +81,13 @@ def homes() -> dict[str, list[str]]:
 
 
 def home(module: str, name: str) -> str | None:
-    "The module that defines what `module` calls `name`; None for what comes from another project."
+    "Return the module that defines `name` of `module`, or None if another project defines it."
     same = [other for other in homes().get(name, ()) if get(other, name) is get(module, name)]
     return same[0] if same else None
 
 
 def summary(value: Any) -> str:
-    "The first sentence about a module, a class or a function, as one line."
+    "Return the first sentence of the docstring of a module, class or function, as one line."
     if not (callable(value) or inspect.ismodule(value)):
         return ''
     return (

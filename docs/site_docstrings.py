@@ -1,4 +1,4 @@
-"""Bring docstrings and the comments in signatures to the pages of the API.
+"""Convert docstrings and the comments in signatures for the pages of the API.
 
 Docstrings are plain text: `code` in single backticks, indented code, lists, examples. The comments of a signature
 become a table of the parameters. A callback's page says at which events it runs."""
@@ -22,7 +22,7 @@ LIST = re.compile(r'\s*(- |\d+\. )')
 
 
 def marked_up(text: str) -> str:
-    "Return a text with `code` and *stress* as reStructuredText, and whatever else it would read as markup as it is."
+    "Return a text with `code` and *stress* as reStructuredText, with every other character of markup escaped."
 
     def plain(part: str) -> str:
         return re.sub(r'([*|\\])|(?<=\w)_(?!\w)', lambda m: '\\' + m[0], part)
@@ -57,7 +57,7 @@ def as_rst(doc: str) -> list[list[str]]:
 
 
 def comments(value: Any) -> dict[str, str]:
-    "The parameters that have a comment in the signature, each with it; 'return' is what is returned."
+    "Return the comments in a signature by parameter; 'return' is the comment of the returned value."
     made = value.__dict__.get('__init__') if isinstance(value, type) else None
     # not by `dataclass`
     written = inspect.isfunction(made) and made.__code__.co_filename != '<string>'
@@ -84,7 +84,7 @@ def parameters(value: Any) -> list[str]:
 
 
 def handled(cls: type[Callback]) -> list[str]:
-    "Return the lines that say at which events a callback runs, and its order."
+    "Return the lines with the events at which a callback runs, and its order."
     events = [event for event in EVENTS if inspect.isfunction(getattr(cls, event, None))]
     if not events:
         return []
@@ -100,7 +100,7 @@ def handled(cls: type[Callback]) -> list[str]:
 
 
 def inherited(cls: type) -> list[str]:
-    "Return the lines of a table: the classes of the package that a class comes from, and what it has from each."
+    "Return the lines of a table of the base classes in the package, with the members inherited from each."
     rows, seen = [], set(vars(cls))
     for base in cls.__mro__[1:]:
         if base is Callback or not is_described(base):
@@ -119,7 +119,7 @@ def inherited(cls: type) -> list[str]:
 
 
 def is_told(name: str, value: Any) -> bool:
-    "Whether a member of a class is on its page."
+    "Return True if a member of a class is on the page of the class."
     return (
         not name.startswith('_')
         and bool(getattr(value, '__doc__', None))
@@ -128,14 +128,14 @@ def is_told(name: str, value: Any) -> bool:
 
 
 def remark(module: str, name: str) -> list[str]:
-    "Return the comment at the end of the line that gives a module's name its value."
+    "Return the comment at the end of the line that assigns a name of a module."
     source = inspect.getsource(import_module(module))
     match = re.search(rf'^{name}\b[^#\n]*#\s*(.+)$', source, re.M)
     return [marked_up(match[1]), ''] if match else []
 
 
 def describe(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    "Replace a docstring by what its place on the site shows."
+    "Replace a docstring by its lines for the site."
     if what == 'data':
         lines[:] = remark(*name.rsplit('.', 1))
         return
@@ -172,7 +172,7 @@ def show_bases(app: Any, name: str, value: type, options: Any, bases: list[type]
 
 
 def setup(app: Any) -> dict[str, bool]:
-    "Tell Sphinx when to call what."
+    "Connect the functions of this module to the events of Sphinx."
     # The keywords of all events are for editors; Sphinx reads the options from the source.
     vars(Callback.__init__).pop('__signature__', None)
     app.connect('autodoc-process-docstring', describe)

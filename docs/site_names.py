@@ -1,4 +1,4 @@
-"""Make names of the package that stand as `code` in any text links to where they are described.
+"""Link names of the package that are marked as `code` in any text to their descriptions.
 
 A class or function of `learnkit.all`, a method (`Learner.fit`), and one of the Learner (`learn.fit(5)`)."""
 
@@ -22,13 +22,13 @@ NO_LINKS = nodes.reference, nodes.title, addnodes.desc_signature, addnodes.pendi
 
 @cache
 def names() -> dict[str, str]:
-    "The full names of what `learnkit.all` brings."
+    "Return the full names of the members of `learnkit.all`."
     found = {name: home('learnkit.all', name) for name in public('learnkit.all')}
     return {name: f'{module}.{name}' for name, module in found.items() if module}
 
 
 def full_names(text: str) -> list[str]:
-    "The full names that a piece of code may mean: of a method, that of each class which may define it."
+    "Return the full names that a piece of code may mean; a method may belong to several classes."
     if (match := CALL.fullmatch(text)) is None:
         return []
     owner, name = match.groups()
@@ -45,7 +45,7 @@ def full_names(text: str) -> list[str]:
 
 
 def link_names(app: Any, doctree: nodes.document, docname: str) -> None:
-    "Wrap every such name of a page in a link; not within the description of that very name."
+    "Wrap the names of a page in links, except within the description of the same name."
     known = app.env.domains.python_domain.objects
     for literal in list(doctree.findall(nodes.literal)):
         around = list(parents(literal))
@@ -62,13 +62,13 @@ def link_names(app: Any, doctree: nodes.document, docname: str) -> None:
 
 
 def parents(node: nodes.Node) -> Any:
-    "Yield what is around a node, from the inside."
+    "Yield the parents of a node, innermost first."
     while (node := node.parent) is not None:
         yield node
 
 
 def signatures(around: list[nodes.Node]) -> list[Any]:
-    "The signatures of the descriptions among `around`."
+    "Return the signatures of the descriptions in `around`."
     return [
         child
         for node in around
@@ -88,7 +88,7 @@ def leave_inner_names(
 
 
 def forget_builtins(app: Any) -> list[Any]:
-    "Take modules without a source from what viewcode lists: it makes no page of them, and links to it."
+    "Remove modules without source code from viewcode's list: it links to pages that it does not write."
     found = getattr(app.env, '_viewcode_modules', {})
     for name in [name for name, source in found.items() if not source]:
         del found[name]
@@ -98,7 +98,7 @@ def forget_builtins(app: Any) -> list[Any]:
 def share_navigation(
     app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    "Draw the navigation once a folder for pages that are not in it (the modules' source): it is the same there."
+    "Render the navigation once per folder for pages outside of it (source code of modules), where it does not change."
     if page in app.env.found_docs or 'toctree' not in context:
         return
     draw, folder = context['toctree'], page.rpartition('/')[0]
@@ -113,7 +113,7 @@ def share_navigation(
 
 
 def show_drawing(app: Any, doctree: nodes.document) -> None:
-    "Put SVG files into the page, where they take its colours and their text can be selected."
+    "Embed SVG files in the page, so that they have its colors and selectable text."
     for image in list(doctree.findall(nodes.image)):
         path = app.srcdir / image['uri']
         if path.suffix != '.svg' or not path.exists():
@@ -123,7 +123,7 @@ def show_drawing(app: Any, doctree: nodes.document) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    "Tell Sphinx when to call what."
+    "Connect the functions of this module to the events of Sphinx."
     app.connect('doctree-read', show_drawing)
     app.connect('doctree-resolved', link_names)
     app.connect('missing-reference', leave_inner_names)

@@ -1,7 +1,7 @@
-"""Bring into docs/ what the site has from elsewhere: guides from nbs/, the API from the package, the project's papers.
+"""Copy the pages that are not in docs/ into it: guides from nbs/, the API, and the project's own documents.
 
-The copies are made when a build starts, and git ignores them. A link to another file of the repository leads to its
-page; where the site has none for it, the link's text remains."""
+The copies are written when a build starts, and git ignores them. A link to another file of the repository becomes a
+link to its page, or plain text if the site has no such page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK = re.compile(r'(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)')
 
 
 def pages() -> dict[Path, str]:
-    "The file in the repository that each page is made from, and the page's path on the site."
+    "Return the path of each page on the site, by its file in the repository."
     found = {ROOT / 'README.md': 'index.md'}
     found |= {path: path.name for path in sorted(DOCS.glob('*.md')) if path.stem != 'index'}
     found |= {path: f'howto/{path.name}' for path in sorted(DOCS.glob('howto/*.md'))}
@@ -36,7 +36,7 @@ def pages() -> dict[Path, str]:
 
 
 def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
-    "Return Markdown of a file in `folder`, with its links to files of the repository as links on the site."
+    "Return Markdown of a file in `folder`, with links to files of the repository replaced by links to pages."
 
     def one(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ''
@@ -49,7 +49,7 @@ def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
 
 
 def guide(path: Path, known: dict[Path, str]) -> str:
-    "Return a notebook with its links as links on the site."
+    "Return a notebook with links to files of the repository replaced by links to pages."
     notebook = json.loads(path.read_text('utf-8'))
     for cell in notebook['cells']:
         if cell['cell_type'] == 'markdown':
@@ -58,35 +58,35 @@ def guide(path: Path, known: dict[Path, str]) -> str:
 
 
 def made() -> dict[str, str]:
-    "Every page that is made now, by its path on the site."
+    "Return every generated page, by its path on the site."
     known = pages()
-    texts = {'api/index.rst': index_page()}
-    texts |= {f'api/{task.slug}.rst': task_page(task) for task in TASKS}
+    contents = {'api/index.rst': index_page()}
+    contents |= {f'api/{task.slug}.rst': task_page(task) for task in TASKS}
     for path, page in known.items():
         if page.startswith('guides/'):
-            texts[page] = guide(path, known)
+            contents[page] = guide(path, known)
         if page.startswith('project/'):
-            texts[page] = relinked(path.read_text('utf-8'), path.parent, known)
+            contents[page] = relinked(path.read_text('utf-8'), path.parent, known)
     drawings = architecture_svg, lifecycle_svg
-    return texts | {drawing.FILE.name: drawing.draw() for drawing in drawings}
+    return contents | {drawing.FILE.name: drawing.draw() for drawing in drawings}
 
 
 def write_pages(app: Any, config: Any) -> None:
-    "Write the pages that have changed, and delete those that are no more."
-    texts = made()
-    for page, text in texts.items():
+    "Write pages that have changed, and delete pages that no longer exist."
+    contents = made()
+    for page, text in contents.items():
         path = DOCS / page
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text('utf-8') != text:
             path.write_text(text, 'utf-8')
     for folder in ('guides', 'project', 'api'):
         for path in (DOCS / folder).iterdir():
-            if f'{folder}/{path.name}' not in texts:
+            if f'{folder}/{path.name}' not in contents:
                 path.unlink()
 
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:
-    "Relink a page that stands in docs/ itself; in the first one, list the guide `index` before the others."
+    "Replace the links of a page in docs/; on the first page, list the guide `index` before the others."
     if '/' in docname:
         return
     content[0] = relinked(content[0], DOCS, pages())
@@ -95,7 +95,7 @@ def relink_page(app: Any, docname: str, content: list[str]) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    "Tell Sphinx when to call what."
+    "Connect the functions of this module to the events of Sphinx."
     app.add_config_value('site_code', '', 'env')
     app.connect('config-inited', write_pages)
     app.connect('source-read', relink_page)

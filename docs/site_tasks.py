@@ -1,6 +1,6 @@
-"""The pages of the API: one page a task, with the modules whose public names belong to it.
+"""Pages of the API: one page for each task, with the modules whose public names belong to it.
 
-A new public module is added to one of these pages, and to nothing else; a test finds one that is missing."""
+Add a new public module to one of these pages; a test finds a missing module."""
 
 from __future__ import annotations
 
