@@ -1,4 +1,4 @@
-"""What learnkit costs, measured against loops written by hand: `python -m benchmarks`.
+"""Cost of learnkit compared with hand-written loops: `python -m benchmarks`.
 
-Each module is one question (`step.py`: what does a step cost?) and runs alone too: `python -m benchmarks.step --help`.
-`harness.py` measures, `subjects.py` holds what is measured."""
+Each module answers one question (`step.py`: what does a step cost?) and can be run separately:
+`python -m benchmarks.step --help`. `harness.py` measures, `subjects.py` has the training programs."""

@@ -1,6 +1,7 @@
 """Run the quick set of every benchmark: `python -m benchmarks`, in less than 3 minutes on two cores.
 
-Few subjects in few rounds; the modules alone (`python -m benchmarks.step --help`) measure all that is installed."""
+It measures few subjects in few rounds. Each module (`python -m benchmarks.step --help`) measures every installed
+library."""
 
 from __future__ import annotations
 

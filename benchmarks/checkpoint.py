@@ -1,11 +1,11 @@
-"""Milliseconds that a training loses when 50 MB of model and optimizer state are saved.
+"""Milliseconds of training time that saving 50 MB of model and optimizer state costs.
 
-save-stall  how long it stands still. By plain torch: `torch-save`; `safe`, which survives a kill at any instant
-            (written beside the target, flushed to the disk, put in its place); and `copy`, of the state to memory that
-            is kept for it, all that has to be waited for when another thread does the writing. By learnkit, in a fit:
-            `Checkpoint`, which does what `safe` does and adds a digest, at once or in the background.
-save-lost   what it loses in all: a save and the batches that follow until the file is there (at least 16), which the
-            writing thread slows down, less as many batches without a save.
+save-stall  the time for which training stops. With plain torch: `torch-save`; `safe`, which survives a kill at any
+            instant (write a temporary file, flush it to the disk, rename it); and `copy`, which copies the state to
+            allocated memory, as is necessary if another thread writes the file. With learnkit, in a fit: `Checkpoint`,
+            which does the same as `safe` and computes a digest, in the foreground or in the background.
+save-lost   the total: the time of a save and of the batches until the file is complete (at least 16), which the
+            writing thread slows down, minus the time of as many batches without a save.
 
     python -m benchmarks.checkpoint
 """
@@ -32,11 +32,11 @@ from benchmarks.harness import Workload
 
 __all__ = ['WORKLOADS', 'build', 'main']
 
-Times = dict[str, list[float]]  # by what was measured, in seconds
+Times = dict[str, list[float]]  # seconds, by measurement
 
-WIDTH = 2048  # a square layer of it: 16.8 MB of weights, and momentum and squares as large
-SAVES = 3  # each time, of which the median counts
-BATCHES = 16  # at least so many follow a save
+WIDTH = 2048  # width of a square layer: 16.8 MB of weights, and as much for each of Adam's averages
+SAVES = 3  # per measurement, which is their median
+BATCHES = 16  # minimum number of batches after a save
 
 
 # ----------------------------------------------------------------------------------- by plain torch
@@ -79,7 +79,7 @@ WAYS = {'torch-save': plain, 'safe': safe, 'copy': copied}
 
 
 def alone(folder: Path, way: str) -> Callable[[], Times]:
-    "Return a function that saves a few times, and returns the seconds that each took."
+    "Return a function that saves a few times, and returns the seconds of each save."
     save = WAYS[way](trained_state(), folder / 'checkpoint.pt')
 
     return lambda: {'save-stall': [seconds(save) for _ in range(SAVES)]}
@@ -89,11 +89,11 @@ def alone(folder: Path, way: str) -> Callable[[], Times]:
 
 
 def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
-    "Return a function that saves a few times in a fit, and returns the seconds that this stopped and cost it."
+    "Return a function that saves a few times in a fit, and returns the seconds of each stop and its total cost."
     from learnkit import Callback, Checkpoint, DataLoaders, Learner
 
     class Saves(Callback):
-        "Save, and compare the batches that follow with as many without a save."
+        "Save, and compare the following batches with as many batches without a save."
 
         times: Times
 
@@ -178,7 +178,7 @@ WORKLOADS = {
 
 
 def build(workload: str, subject: str) -> Callable[[], float]:
-    "Return a function that saves a few times and returns the milliseconds that this took, the median of them."
+    "Return a function that saves a few times and returns the median of the milliseconds."
     folder = tempfile.TemporaryDirectory()
     save = SUBJECTS[subject](Path(folder.name))
 

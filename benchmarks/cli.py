@@ -1,4 +1,4 @@
-"""The command line that every benchmark has: workloads, subjects, rounds, and a file for all numbers."""
+"""Command line of every benchmark: workloads, subjects, rounds, and a file for the results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ['command_line', 'names_of', 'run', 'options']
 
 
 def command_line(
-    name: str,  # of the module below `benchmarks`
+    name: str,  # name of the module in `benchmarks`
     description: str | None,
     workloads: Mapping[str, Workload],
-    argv: list[str] | None,  # None: those of the process
-    rounds: int,  # if the command line does not say
+    argv: list[str] | None,  # None: the arguments of the process
+    rounds: int,  # default number of rounds
 ) -> int:
     "Measure what the command line asks for, print the tables, and return the exit status."
     known = list(
@@ -44,9 +44,9 @@ def command_line(
 def run(
     chosen: Iterable[tuple[Workload, Iterable[str] | None]],  # each with subjects; None: all
     rounds: int,
-    json: Path | None = None,  # where all numbers are written to
+    json: Path | None = None,  # file for all results
 ) -> int:
-    "Measure every workload, print its table as soon as it is there, and return the exit status."
+    "Measure every workload, print each table when it is complete, and return the exit status."
     print(', '.join(f'{key} {value}' for key, value in machine().items()), flush=True)
     results: list[Result] = []
     for workload, subjects in chosen:
@@ -60,7 +60,7 @@ def run(
 
 
 def options(prog: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
-    "Return a parser of the options that do not depend on what is measured."
+    "Return a parser of the options that all benchmarks have."
     parser = argparse.ArgumentParser(
         prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +76,7 @@ def options(prog: str, description: str | None, rounds: int) -> argparse.Argumen
 
 
 def names_of(known: list[str]) -> Callable[[str], list[str]]:
-    "An argument type: names of `known`, with commas between."
+    "Return an argument type: names from `known`, separated by commas."
 
     def parse(text: str) -> list[str]:
         names = text.split(',')
@@ -91,14 +91,14 @@ def names_of(known: list[str]) -> Callable[[str], list[str]]:
 
 
 def _positive(text: str) -> int:
-    "An argument type: a whole number of at least 1."
+    "Convert an argument to an integer of at least 1."
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f'{text} is not a whole number of at least 1')
 
 
 def _file(text: str) -> Path:
-    "An argument type: a file in a folder that exists."
+    "Convert an argument to the path of a file in an existing folder."
     path = Path(text)
     if path.parent.is_dir() and not path.is_dir():
         return path

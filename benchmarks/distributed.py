@@ -1,19 +1,19 @@
-"""What two processes cost: throughput of a Learner beside a loop around torch's own wrapper, written by hand.
+"""Throughput of a Learner in two processes, compared with a hand-written loop around torch's wrapper.
 
-linears, million  three linear layers, of 7 thousand and of one million weights, batches of 64, momentum, on
-                  DistributedDataParallel (gloo). Steps a second of whole epochs, and CPU time of the thread that
-                  trains: what a loop costs by itself, which says more where the clock says little.
-shards            the small ones on `fully_shard`, which cuts them over the processes.
-costs             what the parts cost: the flag that processes raise after each batch, shares of loaders, gathering,
-                  checkpoints, beginning and ending.
+linears, million  three linear layers with 7 thousand and with one million weights, batches of 64, momentum,
+                  DistributedDataParallel (gloo). Steps per second over whole epochs, and CPU time of the training
+                  thread, which is the cost of the loop itself, and is less noisy than the clock.
+shards            the small layers, sharded by `fully_shard`.
+costs             costs of single parts: the flag that ranks exchange after each batch, sharded loaders, gathering,
+                  checkpoints, joining and leaving.
 
-`raw` is the loop by hand and `raw-again` the same once more, whose ratio is the error of measurement.
-`learnkit-no-flag` says nothing between batches. Subjects take turns in the same processes, on the same data in the
-same order; at the end their weights must be equal to the last bit, or the exit status is 1.
+`raw` is the hand-written loop. `raw-again` is the same loop once more; its ratio shows the error of measurement.
+`learnkit-no-flag` exchanges nothing between batches. Subjects take turns in the same processes, on the same data in the
+same order. At the end their weights must be equal to the last bit, otherwise the exit status is 1.
 
     python -m benchmarks.distributed
     python -m benchmarks.distributed --workloads linears --rounds 21
-    python -m benchmarks.distributed --scale --parameters 7e9     # no measurement: how it grows, see docs/scaling.md
+    python -m benchmarks.distributed --scale --parameters 7e9     # computes the scaling, see docs/scaling.md
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def compare(
 
 
 def best(result: Result) -> str:
-    "Return the ratios of the best rounds, which other work has disturbed least."
+    "Return the ratios of the best rounds, which other processes disturbed least."
     top = {name: max(values) for name, values in result.values.items()}
-    return '  the best round of each, of that of raw: ' + ', '.join(
+    return '  best rounds, relative to raw: ' + ', '.join(
         f'{name} {value / top["raw"]:.2f}' for name, value in top.items() if name != 'raw'
     )
 
 
 def unequal(ranks: list[dict[str, Any]]) -> list[str]:
-    "Return the subjects whose weights, in any process, are not those of the loop by hand to the last bit."
+    "Return the subjects whose weights, in any process, differ from the weights of the hand-written loop in any bit."
     return [
         name for name in ranks[0] if not all(torch.equal(w[name], ranks[0]['raw']) for w in ranks)
     ]
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         failed += differ
         results += [wall, cpu]
         said = (
-            f'NOT those of the loop by hand: {", ".join(differ)}'
+            f'DIFFERENT from the hand-written loop: {", ".join(differ)}'
             if differ
             else 'equal to the last bit in all'
         )

@@ -1,7 +1,7 @@
-"""A virtual environment for packages to compare with, over the one that runs this.
+"""Virtual environments for other packages, on top of the current environment.
 
-A package is installed without its dependencies. Those that are installed here are seen through a `.pth` file; name the
-others among the requirements."""
+A package is installed without its dependencies. Packages of the current environment are visible through a `.pth` file;
+list other dependencies among the requirements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = ROOT / '.peers'
 
 
 def make_environment(name: str, requirements: Iterable[str]) -> list[str]:
-    "Make the environment `name` with these packages; return pip's last line for each that cannot be installed."
+    "Create the environment `name` with these packages; return pip's last line for each package that fails."
     create_empty(FOLDER / name)
     failed = []
     for requirement in requirements:
@@ -31,7 +31,7 @@ def make_environment(name: str, requirements: Iterable[str]) -> list[str]:
 
 
 def create_empty(folder: Path) -> None:
-    "Make an environment, or empty one that exists, which sees the packages of the one that runs this."
+    "Create an environment, or empty an existing one; the packages of the current environment are visible in it."
     venv.create(folder, clear=True, with_pip=False)
     packages = next(folder.glob('lib/python*/site-packages'))
     lines = [f'import site; site.addsitedir({path!r})\n' for path in site.getsitepackages()]
@@ -39,8 +39,8 @@ def create_empty(folder: Path) -> None:
 
 
 def install(
-    folder: Path,  # of the environment
-    *requirements: str,  # installed without their dependencies
+    folder: Path,  # folder of the environment
+    *requirements: str,  # packages to install, without their dependencies
 ) -> str | None:
     "Install packages into an environment; return pip's last line if pip fails, else None."
     pip = [sys.executable, '-m', 'pip', '--python', str(folder / 'bin' / 'python')]
@@ -52,7 +52,7 @@ def install(
 
 
 def continue_in(name: str, module: str, argv: list[str]) -> None:
-    "Replace this process by the same module in the environment `name`, if there is one."
+    "Replace this process by the same module in the environment `name`, if it exists."
     folder = FOLDER / name
     python = folder / 'bin' / 'python'
     if python.exists() and Path(sys.prefix) != folder:

@@ -1,6 +1,6 @@
-"""Microseconds of everything that a fit of one batch costs: objects are made, one batch is trained, nothing is kept.
+"""Microseconds of a fit of one batch: create the objects, train one batch, and release everything.
 
-What a search or a cross-validation of small models repeats. `raw` makes the optimizer and takes one step by hand.
+Searches and cross-validations of small models repeat this. `raw` creates the optimizer and takes one step by hand.
 
     python -m benchmarks.fit
 """
@@ -20,7 +20,7 @@ from benchmarks.subjects import SUBJECTS, Task
 
 __all__ = ['WORKLOADS', 'build', 'main']
 
-FITS = 20  # each time, of which the mean counts
+FITS = 20  # per measurement, which is their mean
 
 WORKLOADS = {
     'fit': Workload(
@@ -35,7 +35,7 @@ WORKLOADS = {
 
 
 def build(workload: str, subject: str) -> Callable[[], float]:
-    "Return a function that makes and trains `FITS` times and returns the microseconds of each."
+    "Return a function that creates and trains a Learner `FITS` times and returns the microseconds per fit."
     task = Task(n_train=1, n_valid=0, skip=0)
     make = SUBJECTS['a'][subject]
 

@@ -1,11 +1,11 @@
-"""Everything that learnkit claims of a GPU, measured or checked, in tables: less than ten minutes on one device.
+"""Tables of everything that learnkit claims about GPUs, measured or checked in less than ten minutes on one device.
 
-waits       how often the host waits for the device in a step with the default callbacks, metrics and one cycle
-mlp         a step of a tiny perceptron, over a hand-written loop; also compiled, and of other packages
-resnet      the same of a ResNet-18 on images of 32x32, in bf16
-gpt         the same of a GPT with 124 million weights in bf16, with tokens a second and model FLOPs utilization
-data        a step with each kind of loader, over batches that are on the device already
-save        how long a step is held up while 1 GB is saved
+waits       number of times that the host waits for the device in a step, with default callbacks, metrics and one cycle
+mlp         a step of a tiny perceptron compared with a hand-written loop; also compiled, and with other packages
+resnet      the same for a ResNet-18 on images of 32x32, in bf16
+gpt         the same for a GPT with 124 million weights in bf16, with tokens per second and model FLOPs utilization
+data        a step with each kind of loader, compared with batches that are on the device already
+save        delay of a step while 1 GB is saved
 checks      out of memory, the fp16 scaler, memory after a failed fit, exact resume, DDP and FSDP
 
     python -m benchmarks.gpu
@@ -46,7 +46,7 @@ from learnkit import Callback, Checkpoint, DataLoaders, Learner, MixedPrecision,
 __all__ = ['SECTIONS', 'Setting', 'main', 'measure']
 
 Batch = tuple[Tensor, Tensor]
-ABSENT = '-'  # what a CPU does not have
+ABSENT = '-'  # for values that a CPU does not have
 LR = 1e-3
 # dense bf16 FLOPs a second, by a part of the device's name
 PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4': 121e12}
@@ -54,13 +54,13 @@ PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4
 
 @dataclass(frozen=True)
 class Setting:
-    "Where everything runs, and whether in small."
+    "Device of the measurements, and whether their size is reduced."
 
     device: torch.device
     small: bool
 
     def wait(self) -> None:
-        "Wait until the device has done all that it was given."
+        "Wait until the device has finished its work."
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass
 class Table:
-    "A table of the page, in Markdown."
+    "Table in Markdown."
 
     title: str
     head: list[str]
@@ -95,7 +95,7 @@ SECTIONS: dict[str, Callable[[Setting], Table]] = {}  # by name, in the order of
 
 
 def section(f: Callable[[Setting], Table]) -> Callable[[Setting], Table]:
-    "Add a function to what is measured, under its name without `measure_`."
+    "Register a section under the function's name without `measure_`."
     SECTIONS[f.__name__.removeprefix('measure_')] = f
     return f
 
@@ -150,9 +150,9 @@ def measure_waits(setting: Setting) -> Table:
 
 
 class NoticeWaits(Callback):
-    "Let torch warn of each wait for the device, within the passes over the data."
+    "Make torch warn of each wait for the device during passes over the data."
 
-    order = -20  # leaves a pass before the Recorder reads what it gave
+    order = -20  # leaves a pass before the Recorder reads its results
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -182,7 +182,7 @@ class NoticeWaits(Callback):
 
 @dataclass
 class Case:
-    "A model, its batch, and how many steps are timed."
+    "A model, its batch, and the number of timed steps."
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
@@ -195,7 +195,7 @@ class Case:
 
 
 class TimedBatches:
-    "The same batch on the device again and again; the seconds that the later ones of each pass took."
+    "Repeat the same batch on the device, and time the later batches of each pass."
 
     def __init__(self, setting: Setting, case: Case) -> None:
         x, y = case.batch()
@@ -224,7 +224,7 @@ Subject = Callable[[Setting, Case, TimedBatches], Callable[[int], object]]
 def build_loop(
     setting: Setting, case: Case, batches: TimedBatches, compiled: bool = False
 ) -> Callable[[int], object]:
-    "A hand-written loop."
+    "Build a hand-written loop."
     model = case.model().to(setting.device)
     forward = torch.compile(model, **case.compile_options) if compiled else model
     opt = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -248,7 +248,7 @@ def build_loop(
 def build_learnkit(
     setting: Setting, case: Case, batches: TimedBatches, compiled: str = ''
 ) -> Callable[[int], object]:
-    "A Learner with its default callbacks."
+    "Build a Learner with its default callbacks."
     cbs = [MixedPrecision('bf16')] if case.bf16 else []
     learn = make_learner(setting, case.model(), batches, loss_func=case.loss, cbs=cbs)
     if compiled:
@@ -262,7 +262,7 @@ def build_accelerate(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # or it keeps the first one
     accelerator = Accelerator(cpu=not setting.on_gpu, mixed_precision='bf16' if case.bf16 else 'no')
     model = case.model()
     model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR))
@@ -335,7 +335,7 @@ PEERS: dict[str, tuple[str, Subject]] = {
 
 
 def measure_steps(setting: Setting, case: Case) -> dict[str, tuple[float, float] | str]:
-    "Return by subject the seconds a step and the peak of memory in MiB, or why there are none."
+    "Return the seconds per step and the peak memory in MiB by subject, or the reason for their absence."
     subjects: dict[str, Subject] = {
         'by hand': build_loop,
         'learnkit': build_learnkit,
@@ -366,7 +366,7 @@ def measure_steps(setting: Setting, case: Case) -> dict[str, tuple[float, float]
 
 
 def time_subject(setting: Setting, case: Case, subject: Subject) -> tuple[float, float]:
-    "Return the seconds a step, and by how many MiB the peak of memory exceeds what was there."
+    "Return the seconds per step, and the peak memory in MiB above the memory in use before."
     before = setting.allocated()
     batches = TimedBatches(setting, case)
     fit = subject(setting, case, batches)
@@ -406,13 +406,13 @@ def tabulate_steps(
 
 
 def find_peak_flops(setting: Setting) -> float:
-    "Return the device's dense bf16 FLOPs a second; 0 if they are not known."
+    "Return the device's dense bf16 FLOPs per second, or 0 if they are unknown."
     name = torch.cuda.get_device_name() if setting.on_gpu else ''
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
 
 
 def compile_options(setting: Setting) -> dict[str, Any]:
-    "Return the options of torch.compile: in small, nothing is generated."
+    "Return the options of torch.compile; in reduced size no code is generated."
     return {'backend': 'eager'} if setting.small else {}
 
 
@@ -543,7 +543,7 @@ class StepTimes(Callback):
 
 @section
 def measure_save(setting: Setting) -> Table:
-    "Measure by how much the longest step after a save exceeds a usual one."
+    "Measure the difference between the longest step after a save and a usual step."
     width = 64 if setting.small else 9200  # weights and two averages: 1 GB
     n = 4 if setting.small else 200
     rows = []
@@ -584,7 +584,7 @@ def describe_distance(a: Tensor, b: Tensor) -> str:
 
 
 class OutOfMemoryAbove(Callback):
-    "Where memory cannot run out in small: raise torch's error for more than `n` samples."
+    "Raise torch's out-of-memory error for more than `n` samples, for use in reduced size."
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -595,7 +595,7 @@ class OutOfMemoryAbove(Callback):
 
 
 def check_out_of_memory(setting: Setting) -> str:
-    "Train with `microbatch='auto'` on batches that do not fit, and compare with those that do."
+    "Train with `microbatch='auto'` on batches that do not fit, and compare with batches that fit."
     n, width = (64, 16) if setting.small else (2**15, 2048)
     torch.manual_seed(0)
     batches = make_batches(setting, 3, n, width)
@@ -618,7 +618,7 @@ def check_out_of_memory(setting: Setting) -> str:
 
 @contextmanager
 def limit_memory(setting: Setting, n_bytes: int) -> Iterator[None]:
-    "Let this process allocate only `n_bytes` more on the GPU."
+    "Limit this process to `n_bytes` of further memory on the GPU."
     if not setting.on_gpu:
         yield
         return
@@ -676,7 +676,7 @@ def check_failed_fit(setting: Setting) -> str:
 
 
 def check_resume(setting: Setting) -> str:
-    "Compare a run with one that is broken off and resumed, under deterministic algorithms."
+    "Compare an uninterrupted run with an interrupted and resumed run, under deterministic algorithms."
     batches = make_batches(setting, 8)
 
     def make(folder: str) -> Learner:
@@ -750,7 +750,7 @@ CHECKS: dict[str, Callable[[Setting], str]] = {
 
 @section
 def measure_checks(setting: Setting) -> Table:
-    "Run every check; one that fails is a row."
+    "Run every check; a failed check is a row too."
     rows = []
     for name, check in CHECKS.items():
         try:
@@ -766,12 +766,12 @@ def measure_checks(setting: Setting) -> Table:
 
 
 def keep_deterministic() -> None:
-    "Set what cuBLAS needs to be deterministic; call it before the first kernel runs."
+    "Make cuBLAS deterministic; call this before the first kernel runs."
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 
 
 def measure(setting: Setting, name: str) -> Table:
-    "Measure a section; what trains prints nothing."
+    "Measure a section without the output of trainings."
     with open(os.devnull, 'w') as nowhere, redirect_stdout(nowhere):
         return SECTIONS[name](setting)
 

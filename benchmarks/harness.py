@@ -1,8 +1,8 @@
-"""Measure subjects side by side: each in its own process, in interleaved rounds, as ratios to the reference.
+"""Measure subjects in interleaved rounds, each in a separate process, as ratios to the reference.
 
-A machine that others share changes its speed from second to second. So every round measures each subject once, right
-after one another, and what is reported are medians over the rounds of ratios and differences *within* a round. Times
-are CPU times of the process, which other processes' turns are not part of."""
+The speed of a shared machine changes from second to second. Every round therefore measures each subject once, in direct
+succession, and the tables report medians over rounds of the ratios and differences *within* a round. Times are CPU
+times of the process, which exclude other processes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TIMEOUT_S = 120  # a child may take as long to import, build and warm up, or to 
 
 @dataclass(frozen=True)
 class Comparison:
-    "A difference of two subjects that answers a question of its own."
+    "Difference of two subjects, reported separately."
 
-    label: str  # what the difference is
+    label: str  # description of the difference
     subject: str
-    base: str  # what it is compared with
-    unit: str  # of the number reported
-    scale: float = 1  # from the workload's unit to that one
+    base: str  # subject to compare with
+    unit: str  # unit of the reported number
+    scale: float = 1  # factor from the workload's unit to this unit
 
 
 @dataclass(frozen=True)
 class Workload:
-    "A task that several subjects do: `measure` runs them, `report` prints the table."
+    "Task of several subjects: `measure` runs them, `report` prints the table."
 
     name: str
     title: str
@@ -52,7 +52,7 @@ class Workload:
     never_run: frozenset[str] = frozenset()
 
     def installed(self) -> list[str]:
-        "The subjects whose library can be imported."
+        "Return the subjects whose library can be imported."
         return [
             name for name, library in self.subjects.items() if importlib.util.find_spec(library)
         ]

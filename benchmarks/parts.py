@@ -1,4 +1,4 @@
-"""What the parts of a training in two processes cost, each alone."""
+"""Costs of single parts of a training in two processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ['PARTS', 'in_rounds', 'measure_parts', 'table']
 
-Measure = Callable[['Comm'], float]  # every process calls it; the number is that of the part's unit
-PARTS: dict[str, tuple[str, Measure]] = {}  # by what is measured: the unit, and the function
+Measure = Callable[['Comm'], float]  # called in every process; returns a number in the part's unit
+PARTS: dict[str, tuple[str, Measure]] = {}  # unit and function by name
 N = 2  # processes
 WIDTH = 2048  # of the layer in a checkpoint: with Adam's averages 50 MB
 
 
 def part(label: str, unit: str) -> Callable[[Measure], Measure]:
-    "Add a function to what is measured."
+    "Register a function to measure."
 
     def add(f: Measure) -> Measure:
         PARTS[label] = unit, f
@@ -52,7 +52,7 @@ def us_each(
 
 
 def flag(world: Comm, clock: Callable[[], float]) -> float:
-    "Return the CPU time of a flag that has 2 ms to come back."
+    "Return the CPU time of a flag that has 2 ms to arrive."
 
     def pause() -> None:
         time.sleep(0.002)
@@ -87,7 +87,7 @@ def flag_and_back(world: Comm) -> float:
 
 
 def more_per_batch(share: Any, loader: Any) -> float:
-    "Return by how many microseconds of CPU time a batch of `share` exceeds one of `loader`."
+    "Return the additional microseconds of CPU time of a batch of `share` compared with a batch of `loader`."
 
     def each(dl: Any) -> float:
         batches, n = iter(dl), 0
@@ -269,7 +269,7 @@ def generators(world: Comm) -> float:
 
 
 def in_rounds(rank: int, labels: list[str], rounds: int) -> dict[str, list[float]]:
-    "Measure each part once a round, in all processes of a team, after a round that warms them up."
+    "Measure each part once per round in all processes, after a round of warm-up."
     from learnkit.core.comm import join_ranks
 
     world = join_ranks()
@@ -285,7 +285,7 @@ def in_rounds(rank: int, labels: list[str], rounds: int) -> dict[str, list[float
 
 
 def measure_parts(rounds: int) -> dict[str, list[float]]:
-    "Return what every part costs in the first process, in each round."
+    "Return the cost of every part in the first process, by round."
     return dict(in_a_team(N, in_rounds, list(PARTS), rounds)[0])
 
 

@@ -1,6 +1,6 @@
-"""Other libraries on the same tasks, each as its documentation says; measured where they are installed.
+"""Other libraries on the same tasks, written as their documentation recommends; measured if they are installed.
 
-None of them was installed where this was written, so they have never run: the tables say so behind their names. With
+A library that was not installed when its subject was written has never run: the tables mark its name. With
 validation batches in the task, a library's usual defaults are on; without, everything that can be off is off."""
 
 # mypy: disable-error-code="import-not-found"
@@ -19,7 +19,7 @@ Fit = Callable[[int], object]
 
 
 def ignite(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
-    "A supervised trainer, with an evaluator and a progress bar."
+    "Build a supervised trainer with an evaluator and a progress bar."
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 
     trainer = create_supervised_trainer(
@@ -37,7 +37,7 @@ def ignite(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
 
 
 def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
-    "A `Trainer` around a module of the usual three methods."
+    "Build a `Trainer` for a module with the usual three methods."
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -77,7 +77,7 @@ def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
 
 
 def skorch(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
-    "A `NeuralNet` that takes its batches from the task's loaders."
+    "Build a `NeuralNet` that takes its batches from the task's loaders."
     from skorch import NeuralNet
     from skorch.callbacks import PassthroughScoring
     from skorch.helper import predefined_split
@@ -119,7 +119,7 @@ def skorch(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
 
 
 def composer(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
-    "A `Trainer` around a `ComposerModel`; each call trains on."
+    "Build a `Trainer` for a `ComposerModel`; each call continues the training."
     from composer import DataSpec, Trainer
     from composer.models import ComposerModel
     from torchmetrics.aggregation import MeanMetric

@@ -1,6 +1,6 @@
-"""How costs grow with the number of GPUs: arithmetic from costs that were measured and speeds that are assumed.
+"""Compute how costs grow with the number of GPUs, from measured costs and assumed speeds.
 
-Nothing is measured here. `docs/scaling.md` has the table, and says where each number comes from."""
+Nothing is measured here. `docs/scaling.md` has the table and the source of each number."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def costs(
     s: Setting,
     n: int,  # GPUs, each with a process
 ) -> dict[str, float]:
-    "Return what `n` processes cost, by what is costed."
+    "Return the costs of `n` processes by name."
     step = s.step_ms / 1e3
     speed = (s.nvlink_gb_s if n <= s.gpus else s.network_gb_s) * 1e9
     n_bytes, hop = s.parameters * s.gradient_bytes, s.hop_us / 1e6
@@ -91,9 +91,9 @@ def costs(
     return {
         'gradients: all-reduce, ms': reduce * 1e3,
         'gradients: waited for, ms a step': waits * 1e3,
-        'gradients: throughput, of that of as many alone': step / (step + waits),
+        'gradients: throughput, relative to separate GPUs': step / (step + waits),
         'FSDP: gathered and summed, ms a step': cut * 1e3,
-        'FSDP: throughput, of that of as many alone': step / (step + cut_waits),
+        'FSDP: throughput, relative to separate GPUs': step / (step + cut_waits),
         'flag: there and back in a ring, ms': ring * 1e3,
         'flag: waited for, ms a step': max(0.0, ring - step) * 1e3,
         'flag: there and back in a tree, ms': tree * 1e3,

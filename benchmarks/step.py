@@ -1,9 +1,9 @@
-"""Microseconds a training step takes: by hand, with learnkit bare and with its defaults, with whatever else is there.
+"""Microseconds of a training step: hand-written, with learnkit bare and with its defaults, and with other libraries.
 
-a          training alone; the steady part of one epoch, without what a fit or an epoch does once.
-b          each library's usual defaults: progress, recording, an accuracy, and each epoch a validation pass over a
-           fifth as many batches; whole epochs, spread over their training steps. `raw` does the same by hand,
-           `raw-train` the training alone.
+a          training only: the steady part of one epoch, without the costs of starting and ending a fit or an epoch.
+b          each library's usual defaults: progress, recording, an accuracy, and in each epoch a validation pass over a
+           fifth as many batches; the time of whole epochs per training step. `raw` does the same by hand, `raw-train`
+           only the training.
 cnn        a small convolutional network on images of 28 x 28, batches of 64, training alone: where arithmetic counts.
 callbacks  a with 0, 10, 50, 200 and 1000 more callbacks that handle no event of a step, and with 50 that handle one.
 
@@ -41,7 +41,7 @@ LIBRARIES = {
 
 
 def library(subject: str) -> str:
-    "What has to be installed for a subject."
+    "Return the library that a subject needs."
     name = subject.partition('-')[0]
     return LIBRARIES.get(name, name)
 
@@ -58,7 +58,7 @@ def _workload(name: str, title: str, subjects: list[str], *comparisons: Comparis
 
 
 def _callback_costs(name: str, idle: int) -> tuple[Comparison, Comparison]:
-    "What one more callback costs a library, idle or with a handler."
+    "Return the comparisons for the cost of another callback, idle or with a handler."
     return (
         Comparison(
             f'one idle callback, {name}', f'{name}-idle{idle}', name, 'ns a step', 1000 / idle
@@ -116,7 +116,7 @@ WORKLOADS = {
 
 
 def build(workload: str, subject: str) -> Callable[[], float]:
-    "Return a function that trains for `EPOCHS` epochs and returns the microseconds that a step took."
+    "Return a function that trains for `EPOCHS` epochs and returns the microseconds per step."
     kind, n_train, n_valid, skip, group = TASKS[workload]
     task = kind(n_train, n_valid, skip)
     fit = SUBJECTS[group][subject](task)

@@ -1,4 +1,4 @@
-"""The tasks of the benchmarks and everything that does them: by hand, with learnkit, with fastai, with its peers.
+"""Tasks of the benchmarks, and the subjects: hand-written loops, learnkit, fastai and other libraries.
 
 A subject is a function of a `Task` that builds model and optimizer once and returns `fit(n_epoch)`."""
 
@@ -24,9 +24,9 @@ LR = 0.01
 
 
 class Window:
-    """A training loader: its batches, and the CPU times at which the steady part of each pass began and ended.
+    """Training loader that records the CPU times at which the steady part of each pass begins and ends.
 
-    It ends when the last batch is asked for, not behind it: some libraries never ask for more than there are."""
+    The steady part ends when the last batch is requested, because some libraries never request another one."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Window:
 
 
 class Task:
-    "A 16-16-1 perceptron on batches of 8 that are tensors already; new ones at every instance, from the current seed."
+    "A 16-16-1 perceptron on batches of 8, as tensors; each instance draws new ones from the current seed."
 
     loss_func: Callable[..., Tensor] = staticmethod(F.mse_loss)
 
@@ -90,7 +90,7 @@ class ImageTask(Task):
 
 
 def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
-    "The share of predictions that have the target's sign."
+    "Return the share of predictions that have the target's sign."
     return ((pred > 0) == (targ > 0)).float().mean()
 
 
@@ -98,7 +98,7 @@ def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def raw(task: Task) -> Fit:
-    "The training loop that one writes by hand."
+    "Build the hand-written training loop."
     model, loss_func = task.model, task.loss_func
     opt = torch.optim.SGD(model.parameters(), lr=LR)
 
@@ -116,7 +116,7 @@ def raw(task: Task) -> Fit:
 
 
 def raw_evaluating(task: Task) -> Fit:
-    "The same with a validation pass each epoch, which prints mean losses and accuracy."
+    "Build the hand-written loop with a validation pass per epoch that prints mean losses and accuracy."
     model, loss_func = task.model, task.loss_func
     opt = torch.optim.SGD(model.parameters(), lr=LR)
 
@@ -154,7 +154,7 @@ def raw_evaluating(task: Task) -> Fit:
 
 
 def learnkit(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
-    "A `Learner` as it is by default."
+    "Build a default `Learner`."
     from learnkit import DataLoaders, Learner
 
     dls = DataLoaders(task.train, task.valid) if task.valid else DataLoaders(task.train)
@@ -164,14 +164,14 @@ def learnkit(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
 
 
 def learnkit_bare(task: Task) -> Fit:
-    "A `Learner` that only counts batches and sets the model's mode."
+    "Build a `Learner` that only counts batches and sets the model's mode."
     from learnkit import TrainEvalCallback
 
     return learnkit(task, default_cbs=False, cbs=[TrainEvalCallback])
 
 
 def learnkit_compiled(task: Task, make: Callable[[Task], Any]) -> Fit:
-    "A `Learner` whose whole training step is compiled, which is over when this returns."
+    "Build a `Learner` whose whole training step is compiled already."
     learn = make(task).__self__
     learn.compile(step=True)
     for _ in range(4):
@@ -182,7 +182,7 @@ def learnkit_compiled(task: Task, make: Callable[[Task], Any]) -> Fit:
 
 
 def learnkit_idle(task: Task, n: int) -> Fit:
-    "The default `Learner` with `n` more callbacks that handle no event of a step."
+    "Build the default `Learner` with `n` more callbacks that handle no event of a step."
     from learnkit import Callback
 
     class Idle(Callback):
@@ -193,7 +193,7 @@ def learnkit_idle(task: Task, n: int) -> Fit:
 
 
 def learnkit_handlers(task: Task, n: int) -> Fit:
-    "The default `Learner` with `n` more callbacks that do nothing after every batch."
+    "Build the default `Learner` with `n` more callbacks whose `after_batch` does nothing."
     from learnkit import Callback
 
     class Handler(Callback):
@@ -207,7 +207,7 @@ def learnkit_handlers(task: Task, n: int) -> Fit:
 
 
 def fastai(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
-    "fastai's `Learner` as it is by default, around the same optimizer."
+    "Build fastai's default `Learner` around the same optimizer."
     from fastai.callback.progress import ProgressCallback  # noqa: F401  its import makes it one of the defaults
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
@@ -221,14 +221,14 @@ def fastai(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
 
 
 def fastai_bare(task: Task) -> Fit:
-    "fastai's `Learner` that only counts batches and sets the model's mode."
+    "Build fastai's `Learner` that only counts batches and sets the model's mode."
     from fastai.learner import TrainEvalCallback
 
     return fastai(task, default_cbs=False, cbs=TrainEvalCallback)
 
 
 def fastai_idle(task: Task, n: int) -> Fit:
-    "fastai's default `Learner` with `n` more callbacks that handle no event of a step."
+    "Build fastai's default `Learner` with `n` more callbacks that handle no event of a step."
     from fastai.callback.core import Callback
 
     class Idle(Callback):
@@ -239,7 +239,7 @@ def fastai_idle(task: Task, n: int) -> Fit:
 
 
 def fastai_handlers(task: Task, n: int) -> Fit:
-    "fastai's default `Learner` with `n` more callbacks that do nothing after every batch."
+    "Build fastai's default `Learner` with `n` more callbacks whose `after_batch` does nothing."
     from fastai.callback.core import Callback
 
     class Handler(Callback):

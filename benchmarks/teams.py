@@ -1,4 +1,4 @@
-"""A team of processes that measures several subjects in turns, and what the trainings in it are made of."""
+"""Processes that measure several subjects in turn, and the trainings that they measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 __all__ = ['SUBJECTS', 'TASKS', 'Clock', 'Task', 'in_a_team', 'in_turns', 'weights']
 
-TIMEOUT_S = 120  # a process may wait as long for another
+TIMEOUT_S = 120  # maximum time that a process waits for another
 # of a turn, and those before the steady part, in which a new context makes its wrapper
 EPOCHS, SKIP = 3, 1
 SEED, LR = 7, 0.01
@@ -34,7 +34,7 @@ def in_a_team(
     job: Callable[..., Any],  # a module's function, called with a rank and `arguments`
     *arguments: Any,
 ) -> list[Any]:
-    "Call `job` in `n` new processes of one gloo group, and return what each has returned."
+    "Call `job` in `n` new processes of one gloo group, and return the results."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
@@ -69,7 +69,7 @@ def _join(rank: int, n: int, port: int, job: Callable[..., Any], arguments: tupl
 
 @dataclass(frozen=True)
 class Task:
-    "Linear layers, on batches of samples that are in memory."
+    "Linear layers on batches of samples in memory."
 
     widths: tuple[int, ...]  # of the input, of each layer
     n_batches: int  # of each process in an epoch
@@ -104,7 +104,7 @@ TASKS = {
 
 @dataclass
 class Clock:
-    "Wall seconds, and CPU seconds of the thread that trains, at each epoch's beginning, before its order is drawn."
+    "Record wall time, and CPU time of the training thread, at the beginning of each epoch."
 
     ticks: list[tuple[float, float]] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ class Clock:
         self.ticks.append((time.perf_counter(), time.thread_time()))
 
     def per_step(self, task: Task) -> list[float]:
-        "Return the wall and CPU seconds of a step, and forget them."
+        "Return the wall and CPU seconds per step, and clear the record."
         steady, self.ticks = self.ticks[SKIP:], []
         return [
             (b - a) / (task.n_batches * (len(steady) - 1))
@@ -124,7 +124,7 @@ class Clock:
 
 
 class ByHand:
-    "The loop that one writes by hand around torch's wrappers: each process takes its rows of an order that all draw."
+    "Hand-written loop around torch's wrappers: all processes draw the same order, and each takes its rows of it."
 
     def __init__(self, task: Task, rank: int, size: int) -> None:
         self.task, self.rank, self.size, self.clock = task, rank, size, Clock()
@@ -164,7 +164,7 @@ class ByHand:
 
 
 class WithLearner:
-    "A Learner in `learn.distributed()`, a context of its own each turn: while others train, nothing of it is there."
+    "A Learner in `learn.distributed()`, in a new context each turn, so that it leaves nothing while others train."
 
     def __init__(self, task: Task, rank: int, size: int, bare: bool = False) -> None:
         from learnkit import Callback, DataLoaders, Learner, TrainEvalCallback
@@ -197,7 +197,7 @@ class WithLearner:
 
 
 class WithoutFlag(WithLearner):
-    "The same, but processes say nothing to each other after a batch: what is left is what their flag costs."
+    "The same without messages between batches; the difference is the cost of the flag."
 
     def fit(self) -> None:
         # of this context's world alone
@@ -225,7 +225,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def in_turns(rank: int, name: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Let subjects train in turns, all processes of a team together, after a turn that warms them up.
+    """Train subjects in turn in all processes, after a turn of warm-up.
 
     Returns wall and CPU seconds of a step for each subject and round, and the weights at the end."""
     import torch.distributed as dist

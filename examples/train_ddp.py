@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 examples/train_ddp.py                    # two on this machine; a GPU each, if there are
     torchrun --nproc-per-node=2 --max-restarts=3 examples/train_ddp.py   # all are started again when one dies
 
-It goes on from its newest checkpoint, where there is one. On several machines: `two_nodes.sh`, `slurm.sh`.
+It resumes from its newest checkpoint, if there is one. On several machines: `two_nodes.sh`, `slurm.sh`.
 The digits come with scikit-learn: pip install scikit-learn."""
 
 from __future__ import annotations
