@@ -12,7 +12,7 @@ from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.metrics.base import AvgSmoothLoss, Metric, is_number
+from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
 __all__ = ['Plots', 'draw_epochs', 'epochs_of']
 
@@ -124,7 +124,7 @@ class Plots:
         sources = {
             k: _split_column(k, loader_names)
             for k in columns
-            if any(map(is_number, self._column(k)))
+            if any(map(is_scalar, self._column(k)))
         }
         if not sources:
             raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
@@ -144,7 +144,7 @@ class Plots:
                 is_drawn = bool({k, metric} & {*L(names)})
             if is_drawn:
                 values = zip(epochs, self._column(k), strict=True)
-                points = [(epoch, float(v)) for epoch, v in values if is_number(v)]
+                points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
                 panels.setdefault(metric, {})[source] = points
         return panels
 

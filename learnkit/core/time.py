@@ -360,7 +360,9 @@ def in_words(value: int | float, unit: str) -> str:
         return f'{value * 100:.4g}% of the run'
     if unit == 'sec':
         return f'{value:.3g} seconds' if value < 60 else format_seconds(value)
-    words = UNITS[unit] if value != 1 else UNITS[unit].removesuffix('es' if unit == 'ba' else 's')
+    words = UNITS[unit]
+    if value == 1:
+        words = words.removesuffix('es' if unit == 'ba' else 's')
     return f'{value:,} {words}'
 
 

@@ -526,7 +526,10 @@ def batch_size_of(dl: Any) -> int | None:
 def describe_loader(dl: Any) -> str:
     "Return a string with a loader's type, length and batch size."
     n, bs = n_batches(dl), batch_size_of(dl)
-    count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
+    if n is None:
+        count = 'unknown length'
+    else:
+        count = f'{n} batch' if n == 1 else f'{n} batches'
     return f'{type(dl).__name__}, {count}' + (f' of {bs}' if bs is not None else '')
 
 

@@ -26,7 +26,7 @@ from learnkit.loggers.values import (
     name_writer,
     writer_of,
 )
-from learnkit.metrics.base import Mean, is_number
+from learnkit.metrics.base import Mean, is_scalar
 
 __all__ = ['Logger', 'Rows', 'RunLogger', 'open_loggers']
 
@@ -283,7 +283,7 @@ class Logger(Callback):
         if self._evaluated is None or not self.learn.fitting or recorder is None:
             return
         for name, value in recorder.measured.items():
-            if is_number(value):
+            if is_scalar(value):
                 self._put(name, value, recorder)
 
     def after_eval(self) -> None:
@@ -314,7 +314,7 @@ class Logger(Callback):
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch):
             return
         for name, value in row.items():
-            if name != 'fit' and name not in self._logged_columns and is_number(value):
+            if name != 'fit' and name not in self._logged_columns and is_scalar(value):
                 self._put(f'epoch/{name}', value, recorder)
         self._is_due = True
 

@@ -21,7 +21,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
-from learnkit.metrics.base import Mean, Metric, flattened, is_number, widen
+from learnkit.metrics.base import Mean, Metric, flattened, is_scalar, widen
 
 __all__ = [
     'AvgMetric',
@@ -119,10 +119,10 @@ class AvgMetric(Mean, Metric):
         try:
             with torch.no_grad():
                 result = self.func(*_detach_args(pred, yb))
-            if is_number(result):
+            if is_scalar(result):
                 return result
             numbers = flattened(result) if isinstance(result, Mapping) else {}
-            if numbers and all(map(is_number, numbers.values())):
+            if numbers and all(map(is_scalar, numbers.values())):
                 return numbers
             raise MetricError(
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
@@ -578,7 +578,7 @@ def _is_torchmetric(m: Any) -> bool:
 
 def as_plain_value(value: Any) -> Any:
     "Convert a number to a float; detach tensors, and move them to the CPU."
-    return float(value) if is_number(value) else to_detach(value)
+    return float(value) if is_scalar(value) else to_detach(value)
 
 
 def check_on(on: str | None) -> str | None:

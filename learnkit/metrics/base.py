@@ -21,7 +21,7 @@ __all__ = [
     'Mean',
     'AvgSmoothLoss',
     'flattened',
-    'is_number',
+    'is_scalar',
     'merged_losses',
     'merged_weights',
     'flatten_pair',
@@ -462,7 +462,7 @@ def _align(rows: list[list[float]]) -> Tensor:
     return torch.tensor([[0.0] * (n - len(row)) + row for row in rows], dtype=torch.float64)
 
 
-def is_number(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     "Return True for a number, or a tensor or array of one element."
     if isinstance(value, Tensor):
         return value.numel() == 1
@@ -473,7 +473,7 @@ def _to_scalar(value: Any) -> Any:
     "Convert a number to a float, or a tensor on a device to a 0-dim float64 tensor."
     if type(value) is Tensor and value.is_cpu and value.numel() == 1:
         return float(value.item())
-    if not is_number(value):
+    if not is_scalar(value):
         raise MetricError(f'A mean is taken of numbers, got {describe(value)}: reduce it to one.')
     if not isinstance(value, Tensor):
         return float(value.item() if hasattr(value, 'item') else value)

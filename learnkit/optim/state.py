@@ -118,7 +118,7 @@ def compare_state(
         lines += [
             f'{label}: group {i} has {n}={saved[n]!r} in the file'
             for n in OPTIONS
-            if n in saved and not is_number(saved[n])
+            if n in saved and not holds_numbers(saved[n])
         ]
     for group_params, group in zip(params, groups, strict=True):
         for p, i in zip(group_params, group['params'], strict=True):
@@ -134,7 +134,7 @@ def compare_state(
     return lines
 
 
-def is_number(value: Any) -> bool:
+def holds_numbers(value: Any) -> bool:
     "Return True if an option of an optimizer is a number, or a list or tuple of numbers."
     if not isinstance(value, (tuple, list)):
         return isinstance(value, (Real, Tensor))
