@@ -18,8 +18,8 @@ from learnkit.core.model import model_device
 from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.metrics.averages import RESERVED, measures_batches
-from learnkit.metrics.base import Mean, Metric, flattened
-from learnkit.metrics.merge import gather_on_host, merge_states, shared_state, unsynced
+from learnkit.metrics.base import Mean, Metric, flatten_mapping
+from learnkit.metrics.merge import gather_on_host, merge_states, shared_state, without_sync
 
 __all__ = [
     'EpochMetrics',
@@ -130,7 +130,7 @@ class MetricColumns:
         taken = {*RESERVED, 'loss', *columns.values()}
         for other in others:
             taken.update(self.columns(other, prefix))
-        for key in flattened(value):
+        for key in flatten_mapping(value):
             if key in columns:
                 continue
             column = key if key not in taken else f'{name}_{key}'
@@ -146,7 +146,7 @@ class MetricColumns:
         columns = self.known.get(prefix + name)
         if columns is None:
             return {name: value}
-        found = flattened(value) if isinstance(value, Mapping) else {}
+        found = flatten_mapping(value) if isinstance(value, Mapping) else {}
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 
@@ -199,7 +199,7 @@ def _read_merged(m: Metric, states: list[Any], n: int, device: torch.device) -> 
     if not n:
         return None
     merge_states(m, states if device.type == 'cpu' else to_device(states, device))
-    with unsynced([m]):
+    with without_sync([m]):
         return value_of(m, n)
 
 

@@ -32,7 +32,7 @@ from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count
 from learnkit.inference.sinks import save_plain
-from learnkit.metrics.merge import gather_on_host, in_turn
+from learnkit.metrics.merge import gather_on_host, interleave
 
 __all__ = [
     'GatherPredsCallback',
@@ -201,7 +201,7 @@ class GatherPredsCallback(Callback):
         n_batches, have_lists, *batches = zip(*gathered, strict=True)
         self.n_batches = sum(n_batches)
         self._has_lists = any(have_lists)
-        self.inputs, self.preds, self.targets, self.losses, self._sizes = map(in_turn, batches)
+        self.inputs, self.preds, self.targets, self.losses, self._sizes = map(interleave, batches)
 
     def all_tensors(self) -> list[Any]:
         """Return the gathered values: [inputs,] predictions, targets[, losses].

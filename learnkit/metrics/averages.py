@@ -21,7 +21,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
-from learnkit.metrics.base import Mean, Metric, flattened, is_scalar, widen
+from learnkit.metrics.base import Mean, Metric, flatten_mapping, is_scalar, widen
 
 __all__ = [
     'AvgMetric',
@@ -121,7 +121,7 @@ class AvgMetric(Mean, Metric):
                 result = self.func(*_detach_args(pred, yb))
             if is_scalar(result):
                 return result
-            numbers = flattened(result) if isinstance(result, Mapping) else {}
+            numbers = flatten_mapping(result) if isinstance(result, Mapping) else {}
             if numbers and all(map(is_scalar, numbers.values())):
                 return numbers
             raise MetricError(

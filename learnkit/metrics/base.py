@@ -20,7 +20,7 @@ __all__ = [
     'Metric',
     'Mean',
     'AvgSmoothLoss',
-    'flattened',
+    'flatten_mapping',
     'is_scalar',
     'merged_losses',
     'merged_weights',
@@ -429,19 +429,19 @@ def merged_losses(
     return torch.where(w.sum(0) == 0, x.mean(0), weighted_mean).tolist()
 
 
-def flattened(
+def flatten_mapping(
     values: Mapping[Any, Any],  # values or nested mappings by name
     prefix: str = '',  # prefix of all names
 ) -> dict[str, Any]:
     """Flatten nested mappings, joining names by `_`.
 
-    >>> flattened({'all': 1, 'iou': {'cat': 2, 3: 4}})
+    >>> flatten_mapping({'all': 1, 'iou': {'cat': 2, 3: 4}})
     {'all': 1, 'iou_cat': 2, 'iou_3': 4}
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f'{prefix}{key}'
-        flat |= flattened(value, f'{name}_') if isinstance(value, Mapping) else {name: value}
+        flat |= flatten_mapping(value, f'{name}_') if isinstance(value, Mapping) else {name: value}
     return flat
 
 

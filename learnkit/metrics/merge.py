@@ -24,11 +24,11 @@ __all__ = [
     'Accumulates',
     'check_mergeable',
     'gather_on_host',
-    'in_turn',
+    'interleave',
     'merge_states',
     'merge_pairs',
     'shared_state',
-    'unsynced',
+    'without_sync',
 ]
 
 T = TypeVar('T')
@@ -213,10 +213,10 @@ def _are_equal(a: Any, b: Any) -> bool:
 # -- kept predictions ------------------------------------------------------------------------------
 
 
-def in_turn(lists: Iterable[list[T]]) -> list[T]:
+def interleave(lists: Iterable[list[T]]) -> list[T]:
     """Interleave lists: the first entry of each, then the second of each, as rounds deal batches to ranks.
 
-    >>> in_turn([['a', 'c', 'e'], ['b', 'd']])
+    >>> interleave([['a', 'c', 'e'], ['b', 'd']])
     ['a', 'b', 'c', 'd', 'e']
     """
     missing: Any = object()
@@ -228,7 +228,7 @@ def merge_pairs(
     states: Iterable[Mapping[str, Any]],  # states with `waiting` pairs and the batches' `lengths`
 ) -> tuple[Pairs, list[tuple[int, int]]]:
     "Return the batches of all ranks in the order of the data, and their lengths."
-    pairs = in_turn([_split(sd['waiting'], sd['lengths']) for sd in states])
+    pairs = interleave([_split(sd['waiting'], sd['lengths']) for sd in states])
     return pairs, [(len(pred), len(targ)) for pred, targ in pairs]
 
 
@@ -273,7 +273,7 @@ def _reduce(
     if len(values) == 1:
         return values[0]
     if not isinstance(values[0], Tensor):
-        flat = in_turn(values)
+        flat = interleave(values)
         return flat if how is None or how is dim_zero_cat or not flat else how(flat)
     if how is dim_zero_cat and values[0].ndim:
         return torch.cat(values)
@@ -288,7 +288,7 @@ def _reduce(
 
 
 @contextmanager
-def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
+def without_sync(metrics: Iterable[Any]) -> Iterator[None]:
     "Disable torchmetrics' synchronization within the block, because states are merged already."
     modules = [
         m

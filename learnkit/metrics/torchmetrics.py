@@ -18,7 +18,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.base import flatten_pair
-from learnkit.metrics.merge import in_turn, merge_states
+from learnkit.metrics.merge import interleave, merge_states
 from learnkit.metrics.state import join_batches, restore_state
 from learnkit.metrics.whole_set import KeptMetric, KeptPairs
 
@@ -382,8 +382,8 @@ class Bleu:
         return self.score(_join_tokens(self.preds), references)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
-        self.preds = in_turn(sd['preds'] for sd in states)
-        self.targs = in_turn(sd['targs'] for sd in states)
+        self.preds = interleave(sd['preds'] for sd in states)
+        self.targs = interleave(sd['targs'] for sd in states)
 
 
 def _join_tokens(batches: list[Tensor]) -> list[str]:

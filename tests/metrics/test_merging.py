@@ -18,7 +18,7 @@ from learnkit.callbacks.epoch_metrics import EpochMetrics, value_of
 from learnkit.core.errors import MetricError
 from learnkit.metrics.averages import as_metrics
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses
-from learnkit.metrics.merge import check_mergeable, in_turn, merge_states, shared_state, unsynced
+from learnkit.metrics.merge import check_mergeable, interleave, merge_states, shared_state, without_sync
 
 torchmetrics = pytest.importorskip('torchmetrics')
 tm = torchmetrics.classification
@@ -73,7 +73,7 @@ def of_all(make: Callable[[], Metric], data: list[Any], size: int) -> list[tuple
     read = []
     for m in metrics:
         merge_states(m, copy.deepcopy(told))
-        with unsynced([m]):
+        with without_sync([m]):
             read.append((value_of(m, len(data)), m))
     return read
 
@@ -238,7 +238,7 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
                 torch.equal(a, torch.cat(b))
                 for a, b in zip(waiting, zip(*theirs, strict=True), strict=True)
             )
-    assert in_turn([[1, 4], [2], [3]]) == [1, 2, 3, 4]
+    assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
 
 
 def test_order_survives_a_checkpoint() -> None:
