@@ -121,7 +121,7 @@ class ActivationStats(HookCallback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
-        if 'before' in sd:
+        if 'every' in sd:
             super().load_state_dict(sd)
         self._records, self.layer_names = _Records(), list(sd['layers'])
         self._records.load_state_dict(sd)

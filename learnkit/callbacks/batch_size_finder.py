@@ -94,7 +94,7 @@ def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> in
         else:
             failed = size
     if not largest:
-        _check_one_sample(learn, trial)
+        _fits(learn, trial, 1)  # raises if it does not
         return 1
     while exact and failed - largest > 1:
         size = (largest + failed) // 2
@@ -106,31 +106,21 @@ def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> in
 
 
 def _fits(learn: LearnerLike, trial: _Trial, size: int) -> bool:
-    "Return True if training steps with a batch of this size fit in memory."
+    "Return True if training steps with a batch of this size fit in memory; raise an error if one sample does not."
     try:
         trial.run_steps(learn, size)
         return True
     except (RuntimeError, MemoryError) as e:
-        if not _is_memory_error(e):
+        if not isinstance(e, MemoryError) and not is_out_of_memory(e):
+            raise
+        if size == 1:
+            add_note(e, 'find_batch_size: not even one sample fits')
             raise
     # only here is the exception gone, and with it the frames that hold the failed step's tensors
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return False
-
-
-def _check_one_sample(learn: LearnerLike, trial: _Trial) -> None:
-    try:
-        trial.run_steps(learn, 1)
-    except (RuntimeError, MemoryError) as e:
-        if _is_memory_error(e):
-            add_note(e, 'find_batch_size: not even one sample fits')
-        raise
-
-
-def _is_memory_error(e: RuntimeError | MemoryError) -> bool:
-    return isinstance(e, MemoryError) or is_out_of_memory(e)
 
 
 class _Trial(Callback):

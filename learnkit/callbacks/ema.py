@@ -106,8 +106,8 @@ class EMA(Callback):
     def restart(self) -> None:
         "Discard the average; a new average starts with the weights at the next training step."
         self._restore_weights()
-        self._averages: dict[str, Tensor] = {}
-        self._others: dict[float, dict[str, Tensor]] = {decay: {} for decay in self.other_decays}
+        # by name, for the first decay and each other one
+        self._averages: list[dict[str, Tensor]] = [{}, *({} for _ in self.other_decays)]
         # by name of the average; empty after loading, until `_link` finds the model's tensors
         self._slots_by_name: dict[str, Slot] = {}
         self._stores: list[Store] = []  # the places as a list, for every step
@@ -117,7 +117,7 @@ class EMA(Callback):
     @property
     def has_begun(self) -> bool:
         "Whether an average exists."
-        return bool(self._averages)
+        return bool(self._averages[0])
 
     # -- averaging ---------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class EMA(Callback):
 
     def before_train(self) -> None:
         self._restore_weights()
-        if self._averages or self.learn.time >= self.start:
+        if self._averages[0] or self.learn.time >= self.start:
             self._link()
 
     def before_step(self) -> None:
@@ -148,32 +148,29 @@ class EMA(Callback):
         if self.learn.opt.n_steps == self._opt_steps:
             return  # the step was skipped
         self._n_steps += 1
-        if self._averages:
-            self._update_if_due()
-        elif self.learn.time >= self.start:
-            self._link()
-
-    def _update_if_due(self) -> None:
-        if self._n_steps % self.every == 0:
+        if not self._averages[0]:
+            if self.learn.time >= self.start:
+                self._link()
+        elif self._n_steps % self.every == 0:
             self.update()
 
     def update(self) -> None:
         "Move the average towards the current weights."
-        self._move(self._averages, self.decay)
-        for decay, averages in self._others.items():
-            self._move(averages, decay)
+        tensors = locals_of(self._tensors())
+        for decay, averages_by_name in zip(self._decays(), self._averages, strict=True):
+            if self.warmup is not None:
+                decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
+            averages = locals_of(averages_by_name.values())
+            weights = [
+                t if t.dtype is a.dtype else t.to(a.dtype)
+                for t, a in zip(tensors, averages, strict=True)
+            ]
+            if averages:
+                get_ema_multi_avg_fn(decay)(averages, weights, None)
         self._n_updates += 1
 
-    def _move(self, averages_by_name: dict[str, Tensor], decay: float) -> None:
-        if self.warmup is not None:
-            decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        averages = local_shards(averages_by_name.values())
-        weights = [
-            t if t.dtype is a.dtype else t.to(a.dtype)
-            for t, a in zip(local_shards(self._tensors()), averages, strict=True)
-        ]
-        if averages:
-            get_ema_multi_avg_fn(decay)(averages, weights, None)
+    def _decays(self) -> list[float]:
+        return [self.decay, *self.other_decays]
 
     def _tensors(self) -> list[Tensor]:
         "Return the model's averaged tensors, in the order of their averages."
@@ -183,14 +180,14 @@ class EMA(Callback):
         "Match the averages with the current model; new tensors start at their present values."
         known = dict(self._slots_by_name)
         if not known:
-            check_averages(self._averages, self.learn.model)
-            found = iter_slots(self.learn.model)
-            known = {name: slot for name, slot in found if name in self._averages}
-        old_names = {slot: name for name, slot in known.items()}
-        self._slots_by_name = {
-            name: slot
-            for name, slot in iter_slots(self.learn.model)
-            if slot in old_names or is_averaged(slot)
+            check_averages(self._averages[0], self.learn.model)
+            found = iter_places(self.learn.model)
+            known = {name: place for name, place in found if name in self._averages[0]}
+        old_names = {place: name for name, place in known.items()}
+        self._places = {
+            name: place
+            for name, place in iter_places(self.learn.model)
+            if place in old_names or is_averaged(place)
         }
 
         def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,14 +196,13 @@ class EMA(Callback):
                 for name, slot in self._slots_by_name.items()
             }
 
-        self._averages = start(self._averages)
-        self._others = {decay: start(averages) for decay, averages in self._others.items()}
-        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
+        self._averages = list(map(start, self._averages))
+        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
 
     # -- using the average -------------------------------------------------------------------------
 
     def before_validate(self) -> None:
-        if self._raw is None and self._averages:
+        if self._raw is None and self.has_begun:
             self._use(self.learn.run.depth)
 
     def after_validate(self) -> None:
@@ -231,26 +227,26 @@ class EMA(Callback):
             self._paused = True
 
     def on_run_resumed(self) -> None:
-        if self._paused and self._raw is None and self._averages:
+        if self._paused and self._raw is None and self.has_begun:
             self._use(self.learn.run.depth)
         self._paused = False
 
-    def _use(self, depth: int | None, decay: float | None = None) -> None:
+    def _use(self, depth: int | None, index: int = 0) -> None:
         "Copy an average into the model's own memory, so that references to it stay valid."
         if not (self._paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw = (self._stores, weights)
-        self._used_at = depth
-        copy_values(self._stores, list(self._find_averages(decay).values()))
+        self._raw, self._used_at = (self._stores, weights), depth
+        copy_values(self._stores, list(self._averages[index].values()))
 
-    def _find_averages(self, decay: float | None) -> dict[str, Tensor]:
-        "Return the averages of a decay, None for the first one."
-        if decay is None or decay == self.decay:
-            return self._averages
-        if decay in self._others:
-            return self._others[decay]
-        raise bad_option(self, f'one of {[self.decay, *self.other_decays]}', decay=decay)
+    def _find_average(self, decay: float | None) -> int:
+        "Return the index of a decay's average, None for the first one; raise an error without any."
+        if not self.has_begun:
+            raise WeightsError(f'EMA has no average yet: it begins at {self.start} of training.')
+        decays = self._decays()
+        if decay is not None and decay not in decays:
+            raise bad_option(self, f'one of {decays}', decay=decay)
+        return 0 if decay is None else decays.index(decay)
 
     def _end_use(self, depth: int | None) -> None:
         if depth is not None and depth == self._used_at:
@@ -269,12 +265,11 @@ class EMA(Callback):
         decay: float | None = None,  # decay of the average, of several; None: the first
     ) -> Iterator[nn.Module]:
         "Return a context in which the model holds the average; its own weights are restored after it."
-        self._check_begun()
-        averages = self._find_averages(decay)
+        index = self._find_average(decay)
         is_outermost = self._raw is None
         if is_outermost:
-            self._use(None, decay)
-        elif averages is not self._averages:
+            self._use(None, index)
+        elif index:
             raise OptionError(f'The model holds an average already: it cannot hold decay={decay}.')
         raw = self._raw
         try:
@@ -290,11 +285,11 @@ class EMA(Callback):
         decay: float | None = None,  # decay of the average, of several; None: the first
     ) -> nn.Module:
         "Copy the average into a model permanently; return it. Raises `WeightsError` on a mismatch."
-        self._check_begun()
-        averages = self._find_averages(decay)
+        index = self._find_average(decay)
+        averages = self._averages[index]
         if model is None:
             if self._raw is None:
-                self._use(None, decay)
+                self._use(None, index)
             else:
                 copy_values(self._stores, list(averages.values()))
             self._raw = self._used_at = None  # nothing restores the model's own weights
@@ -305,41 +300,38 @@ class EMA(Callback):
             tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
 
-    def _check_begun(self) -> None:
-        if not self.has_begun:
-            raise WeightsError(f'EMA has no average yet: it begins at {self.start} of training.')
-
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the averages by name, and the numbers of steps and updates."
         state: dict[str, Any] = {
-            'averages': dict(self._averages),
+            'averages': dict(self._averages[0]),
             'n_steps': self._n_steps,
             'n_updates': self._n_updates,
         }
-        if self._others:
-            state['others'] = {str(decay): dict(a) for decay, a in self._others.items()}
+        if self.other_decays:
+            others = zip(self.other_decays, self._averages[1:], strict=True)
+            state['others'] = {str(decay): dict(averages) for decay, averages in others}
         return state
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the averages. Raises `WeightsError`, and loads nothing, if they do not match the model."
-        others = sd.get('others', {})
+        others = {float(decay): averages for decay, averages in sd.get('others', {}).items()}
         if self.learn is not None:
             for averages in (sd['averages'], *others.values()):
                 check_averages(averages, self.learn.model)
-        if sd['averages'] and {float(decay) for decay in others} != set(self.other_decays):
+        if sd['averages'] and set(others) != set(self.other_decays):
             raise WeightsError(
-                f'The averages are of other decays ({", ".join(others) or "one"} besides the first) '
+                f'The averages are of other decays ({", ".join(map(str, others)) or "one"} besides the first) '
                 f'than {self!r}: build it as it was saved; nothing was loaded.'
             )
         self.restart()
-        self._averages = {name: average.clone() for name, average in sd['averages'].items()}
-        for decay, averages in others.items():
-            self._others[float(decay)] = {name: a.clone() for name, a in averages.items()}
-        self._n_steps = sd['n_steps']
-        self._n_updates = sd['n_updates']
-        if self._averages and self.learn is not None:
+        self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
+        if not sd['averages']:
+            return
+        loaded = [sd['averages'], *(others[decay] for decay in self.other_decays)]
+        self._averages = [{name: a.clone() for name, a in averages.items()} for averages in loaded]
+        if self.learn is not None:
             self._link()
 
 

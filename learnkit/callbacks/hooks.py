@@ -291,11 +291,11 @@ class HookCallback(Callback):
     ) -> None:
         self._given = None if modules is None else _as_list(modules)
         self.every = None if every is None else as_time(every, 'ba')
-        if self.every and self.every.unit == 'tok':
+        if self.every is not None and self.every.unit == 'tok':
             raise TimeError(f'every={every!r}: tokens are not counted.')
-        # an interval in batches counts the batches of the epoch
-        is_counted = self.every is not None and self.every.unit != 'ba'
-        self._interval = Every(self.every) if self.every and is_counted else None
+        self._interval: Every | None = None  # None: every nth batch of the fit, or all
+        if self.every is not None and self.every.unit != 'ba':
+            self._interval = Every(self.every)
         if hook is not None and not callable(hook):
             raise OptionError(f'hook={hook!r}: give f(module, inputs, output).')
         self.remove_end = remove_end
@@ -305,8 +305,6 @@ class HookCallback(Callback):
         self.include_paramless = include_paramless
         self.modules: list[nn.Module] = []  # hooked modules
         self.layer_names: list[str] = []  # names of the hooked modules
-        self.hooks = None
-        self._active = None
         if hook is not None:
             self.__dict__['hook'] = hook
 

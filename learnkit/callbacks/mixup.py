@@ -64,7 +64,7 @@ class MixHandler(Callback):
     `BatchError` for a batch that cannot be blended.
     """
 
-    run_valid = False
+    run_in, run_valid = 'fit', False
     needs_events = False  # `_check_blended` finds losses that were not blended
     averages_samples = True  # whatever the plain loss averages over
 
@@ -122,19 +122,19 @@ class MixHandler(Callback):
         return any(not t.is_floating_point() for t in tensors_in(self.learn.yb))
 
     def before_fit(self) -> None:
-        if self.fitting and self.learn.loss_func is None:
+        if self.learn.loss_func is None:
             raise LossError(
                 f'{type(self).__name__} needs a loss function to blend: pass `loss_func=` to the Learner.'
             )
         others = [cb for cb in self.learn.cbs if isinstance(cb, MixHandler) and cb is not self]
-        if self.fitting and others:
+        if others:
             raise OptionError(
                 f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                 'Use one of them in a fit.'
             )
-        if self.fitting and self.until is not None:
+        if self.until is not None:
             check_countable(self.learn, self.until)
-        if self.fitting and list_overrides(self.learn):
+        if list_overrides(self.learn):
             self._has_blended = False
             self.after_batch = self._check_blended  # type: ignore[method-assign]
 

@@ -237,26 +237,23 @@ def _copy_if_lazy(model: nn.Module) -> nn.Module:
 def summarize_learner(learn: LearnerLike) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
     model, batch = learn.model, _example_batch(learn)
-
-    def run() -> None:
-        with learn.no_bar():
-            learn.get_preds(
-                dl=[batch],
-                reorder=False,
-                with_preds=False,
-                with_targs=False,
-                cbs=Callback(after_pred=_skip_loss),
-            )
-
     try:
         learn.model = _copy_if_lazy(model)
-        return _summarize(learn.model, run, '\n'.join(_notes(learn)))
+        notes = '\n'.join(_notes(learn))
+        return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
     finally:
         learn.model = model
 
 
-def _skip_loss(cb: Callback) -> None:
-    raise CancelBatchException
+def _pass_forward(learn: LearnerLike, batch: Any) -> None:
+    "Pass a batch through the model as a prediction does, without its loss."
+
+    def skip_loss(cb: Callback) -> None:
+        raise CancelBatchException
+
+    options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=skip_loss)}
+    with learn.no_bar():
+        learn.get_preds(dl=[batch], reorder=False, **options)
 
 
 def _example_batch(learn: LearnerLike) -> Any:
@@ -339,10 +336,9 @@ def layer_info(
 
     batch = map_tensors(xb, lambda t: t[:1])
     model = unwrap_compiled(learn.model)
-    with restored_model(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
-        options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=_skip_loss)}
-        learn.get_preds(dl=[batch], reorder=False, **options)
-        return hooks.stored
+    with undisturbed(model), Hooks(flatten_model(model), record) as hooks:
+        _pass_forward(learn, batch)
+    return hooks.stored
 
 
 @contextmanager
@@ -354,25 +350,16 @@ def restored_model(model: nn.Module) -> Iterator[None]:
         for name, b in m._buffers.items()
         if b is not None and not is_lazy(b)
     ]
-    try:
-        with preserved_modes(model), preserved_rng(), torch.no_grad():
+    with preserved_modes(model), preserved_rng(), torch.no_grad():
+        try:
             yield
-    finally:
-        for m, name, b, version, value in buffers:
-            _restore_buffer(m._buffers, name, b, version, value)
-
-
-@torch.no_grad()
-def _restore_buffer(
-    buffers: dict[str, Tensor | None], name: str, b: Tensor, version: int, value: Tensor
-) -> None:
-    current = buffers.get(name)
-    if current is b and b._version == version:
-        return
-    if current is not None and current.device != b.device:
-        buffers[name] = value.to(current.device)  # the model was moved to another device
-    else:
-        buffers[name] = b.copy_(value)
+        finally:
+            for m, name, b, version, value in buffers:
+                now = m._buffers.get(name)
+                if now is not None and now.device != b.device:
+                    m._buffers[name] = value.to(now.device)  # the model was moved meanwhile
+                elif now is not b or b._version != version:
+                    m._buffers[name] = b.copy_(value)
 
 
 def dummy_eval(
@@ -390,13 +377,10 @@ def dummy_eval(
     """
     with restored_model(m), run_uncompiled(m):
         if inputs is None:
-            inputs = _random_image(m, size)
+            p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
+            image = torch.empty(1, in_channels(m), *size, device=p.device, dtype=p.dtype)
+            inputs = image.uniform_(-1, 1)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
-
-
-def _random_image(m: nn.Module, size: tuple[int, ...]) -> Tensor:
-    p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.empty(1, in_channels(m), *size, device=p.device, dtype=p.dtype).uniform_(-1, 1)
 
 
 def in_channels(m: nn.Module) -> int:

@@ -100,9 +100,8 @@ class GuardNonFinite(Callback):
     """
 
     # order within a step: after SAM, accumulation and unscaling, before clipping
-    order = MixedPrecision.order + 0.5
-    run_valid = False
-    remove_on_find = True
+    order, remove_on_find = MixedPrecision.order + 0.5, True
+    run_in, run_valid = 'fit', False
 
     def __init__(
         self,
@@ -150,8 +149,7 @@ class GuardNonFinite(Callback):
 
     def before_fit(self) -> None:
         "Reset the guard."
-        if self.learn.fitting:
-            self._start()
+        self._start()
 
     def before_train(self) -> None:
         "Find the buffers that a forward pass may change."

@@ -39,6 +39,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     't4': {'fp32': 8.1e12, 'fp16': 65e12},
 }
 
+COUNTED = ('batches', 'samples', 'tokens', 'flops')
+
 
 class _TimedMonitor(Monitor):
     "Monitor that separates the seconds of training from the seconds of evaluation and prediction."
@@ -150,13 +152,10 @@ class SpeedMonitor(_TimedMonitor):
     """
 
     metric_names = {
-        **{
-            f'throughput/{what}_per_sec': f'{what} a second, of all devices'
-            for what in ('batches', 'samples', 'tokens', 'flops')
-        },
+        **{f'throughput/{what}_per_sec': f'{what} a second, of all devices' for what in COUNTED},
         **{
             f'throughput/device/{what}_per_sec': f'{what} a second, for each device'
-            for what in ('batches', 'samples', 'tokens', 'flops')
+            for what in COUNTED
         },
         'throughput/device/mfu': "the share of the device's peak flops that the model uses",
         'time/train': 'time spent in training, over all fits',
@@ -184,7 +183,7 @@ class SpeedMonitor(_TimedMonitor):
             check_number('peak_flops', peak_flops)
         self.peak_flops = peak_flops
         self._flops = 0.0
-        # seconds, batches, samples, tokens, flops
+        # seconds, and the counts of `COUNTED`
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     def before_fit(self) -> None:
@@ -220,14 +219,10 @@ class SpeedMonitor(_TimedMonitor):
 
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        train_s = self._read()
-        unit = self._unit_s
-        times = {
-            'train': train_s / unit,
-            'val': self._eval_s / unit,
-            'total': (train_s + self._eval_s) / unit,
-        }
-        return {**self._rates(), **{f'time/{name}': value for name, value in times.items()}}
+        train_s, eval_s = self._read(), self._eval_s
+        seconds = {'train': train_s, 'val': eval_s, 'total': train_s + eval_s}
+        times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
+        return self._rates() | times
 
     def _rates(self) -> dict[str, float]:
         if len(self._points) < 2:
@@ -238,7 +233,7 @@ class SpeedMonitor(_TimedMonitor):
         if seconds <= 0:
             return {}
         n, rates = world_size(), dict[str, float]()
-        for what, count in zip(('batches', 'samples', 'tokens', 'flops'), counts, strict=True):
+        for what, count in zip(COUNTED, counts, strict=True):
             if not count:
                 continue
             # flops are counted for this device's batches only
@@ -374,8 +369,7 @@ class RuntimeEstimator(_TimedMonitor):
         'evals.*.first_s',
         'evals.*.total_s',
     )
-    _start = 0.0  # share of the fit at its start
-    _has_start = False
+    _start: float | None = None  # share of the fit at its start
     _base: tuple[float, float] | None = None  # seconds of training, and share, at the first rate
     _before = (0.0, 0.0)  # seconds and share measured before a resume
     _epoch_at = 0.0  # share at the start of this epoch
@@ -401,7 +395,7 @@ class RuntimeEstimator(_TimedMonitor):
         if self._at is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
         rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # without rounding errors
-        evaluations_s = sum(e.remaining_s(self._start) for e in self._evals.values())
+        evaluations_s = sum(e.remaining_s(self._start or 0.0) for e in self._evals.values())
         return seconds / share * rest + evaluations_s
 
     def _get_progress(self) -> tuple[float, float]:
@@ -421,21 +415,16 @@ class RuntimeEstimator(_TimedMonitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base = None
-        self._before = (0.0, 0.0)
-        self._skip = self.skip_batches
-        self._evals = {}
-        self._n_last = None
-        self._at = None
-        self._has_start = False
+        self._base, self._before = None, (0.0, 0.0)
+        self._skip, self._evals = self.skip_batches, {}
+        self._n_last = self._at = self._start = None
 
     def before_train(self) -> None:
         "Record the position of the epoch."
         super().before_train()
         self._epoch_at = self.learn.pct_train
-        if not self._has_start:
+        if self._start is None:
             self._start = self._epoch_at
-            self._has_start = True
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
@@ -494,8 +483,5 @@ class RuntimeEstimator(_TimedMonitor):
         self._before = (sd['seconds'], sd['share'])
         self._base = None
         self._skip = self.skip_batches
-        self._start = sd['start']
-        self._has_start = True
-        self._at = sd['at']
-        self._n_last = sd['n_last']
+        self._start, self._at, self._n_last = sd['start'], sd['at'], sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

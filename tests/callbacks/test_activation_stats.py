@@ -194,6 +194,23 @@ def test_only_the_batches_that_are_due_and_only_those_of_training() -> None:
     assert len(cb.stats) == 3, 'a fit starts anew'
 
 
+def test_a_resumed_fit_measures_the_batches_that_are_due() -> None:
+    states = []
+
+    def keep(cb: Callback) -> None:
+        if cb.learn.counters.batches == 6:
+            states.append(cb.learn.checkpoint_state())
+
+    measured = []
+    for resume in (None, states):
+        cbs = [ActivationStats(every='4st'), Callback(batch_checkpoint=keep)]
+        learn = synth_learner(n_train=10, cbs=cbs)
+        with learn.no_bar():
+            learn.fit(1, resume=resume[0] if resume else None)
+        measured.append(learn.activation_stats._records.at)
+    assert measured == [[0, 4, 8]] * 2
+
+
 def test_a_validation_inside_a_hooked_batch_adds_nothing() -> None:
     def look(cb: Callback) -> None:
         if cb.learn.training:
