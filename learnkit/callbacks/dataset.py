@@ -65,10 +65,9 @@ def count_parameters(model: nn.Module) -> dict[str, Count]:
     for name, child in model.named_children():
         parts[name] = count(child.parameters())
     parts = {name: part for name, part in parts.items() if part.total}
-    if not parts:
-        return {'total': Count(0, 0)}
-    totals = [sum(ns) for ns in zip(*parts.values(), strict=True)]
-    return {'total': Count(*totals), **parts}
+    counts = parts.values()
+    total = Count(sum(c.total for c in counts), sum(c.trainable for c in counts))
+    return {'total': total, **parts}
 
 
 class ParamCount(Callback):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -192,7 +191,7 @@ class _WatchedStep:
                 'update_grad': self._multiply_grads(dict(enumerate(updates))),
                 'moment_grad': self._multiply_grads(first),
             }
-        norms, products = _fetch([rows, dots], self._sum_shards)
+        norms, products = self._fetch([rows, dots])
         found = {
             f'l2_norm/{kind}/global': math.hypot(*row.values())
             for kind, row in norms.items()
@@ -208,6 +207,19 @@ class _WatchedStep:
         return {
             i: _dot(t, self.grads[i]) for i, t in tensors.items() if t.shape == self.grads[i].shape
         }
+
+    def _fetch(self, tables: list[Table[Tensor]]) -> list[Table[float]]:
+        "Copy tables of single numbers to the host in one transfer."
+        places = [(n, i) for n, table in enumerate(tables) for row in table.values() for i in row]
+        tensors = [t for table in tables for row in table.values() for t in row.values()]
+        if not tensors:
+            return [{kind: {} for kind in table} for table in tables]
+        stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
+        numbers = iter(self._sum_shards(stacked, places).tolist())
+        return [
+            {kind: {i: next(numbers) for i in row} for kind, row in table.items()}
+            for table in tables
+        ]
 
     def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
         "Reduce norms (table 0) and products of shards to the values of whole tensors."
@@ -277,19 +289,3 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     "Return the scalar product, on the device; half precision is computed in float32."
     dtype = torch.promote_types(_at_least_single(a), b.dtype)
     return torch.linalg.vecdot(a.flatten().to(dtype), b.flatten().to(dtype)).real
-
-
-def _fetch(
-    tables: list[Table[Tensor]],
-    reduce: Callable[[Tensor, list[tuple[int, int]]], Tensor],  # f(numbers, (table, index) of each)
-) -> list[Table[float]]:
-    "Copy tables of single numbers to the host in one transfer."
-    places = [(n, i) for n, table in enumerate(tables) for row in table.values() for i in row]
-    tensors = list(chain.from_iterable(row.values() for table in tables for row in table.values()))
-    if not tensors:
-        return [{kind: {} for kind in table} for table in tables]
-    stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
-    numbers = iter(reduce(stacked, places).tolist())
-    return [
-        {kind: {i: next(numbers) for i in row} for kind, row in table.items()} for table in tables
-    ]

@@ -373,7 +373,7 @@ class DataLoaders:
 
 
 class TensorLoader:
-    """Serve batches of in-memory tensors, indexing whole batches: many times faster than collating samples.
+    """Loader of in-memory tensors. It indexes whole batches, which is many times faster than collating samples.
 
     A batch is a tuple with one entry per tensor, or a dict if the tensors were given as a dict. Batches are
     copies: a change of a batch in place leaves the data as they are. Batches of CPU tensors are in pinned memory if

@@ -12,7 +12,7 @@ __all__ = ['Evaluator', 'as_every', 'named_loaders']
 
 
 class Evaluator:
-    """Give a validation loader its own interval and metrics: `DataLoaders(train, {'night': Evaluator(dl, '500ba')})`.
+    """Validation loader with its own interval and metrics: `DataLoaders(train, {'night': Evaluator(dl, '500ba')})`.
 
     Raises `LoaderError` for a nested Evaluator, and `TimeError` for an invalid interval.
 

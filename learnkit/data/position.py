@@ -217,8 +217,8 @@ class LoaderPosition:
         current = capture_rng()
         with _preserved(dl):
             try:
-                _, after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
-                drawn_again = _skip(self._restart_index_lists(), n_drawn)[2]
+                after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
+                _, drawn_again = _skip(self._restart_index_lists(), n_drawn)
             except Exception as e:  # a sampler that can be iterated once may raise anything
                 if is_worker_failure(e):
                     raise
@@ -267,7 +267,8 @@ class LoaderPosition:
             forget_workers(dl)  # of an interrupted pass of this process
         try:
             if isinstance(dl, Iterator):
-                return _skip(dl, self.n_before + n)[0]
+                _skip(dl, self.n_before + n)
+                return dl
             if _has_index_lists(dl):
                 return self._resume_by_index(n, current)
             if _is_tensor_loader(dl):
@@ -288,7 +289,7 @@ class LoaderPosition:
         if not dl.in_order and dl.num_workers:
             _warn_of_order()
         lists = self._restart_index_lists()
-        _, after_first, drawn = _skip(lists, n)
+        after_first, drawn = _skip(lists, n)
         if self._must_replay(drawn):
             return self._replay(n, current)
 
@@ -340,7 +341,7 @@ class LoaderPosition:
         batches = iter(dl)
         if self.first is not None:
             restore_rng(self.first)
-        batches, after_first, _ = _skip(batches, n)
+        after_first, _ = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
             _warn_of_shared_draws('data set', after_first, current)
         _restore_own_state(dl, self._own_state)
@@ -538,9 +539,8 @@ def _warn_of_shared_draws(
     if after_first is None:
         return
     after_last = capture_rng()
-    moved = [k for k in after_first if k in current]
-    moved = [k for k in moved if not same_states(after_first[k], after_last[k])]
-    shared = [k for k in moved if not same_states(after_last[k], current[k])]
+    moved = [k for k, state in after_first.items() if not same_states(state, after_last[k])]
+    shared = [k for k in moved if k in current and not same_states(after_last[k], current[k])]
     if shared:
         warn_user(
             f'The {owner} of the training loader keeps drawing from the global generator of '
@@ -568,10 +568,9 @@ def _warn_of_persistent_workers() -> None:
 # -- skipping --------------------------------------------------------------------------------------
 
 
-def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[Any]]:
-    "Draw `n` entries; return the iterator, the global generators after the first, and up to four entries."
-    after_first = None
-    drawn = []
+def _skip(it: Iterator[Any], n: int) -> tuple[State | None, list[Any]]:
+    "Draw `n` entries; return the states of the global generators after the first, and up to four entries."
+    after_first, drawn = None, []
     step = -(-n // 4)
     for i in range(n):
         entry = next(it, _END)
@@ -584,7 +583,7 @@ def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[
             after_first = capture_rng()
         if i % step == 0:
             drawn.append(entry)
-    return it, after_first, drawn
+    return after_first, drawn
 
 
 # -- the state of a loader -------------------------------------------------------------------------

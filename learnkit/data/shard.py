@@ -79,9 +79,8 @@ class Shard:
     source: Any  # the loader, which is not changed
     spec: Any  # the `ShardSpec` that selects this rank's part
     order: Order
-    position_class: type[Any] | None = (
-        None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
-    )
+    # subclass of `LoaderPosition` to use; None: `LoaderPosition`
+    position_class: type[Any] | None = None
     # whether every rank iterates all of `source`, including the data set's generators
     draws_all = False
 
@@ -120,13 +119,10 @@ class Shard:
 
     def _order_generators(self) -> list[str]:
         "Return the names of the loader's own generators that draw the order, without global generators."
+        of_python, of_numpy = random.random.__self__, np.random.random_sample.__self__  # type: ignore[attr-defined]
+        global_ids = {id(g) for g in (torch.default_generator, of_python, of_numpy)}
         return [
             name
             for name, g in own_generators(self.source).items()
-            if (self.draws_all or belongs_to_sampler(name))
-            and not any(g is other for other in _list_global_generators())
+            if (self.draws_all or belongs_to_sampler(name)) and id(g) not in global_ids
         ]
-
-
-def _list_global_generators() -> list[Any]:
-    return [torch.default_generator, random.random.__self__, np.random.random_sample.__self__]  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.data.preserve import undisturbed_loader
-from learnkit.data.tables import as_table, cell, readable, shorten
+from learnkit.data.tables import as_table, cell, find_class_name, readable, shorten
 
 __all__ = [
     'show_samples',
@@ -279,7 +279,7 @@ def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
     "Add a legend of the classes that occur in the masks."
     patches = import_library('matplotlib.patches', 'A plot')
     classes = torch.cat([mask.flatten() for mask in masks.values()]).unique().tolist()
-    labels = {k: shorten(_class_name(k, vocab), 24) for k in classes if k >= 0}
+    labels = {k: shorten(find_class_name(k, vocab), 24) for k in classes if k >= 0}
     if len(labels) < len(classes):
         labels[-1] = 'ignored'
     shown = dict(islice(labels.items(), MAX_LEGEND))
@@ -293,11 +293,7 @@ def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
         handles.append(patches.Patch(facecolor='none', label=f'... {hidden} more'))
     legend = figure.legend(handles=handles, loc='outside right upper', fontsize=9)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a dollar sign in a name begins no formula
-
-
-def _class_name(k: int, vocab: Any) -> Any:
-    return vocab[k] if vocab is not None and k < len(vocab) else k
+        text.set_parse_math(False)  # a dollar sign in a name starts no formula
 
 
 def draw_pictures(

@@ -11,7 +11,7 @@ from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is
 from learnkit.core.html import table, text_table
 from learnkit.core.optional import import_library
 
-__all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
+__all__ = ['Table', 'as_table', 'readable', 'class_names', 'find_class_name', 'cell', 'shorten']
 
 MAX_COLUMNS = 10  # of a vector in a table
 MAX_CELL_CHARS = 60
@@ -140,7 +140,7 @@ def readable(
         values = values[:, 0]
     is_class = not values.is_floating_point()
     if values.ndim == 1:
-        return [_find_class_name(v, vocab) if is_class else v for v in values.tolist()]
+        return [find_class_name(v, vocab) if is_class else v for v in values.tolist()]
     if values.ndim > 2:
         return [describe(values[0])] * n
     if (
@@ -160,7 +160,8 @@ def _describe_container(value: Any) -> Any:
     return describe(value) if isinstance(value, Tensor) or children_of(value) is not None else value
 
 
-def _find_class_name(value: Any, vocab: Any) -> Any:
+def find_class_name(value: Any, vocab: Any) -> Any:
+    "Return the name of a class number, or the number without a name for it."
     return vocab[int(value)] if vocab is not None and 0 <= int(value) < len(vocab) else value
 
 

@@ -79,7 +79,9 @@ def as_rows(
         )
     if isinstance(o, np.ndarray):
         _check_numeric(name, o, given)
-        o = _copy_if_read_only(o)
+        # batches are writable views; pandas returns read-only arrays; a memory map is not copied
+        if type(o) is np.ndarray and not o.flags.writeable:
+            o = o.copy()
     return torch.as_tensor(o, device=device).detach()
 
 
@@ -119,8 +121,3 @@ def _check_numeric(name: object, array: np.ndarray[Any, Any], given: Any) -> Non
     raise LoaderError(
         f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: {fix}.'
     )
-
-
-def _copy_if_read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    "Copy a read-only array, such as pandas returns, because batches are writable views; keep a memory map."
-    return array.copy() if type(array) is np.ndarray and not array.flags.writeable else array
