@@ -71,7 +71,7 @@ def read_weights(
     for a file that is damaged, is not a weights file, or requires code to be executed.
     """
     if not path.exists():
-        raise _not_found(path)
+        raise _make_missing_error(path)
     if not path.is_file():
         raise WeightsError(f'{path} is a folder, and no file of weights.')
     if path.suffix == SAFETENSORS:
@@ -94,7 +94,8 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         raise WeightsError(f'{e}') from None
 
 
-def _not_found(path: Path) -> FileNotFoundError:
+def _make_missing_error(path: Path) -> FileNotFoundError:
+    "Return the error for a missing file, with a note that names similar files in the folder."
     files = path.parent.glob('*') if path.parent.is_dir() else ()
     stems = {
         p.stem: p.name
