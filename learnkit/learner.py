@@ -1125,7 +1125,7 @@ class Learner(Loop):
         ...     load_learner(path, model=build, loss_func=nn.MSELoss())
         Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
         """
-        from learnkit.checkpoint.saving import save_learner
+        from learnkit.checkpoint.exchange import save_learner
 
         return save_learner(self, fname, **model_config)
 

@@ -1,20 +1,83 @@
-"""Create a Learner from a file of `Learner.save_learner`, without executing code from the file."""
+"""Save a Learner without its code, and create a Learner from the file without executing code from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from learnkit.checkpoint.weights import check_weights, compare_weights, load_weights, read_weights
+from learnkit.checkpoint.saving import resolve_path, write_file
+from learnkit.checkpoint.weights import (
+    FORMAT,
+    check_weights,
+    compare_weights,
+    load_weights,
+    model_state,
+    read_weights,
+)
+from learnkit.core.batch import form_of
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
-from learnkit.core.validation import is_count, is_number, warn_user
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model, name_of, unwrap_partial
+from learnkit.core.plain import plain
+from learnkit.core.validation import warn_user
+from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
 
-__all__ = ['build_learner']
+__all__ = ['build_learner', 'save_learner']
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def save_learner(
+    learn: LearnerLike,
+    fname: str | Path = 'learner.pth',
+    /,
+    **model_config: Any,
+) -> Path:
+    "Save weights and configuration in one file for `load_learner`, and return its path."
+    path = resolve_path(fname, learn.path, suffix='')
+    config = {**_collect_config(learn), 'model_config': plain(model_config, 'model_config')}
+    with learn.evaluated_weights():
+        state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
+        return write_file(learn, path, partial(torch.save, state))
+
+
+def _collect_config(learn: LearnerLike) -> dict[str, Any]:
+    "Return a Learner's configuration as plain values: everything except weights, data and code."
+    loss = unwrap_partial(learn.loss_func)
+    vocab = getattr(learn.dls, 'vocab', None)
+    lr = learn.lr
+    if isinstance(lr, slice):
+        lr = {'slice': [lr.start, lr.stop]}
+    elif isinstance(lr, Mapping):
+        lr = {name: float(rate) for name, rate in lr.items()}
+    elif not isinstance(lr, Real):
+        lr = [*map(float, lr)]
+    config = {
+        'version': VERSION,
+        'torch': str(torch.__version__),
+        'model': type(bare_model(learn.model)).__name__,
+        'loss_func': name_of(loss) if loss is not None else None,
+        'activates': hasattr(loss, 'activation'),
+        'n_inp': form_of(learn.dls, 'valid').n_inp,
+        'vocab': None if vocab is None else [*vocab],
+        'lr': lr,
+        'wd': learn.wd,
+        'wd_bn_bias': learn.wd_bn_bias,
+        'moms': tuple(learn.moms),
+        'train_bn': learn.train_bn,
+    }
+    return {name: plain(value, name) for name, value in config.items()}
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class MissingLoader:

@@ -257,7 +257,7 @@ def check_files(
 
 
 def damaged_error(path: Path, what: str) -> DamagedError:
-    "Make the error for a damaged checkpoint."
+    "Return the error for a damaged checkpoint."
     return DamagedError(f'{path} {what}. Nothing was loaded.')
 
 
@@ -272,10 +272,9 @@ def write_own_files(
     learn: LearnerLike,
     path: Path,  # the file that the checkpoint will have
 ) -> dict[str, list[Any]]:
-    """Let callbacks write their files; return size and SHA-256 of each, by its path in the folder.
+    """Let callbacks write their files. Return size and SHA-256 of each file, by its path in the folder.
 
-    A folder without its checkpoint's file is one of a write that was interrupted, and is removed
-    when the next run opens the folder.
+    An interrupted write leaves a folder without a checkpoint's file. `sweep_folders` removes it.
     """
     writers = [cb for cb in learn.callbacks if has_own_files(cb)]
     if not writers:
@@ -297,7 +296,7 @@ def read_own_files(
     learn: LearnerLike,
     path: Path,  # the checkpoint's file
 ) -> None:
-    "Let callbacks read their files; callbacks that write none get the checkpoint's folder."
+    "Let callbacks read their files. Callbacks without `save_to_checkpoint` get the folder of the checkpoints."
     for cb in learn.cbs:
         read = getattr(cb, 'resume_from_checkpoint', None)
         if read is None:
@@ -321,7 +320,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def sweep_folders(folder: Path) -> list[Path]:
-    "Remove the folders without a checkpoint file, and return them; the caller must hold the lock of `folder`."
+    "Remove and return the folders without a checkpoint's file. The caller must hold the lock of `folder`."
     stale = [
         p
         for p in sorted(folder.iterdir())

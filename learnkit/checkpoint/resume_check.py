@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -127,7 +128,7 @@ def check_resume(
         stop = _StopAt(until)
         with _as_new_process(learn):
             if resume is not False:
-                reseed()
+                _seed_from_entropy()
             learn.fit(n_epoch, cbs=stop, resume=resume)
         if not stop.kept:
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
@@ -156,7 +157,10 @@ def check_resume(
 
 @contextmanager
 def _as_new_process(learn: LearnerLike) -> Iterator[None]:
-    "Restore a Learner, and what only a new process has again: the loader's state, generators in callbacks' objects."
+    """Restore the Learner at the end of the block, and what only a new process would reset.
+
+    These are the loader's state, and the random generators in objects of callbacks.
+    """
     state = capture_state(learn.dls.train)
     with ExitStack() as stack:
         stack.callback(restore_state, learn.dls.train, state)
@@ -168,7 +172,7 @@ def _as_new_process(learn: LearnerLike) -> Iterator[None]:
 
 @contextmanager
 def _redirect_files(learn: LearnerLike) -> Iterator[Path]:
-    "Return a context in which `learn.path` is a temporary folder."
+    "Set `learn.path` to a temporary folder within the block, and yield the folder."
     path = learn.path
     with TemporaryDirectory() as folder:
         learn.path = Path(folder)
@@ -190,7 +194,7 @@ def list_hints(cb: Any) -> list[str]:
 
 
 def digest_attributes(learn: LearnerLike) -> dict[tuple[str, str, str], str]:
-    "Return digests of attributes that no checkpoint holds, by owner, name of the attribute, and suggested fix."
+    "Return digests of attributes that no checkpoint holds, by the attribute's owner and name, and the suggested fix."
     found = {}
     for name, m in bare_model(learn.model).named_modules():
         for key, value in iterate_attributes(m, vars(nn.Module())):
@@ -223,10 +227,8 @@ def iterate_attributes(
             yield name, digest(value)
 
 
-def reseed() -> None:
+def _seed_from_entropy() -> None:
     "Seed the global random generators of torch, Python and NumPy from entropy."
     torch.seed()
     random.seed()
-    import numpy as np
-
     np.random.seed()

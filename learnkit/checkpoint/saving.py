@@ -1,13 +1,12 @@
-"""Save and load weights, save Learners without code, and export models for serving."""
+"""Save and load weights, and export models for serving."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.checkpoint.weights import (
-    FORMAT,
     SAFETENSORS,
     Stored,
     check_weights,
@@ -40,13 +38,10 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
     has_weights,
-    name_of,
     preserved_modes,
-    unwrap_partial,
 )
 from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
-from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
 from learnkit.engine.checks import check_function
@@ -59,8 +54,9 @@ __all__ = [
     'export',
     'find_weights_path',
     'load',
+    'resolve_path',
     'save',
-    'save_learner',
+    'write_file',
 ]
 
 
@@ -83,7 +79,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
                 f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
                 'leave out `with_opt`.'
             )
-        return _write(learn, path, partial(write_safetensors, model_state(learn.model)))
+        return write_file(learn, path, partial(write_safetensors, model_state(learn.model)))
     if with_opt and learn.opt is None:
         raise OptimizerError(
             'There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
@@ -97,10 +93,10 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)
-    return _write(learn, path, partial(torch.save, state))
+    return write_file(learn, path, partial(torch.save, state))
 
 
-def _write(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
+def write_file(learn: LearnerLike, path: Path, write: Callable[[Path], None]) -> Path:
     "Write a file atomically in rank 0, and return its path."
     if learn.world.is_first:
         with atomic_write(path) as tmp:
@@ -167,20 +163,6 @@ def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> P
 def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
     "Raise `OptionError` if a weights file of this name cannot be written."
     check_file(find_weights_path(learn, file))
-
-
-def save_learner(
-    learn: LearnerLike,
-    fname: str | Path = 'learner.pth',
-    /,
-    **model_config: Any,
-) -> Path:
-    "Save weights and configuration in one file for `load_learner`, and return its path."
-    path = resolve_path(fname, learn.path, suffix='')
-    config = {**collect_config(learn), 'model_config': to_plain(model_config, 'model_config')}
-    with learn.evaluated_weights():
-        state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
-        return _write(learn, path, partial(torch.save, state))
 
 
 def export(
@@ -271,32 +253,6 @@ def _suggest_fix(differences: list[str]) -> str:
     if fits_loosely:
         return ' Pass `strict=False` to load what fits by name.'
     return ' It is of another model: build that with the sizes and layers it had when it was saved.'
-
-
-def collect_config(learn: LearnerLike) -> dict[str, Any]:
-    "Return a Learner's configuration as plain values: everything except weights, data and code."
-    loss, vocab, lr = unwrap_partial(learn.loss_func), getattr(learn.dls, 'vocab', None), learn.lr
-    if isinstance(lr, slice):
-        lr = {'slice': [lr.start, lr.stop]}
-    elif isinstance(lr, Mapping):
-        lr = {name: float(rate) for name, rate in lr.items()}
-    elif not isinstance(lr, Real):
-        lr = [*map(float, lr)]
-    config = {
-        'version': VERSION,
-        'torch': str(torch.__version__),
-        'model': type(bare_model(learn.model)).__name__,
-        'loss_func': name_of(loss) if loss is not None else None,
-        'activates': hasattr(loss, 'activation'),
-        'n_inp': form_of(learn.dls, 'valid').n_inp,
-        'vocab': None if vocab is None else [*vocab],
-        'lr': lr,
-        'wd': learn.wd,
-        'wd_bn_bias': learn.wd_bn_bias,
-        'moms': tuple(learn.moms),
-        'train_bn': learn.train_bn,
-    }
-    return {name: to_plain(value, name) for name, value in config.items()}
 
 
 # -- programs for serving --------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Read files of `torch.save` (`.pth`) from any source: archive and pickle are checked before torch reads them.
+"""Read files of `torch.save` (`.pth`) from any source, after a check of the archive and the pickle.
 
 `torch.load(weights_only=True)` runs no code. However, it does not compare checksums, reads some
 archives differently from other programs, and calls a few functions whose result can be far larger
-than the file. These cases are checked here."""
+than the file. This module refuses such files before torch reads them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ _ZIP_ERRORS = (
 
 
 class _Inert:
-    "Stand-in for the objects other than tensors in fastai's files, so that no code of them runs."
+    "Placeholder for objects in fastai's files that are not tensors, so that none of their code runs."
 
     def __init__(self, *args: object) -> None:
         pass
@@ -94,7 +95,7 @@ def read_torch_file(
         _check_pickles(path)
         # torch accepts pairs, which its type annotation lacks
         with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]
-            # whatever torch's configuration says: a mapped file that is cut short ends the process
+            # `mmap=False` overrides torch's configuration: a mapped file that is cut short ends the process
             content = torch.load(path, map_location=device or 'cpu', weights_only=True, mmap=False)
         _check_tensors(content, path.stat().st_size)
     except Exception as e:  # arbitrary bytes raise almost any type of error
@@ -137,7 +138,7 @@ def find_damage(path: str | Path) -> str | None:
 
 
 def _check_table(archive: ZipFile, f: BinaryIO) -> None:
-    "Raise `ValueError` for a table of records that torch does not write, and that other programs may read differently."
+    "Raise `ValueError` for a table of records that torch would not write, as other programs may read it differently."
     _check_end(f)
     infos = archive.infolist()
     names = [info.orig_filename for info in infos]
@@ -156,10 +157,10 @@ def _check_table(archive: ZipFile, f: BinaryIO) -> None:
 
 
 def _is_plain(info: ZipInfo) -> bool:
-    """Return True if an entry of the table holds a name, sizes, an offset and a checksum, and nothing else.
+    """Return True if an entry of the table holds only a name, sizes, an offset and a checksum.
 
-    Each further field changes what some reader makes of the record: with the DOS attribute of a
-    directory, for example, torch's reader returns memory that nothing was written to.
+    Any other field makes some reader treat the record differently. With the DOS attribute of a
+    directory, for example, torch's reader returns uninitialized memory.
     """
     others = (
         info.create_system,
@@ -175,7 +176,7 @@ def _is_plain(info: ZipInfo) -> bool:
 
 
 def _check_end(f: BinaryIO) -> None:
-    "Raise `ValueError` unless the table can be found in one way only: with two ends, readers differ."
+    "Raise `ValueError` if the archive has two ends, because readers differ in which table they find."
     size = f.seek(0, 2)
     f.seek(max(0, size - _LONG_END.size - _POINTER.size - _END.size))
     tail = f.read()
@@ -228,9 +229,8 @@ def _check_pickles(path: Path) -> None:
     with path.open('rb') as f:
         if f.read(2) != b'PK':  # written by torch before 1.6, with pickles in a row
             f.seek(0)
-            for _ in range(
-                5
-            ):  # three for the version, one for the content, one for the tensors' keys
+            # three pickles for the version, one for the content, one for the tensors' keys
+            for _ in range(5):
                 _check_pickle(f)
             return
         with ZipFile(f) as archive:

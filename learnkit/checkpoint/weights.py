@@ -50,7 +50,7 @@ Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by na
 
 @dataclass
 class Stored:
-    "Content of a weights file, or what a checkpoint holds of the same."
+    "Content of a weights file, or the same entries of a checkpoint."
 
     model: Mapping[str, Any]  # state dict of the model
     opt: Any = None  # state of the optimizer
@@ -71,7 +71,7 @@ def read_weights(
     for a file that is damaged, is not a weights file, or requires code to be executed.
     """
     if not path.exists():
-        raise _not_found(path)
+        raise _make_missing_error(path)
     if not path.is_file():
         raise WeightsError(f'{path} is a folder, and no file of weights.')
     if path.suffix == SAFETENSORS:
@@ -94,7 +94,8 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         raise WeightsError(f'{e}') from None
 
 
-def _not_found(path: Path) -> FileNotFoundError:
+def _make_missing_error(path: Path) -> FileNotFoundError:
+    "Return the error for a missing file, with a note that names similar files in the folder."
     files = path.parent.glob('*') if path.parent.is_dir() else ()
     stems = {
         p.stem: p.name
@@ -109,11 +110,11 @@ def _not_found(path: Path) -> FileNotFoundError:
 
 
 def _split_state(state: Any, path: Path) -> Stored:
-    "Split a file's content by its layout: with optimizer (also fastai's), checkpoint, with configuration, state dict."
-    model = state
-    opt = None
-    loss_func = None
-    config = None
+    """Split a file's content by its layout.
+
+    The layouts are: weights with optimizer (also fastai's), checkpoint, weights with configuration, and state dict.
+    """
+    model, opt, loss_func, config = state, None, None, None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
             model, opt, loss_func = state['model'], state['opt'], state.get('loss_func')
@@ -159,7 +160,9 @@ def write_safetensors(
     state: Mapping[str, Any],  # state dict of a model
     path: Path,  # path of the file, which is overwritten
 ) -> None:
-    """Write weights and buffers in the safetensors format. Tied tensors are stored once; the header maps their names.
+    """Write weights and buffers in the safetensors format.
+
+    Tied tensors are stored once, under the first of their names; the header maps the other names to this name.
 
     Raises `OptionError` for values that the format cannot hold.
     """
@@ -253,7 +256,8 @@ def check_weights(
 def _match_names(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Return the weights under the model's names.
 
-    They may have the prefix of a wrapper that the model does not have, and may lack the second name of tied weights.
+    The given names may have the prefix of a wrapper that the model does not have, and tied weights may have only one
+    of their names.
     """
     for prefix in ('_orig_mod.', 'module.'):
         is_on_all = bool(weights) and all(name.startswith(prefix) for name in weights)
@@ -404,7 +408,7 @@ def find_changed(
     for name, p in bare_model(model).named_parameters(remove_duplicate=False):
         if name in trained or name not in weights or is_lazy(p):
             continue
-        # to compute a digest takes long, and a tensor counts what is written into it
+        # a digest takes long to compute, and a tensor's version changes with each in-place write
         version = None if p.is_inference() else (p._version, p.data_ptr(), p.dtype)
         known = digests.get(name)
         if known is not None and known[1] == version:
@@ -421,9 +425,9 @@ def leave_out_frozen_weights(
     model: nn.Module,
     state: dict[str, Any],  # state of a checkpoint
     trained: Collection[str],  # names of the parameters to keep
-    digests: Digests,  # digests of the others, of `find_changed`
+    digests: Digests,  # digests of the other parameters, from `find_changed`
 ) -> dict[str, Any]:
-    "Return the state without the weights of other parameters, but with their digests. Buffers stay."
+    "Return the state with digests instead of the weights of the other parameters. Buffers are kept."
     named = bare_model(model).named_parameters(remove_duplicate=False)
     frozen = {name for name, _ in named if name in state['model'] and name not in trained}
     weights = {name: value for name, value in state['model'].items() if name not in frozen}

@@ -1,4 +1,4 @@
-"""States of callbacks: results of `state_dict`, or changed attributes that are plain data."""
+"""States of callbacks: the result of `state_dict`, or the changed attributes that are plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import is_dense, to_plain
+from learnkit.core.model import model_device
+from learnkit.core.plain import is_dense, plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 
@@ -52,7 +53,7 @@ ATTRIBUTES = '__attributes__'
 # attributes of a callback that hold encoded copies of all its attributes
 _ADDED_KEY = '_as_added'
 _BEGUN_KEY = '_as_begun'
-_NO_DATA = ...  # placeholder in these copies for an attribute that is not data; a singleton
+_NO_DATA = ...  # stands in these copies for an attribute that is not data
 _NOT_STATE = frozenset(
     {
         'learn',
@@ -79,7 +80,7 @@ _NO_PARTS = (
     torch.device,
     torch.dtype,
 )
-# further types that a callback of another library opens itself: files, loggers and their handlers
+# types of objects that a callback of another library opens itself: files, loggers and their handlers
 _OPENED_TYPES = IOBase, Filterer
 
 
@@ -201,7 +202,7 @@ def _is_from_learnkit(cls: type) -> bool:
 
 
 def note_attributes(cb: Any) -> None:
-    "Store a callback's attributes when it is added. An attribute that never changes is an option, not state."
+    "Store a callback's attributes when it is added, because only attributes that change later are state."
     own = _get_attributes(cb)
     if _ADDED_KEY not in own:
         own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
@@ -264,8 +265,8 @@ def lost_attributes(cb: Any) -> dict[str, str]:
 def replaced_attributes(cb: Any) -> dict[str, str]:
     """Return the attributes that no checkpoint holds and that are new, or were data, since the callback was added.
 
-    The values are their types. Other attributes that no checkpoint holds came with the callback, or
-    are opened or looked up by it: files, loggers, tables of modules, objects of this package.
+    The values of the dict are the types. Other attributes that no checkpoint holds were created with the callback, or
+    the callback opens or looks them up: files, loggers, tables of modules, objects of this package.
     """
     own = _get_attributes(cb)
     added = own.get(_ADDED_KEY, {})
@@ -430,7 +431,7 @@ def decode(
             tensor_class = _find_tensor_class(value['type'])
             return content if tensor_class is None else content.as_subclass(tensor_class)
         case 'on device':
-            return content.to(_find_device(cb) or content.device)
+            return content.to(model_device(_find_model(cb), None))
         case 'deque':
             return deque(content, value['maxlen'])
         case 'dict':
@@ -475,7 +476,7 @@ def _encode_attributes(
 
 
 def _encode_attribute(value: Any) -> Any:
-    "Encode a value; an Enum or a generator by its state, from which the new callback's own object is restored."
+    "Encode a value. An Enum or a generator is encoded as a state, which `decode` restores in the new callback."
     if isinstance(value, Enum):
         return {_KIND: 'Enum', 'of': value.name}
     # NumPy's types are recognized by name, as naming the module would import it
@@ -486,7 +487,7 @@ def _encode_attribute(value: Any) -> Any:
 
 
 def _find_nested_callbacks(value: Any) -> list[Callback]:
-    "Return the callbacks of an attribute, itself or in a list or dict, that belong to their owner, not to the Learner."
+    "Return the callbacks in an attribute (a callback, or a list or dict of them) that were not added to a Learner."
     values = value.values() if isinstance(value, dict) else value
     items = [*values] if isinstance(value, (list, tuple, dict)) else [value]
     held = [item for item in items if isinstance(item, Callback) and not has_own_state(item)]
@@ -526,11 +527,6 @@ def _find_model(cb: Any) -> nn.Module:
     "Return the model of a callback's Learner, or an empty module."
     model = getattr(getattr(cb, 'learn', None), 'model', None)
     return nn.Module() if model is None else model
-
-
-def _find_device(cb: Any) -> Any:
-    "Return the device of the model's first parameter, or None if there is no model or parameter."
-    return next((p.device for p in _find_model(cb).parameters()), None)
 
 
 def _shares_weights(t: Tensor, cb: Any) -> bool:
