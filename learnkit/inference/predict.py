@@ -348,7 +348,8 @@ def plan_loader(
         if not all(isinstance(i, (int, np.integer)) for i in idxs):
             return dl, None
         idxs = learn.world.broadcast([int(i) for i in idxs])
-        ordered_dl = dl.new(get_idxs=_Constant(sorted(idxs) if sort else idxs))
+        # unlike a lambda, a partial can be pickled for loader workers
+        ordered_dl = dl.new(get_idxs=partial(list, sorted(idxs) if sort else idxs))
     return ordered_dl, None if sort else torch.tensor(idxs).argsort(stable=True)
 
 
@@ -433,16 +434,6 @@ def _draw_idxs(dl: Any) -> list[Any]:
     finally:
         if state is not None:
             rng.setstate(state)
-
-
-class _Constant:
-    "Function without arguments that returns a constant; unlike a lambda, it can be pickled for loader workers."
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __call__(self) -> Any:
-        return self.value
 
 
 def _take_first(o: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,10 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 
         def on_event(cb: Callback) -> None:
             stream = stream_ref()
-            if stream is not None and cb.learn is stream._learn:
-                stream._handle_event()
+            if stream is None or cb.learn is not stream._learn:
+                return
+            if not stream._running and stream._state is not None:
+                stream._invalidate()  # another run has started
 
         handlers: dict[str, Any] = dict.fromkeys(EVENTS, on_event)
         watch = Callback(order=float('-inf'), **handlers)
@@ -78,11 +81,6 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
             self._advance(partial(self._steps.throw, CancelValidException()))  # type: ignore[attr-defined]
         except StopIteration:
             pass
-
-    def _handle_event(self) -> None:
-        "Close the stream if an event fires while the stream is paused: another run has started."
-        if not self._running and self._state is not None:
-            self._invalidate()
 
     def _invalidate(self) -> None:
         self._is_invalid = True
@@ -173,38 +171,20 @@ def end_streams(learn: LearnerLike) -> None:
 def stream_predictions(
     learn: LearnerLike, dl: Any, cbs: Any, inner: bool, loader_name: str | None
 ) -> Iterator[None]:
-    "Predict on a loader and yield after each batch, with the events and levels of the loop as generators."
-    with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
-        learn.logger = noop
-        learn.create_mbar = False
-        learn.phase = 'predict'
-        learn.dl_name = 'valid'
-        learn.loader_name = loader_name
-        steps = _stream_loader(learn, dl)
-        if not inner:
-            steps = _wrap_level(learn, _wrap_level(learn, steps, 'epoch'), 'fit')
-        yield from steps
-
-
-def _stream_loader(learn: LearnerLike, dl: Any) -> Iterator[None]:
-    "Predict on a loader between `before_predict` and `after_predict`."
-    learn.dl = dl
-    learn('before_predict')
-    learn.set_loader(dl)
-    with preserved_generators(dl), torch.no_grad():
-        yield from _wrap_level(learn, _stream_batches(learn), 'validate')
-    learn('after_predict')
-
-
-def _stream_batches(learn: LearnerLike) -> Iterator[None]:
-    "Predict on each batch of `learn.dl`."
-    for i, batch in learn.draw_batches():
-        learn.one_batch(i, batch)
-        yield
-
-
-def _wrap_level(learn: LearnerLike, body: Iterator[None], event_type: str) -> Iterator[None]:
-    "Fire the events of a level around a generator, as `_with_events` does around a function."
-    with learn.open_level(event_type):
-        learn(f'before_{event_type}')
-        yield from body
+    "Predict on a loader and yield after each batch, with the events and levels of the loop."
+    levels = () if inner else ('fit', 'epoch')
+    with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'), ExitStack() as stack:
+        learn.logger, learn.create_mbar = noop, False
+        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
+        for level in levels:
+            stack.enter_context(learn.open_level(level))
+            learn(f'before_{level}')
+        learn.dl = dl
+        learn('before_predict')
+        learn.set_loader(dl)
+        with preserved_generators(dl), torch.no_grad(), learn.open_level('validate'):
+            learn('before_validate')
+            for i, batch in learn.draw_batches():
+                learn.one_batch(i, batch)
+                yield
+        learn('after_predict')
