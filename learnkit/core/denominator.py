@@ -298,12 +298,8 @@ class LossWeights:
             self._cache_key = key
         return self._denominator
 
-    def __getstate__(self) -> dict[str, Any]:
-        "Return nothing: a copy finds it again."
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        LossWeights.__init__(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LossWeights, ()
 
 
 def find_denominator(learn: LoopLike) -> Denominator:
