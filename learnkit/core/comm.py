@@ -358,7 +358,7 @@ def launched_as(
 ) -> dict[str, str]:
     """Return the variables that the launcher has set, under torchrun's names, or an empty dict without a launcher.
 
-    The variables of torchrun take precedence over the variables of `srun`. Raises `DistributedError` if some are missing.
+    The variables of torchrun take precedence over the variables of `srun`. Raises `DistributedError` for a missing one.
 
     >>> launched_as({'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1', 'LOCAL_RANK': '1'})['RANK']
     '1'
