@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learnkit.core.errors import DistributedError
@@ -87,8 +88,6 @@ class Comm:
         "Return the value of rank 0 on every rank."
         if self.size == 1:
             return value
-        import torch.distributed as dist
-
         values = [pack(value) if self.is_first else b'']
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return value if self.is_first else unpack(values[0])
@@ -103,8 +102,6 @@ class Comm:
         Raises `DistributedError` if `what` differs between ranks."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (what, pack(value)), group=self.control)
         for rank, (other, _) in enumerate(gathered):
@@ -122,8 +119,6 @@ class Comm:
         "Return the values of all ranks on rank 0, and an empty list on other ranks."
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         collected: list[Any] = [None] * self.size if self.is_first else []
         dist.gather_object(pack(value), collected or None, group_dst=0, group=self.control)
         return [unpack(data) for data in collected]
@@ -140,8 +135,6 @@ class Comm:
         total = t.detach().to('cpu', torch.float64, copy=True).contiguous()
         if self.size == 1:
             return lambda: total
-        import torch.distributed as dist
-
         work = dist.all_reduce(total, group=self.control, async_op=True)
 
         def wait() -> Tensor:
@@ -158,8 +151,6 @@ class Comm:
         "Wait until all ranks have called this method."
         if self.size == 1:
             return
-        import torch.distributed as dist
-
         dist.barrier(group=self.control)
 
     def run_on_all(
@@ -205,9 +196,9 @@ class Comm:
                 if work.is_completed():
                     raise
                 if self._has_failed_rank():
-                    from torch.distributed import DistBackendError
-
-                    raise DistBackendError('A collective of another rank has failed.') from None
+                    raise dist.DistBackendError(
+                        'A collective of another rank has failed.'
+                    ) from None
         work.wait()
 
     def _has_failed_rank(self) -> bool:
@@ -266,8 +257,6 @@ class Comm:
         self._receive()
         if not sends:
             return
-        import torch.distributed as dist
-
         t = torch.tensor(self._list_numbers(), dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
 
@@ -283,8 +272,6 @@ class Comm:
         "Exchange the posted numbers, wait for the result, and return `numbers` of all ranks. Called between epochs."
         if self.size == 1:
             return [list(numbers)]
-        import torch.distributed as dist
-
         self._receive()
         t = torch.tensor([*self._list_numbers(), *numbers], dtype=torch.float64)
         gathered = [torch.empty_like(t) for _ in range(self.size)]
@@ -325,8 +312,6 @@ class Comm:
 
     def leave(self) -> None:
         "Destroy the control group, and the default group if `join_ranks` created it. Another call does nothing."
-        import torch.distributed as dist
-
         for name in self.variables:
             os.environ.pop(name, None)
         group, self.control, self._pending = self.control, None, None
@@ -416,8 +401,6 @@ def join_ranks(
     Uses the default process group if it exists. Otherwise creates it from the variables of torchrun or SLURM's
     `srun`. Without a launcher, the `Comm` has one rank. Raises `DistributedError` if the ranks cannot join.
     """
-    import torch.distributed as dist
-
     if not dist.is_available():
         return SINGLE_RANK
     # import now: its functions bind an existing default group as a default argument and keep it alive (torch 2.13)
@@ -472,8 +455,6 @@ def _init_default_group(
     launched: Mapping[str, str], backend: str | None, timeout: timedelta
 ) -> None:
     "Create the default process group of the launched ranks."
-    import torch.distributed as dist
-
     dist.init_process_group(
         backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'),
         timeout=timeout,
@@ -519,15 +500,13 @@ def rendezvous(
 
     A used prefix would have keys of an earlier group: torchrun's store outlives restarted processes, and the store of
     rank 0 outlives a process group, after which the same processes may join again."""
-    from torch.distributed import PrefixStore, TCPStore
-
     address = _address(launched)
     if address not in _stores:
         is_host = launched['RANK'] == '0' and not has_agent_store()
-        _stores[address] = TCPStore(*address, None, is_host, timeout, wait_for_workers=False)
+        _stores[address] = dist.TCPStore(*address, None, is_host, timeout, wait_for_workers=False)
     _n_joined[address] += 1
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
-    return PrefixStore(f'learnkit/{attempt}/{_n_joined[address]}', _stores[address])
+    return dist.PrefixStore(f'learnkit/{attempt}/{_n_joined[address]}', _stores[address])
 
 
 def has_agent_store() -> bool:
