@@ -1,4 +1,4 @@
-"""Activations that loss functions contain: what turns the outputs of a model into probabilities."""
+"""Activations of loss functions: functions that turn the outputs of a model into probabilities."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def find_activation(
 ) -> Callable[[Any], Any]:
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
-    `loss_func.activation` comes first. torch's cross-entropy has the softmax over dimension 1, its negative log
-    likelihood the exponential, and its binary cross-entropy of logits the sigmoid; predictions that are not tensors
-    stay as they are.
+    An attribute `loss_func.activation` takes precedence. The activation of torch's cross-entropy is the softmax over
+    dimension 1, of its negative log-likelihood the exponential, and of its binary cross-entropy with logits the
+    sigmoid. These functions return predictions that are not tensors unchanged.
 
     >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])
     """
     if hasattr(loss_func, 'activation'):
-        own: Callable[[Any], Any] = loss_func.activation
-        return own
+        activation: Callable[[Any], Any] = loss_func.activation
+        return activation
     loss_func = unwrap_partial(loss_func)
     for classes, functions, activate in _ACTIVATIONS:
         if isinstance(loss_func, classes) or loss_func in functions:
@@ -46,7 +46,7 @@ def _activate(f: Callable[[Tensor], Tensor], x: Any) -> Any:
     return f(x) if isinstance(x, Tensor) and x.ndim and x.is_floating_point() else x
 
 
-# torch's losses of classification, as modules and as functions, each with its activation
+# losses of torch for classification: module, functions, activation
 _ACTIVATIONS: list[tuple[Any, Any, Callable[[Tensor], Tensor]]] = [
     (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax),
     (nn.NLLLoss, (F.nll_loss,), torch.exp),
