@@ -1,1 +1,1 @@
-"""What every other package uses: errors, time, batches, random state, files, HTML."""
+"""Modules that all other packages use: errors, time, batches, random state, files, HTML."""

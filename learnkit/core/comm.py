@@ -1,4 +1,4 @@
-"""`Comm`, the process group of a training with collectives between hosts, and functions that join the ranks."""
+"""`Comm`, the collectives between the ranks of a training run, and functions that join the ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learnkit.core.errors import DistributedError
@@ -31,20 +32,20 @@ Address = tuple[str, int]
 # numbers that ranks exchange while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
 
-# time between looks at the store while a rank waits for others
+# interval at which a waiting rank checks the store for a failed rank
 STORE_INTERVAL = timedelta(seconds=0.5)
 
-# kept open, because the same processes may join again at the same address
+# stores stay open, because the same processes may join again at the same address
 _stores: dict[Address, Store] = {}
 _n_joined: Counter[Address] = Counter()
 
 
 @dataclass(eq=False)
 class Comm:
-    """Process group of a training, with this process's `rank` and the number of ranks (`size`).
+    """Collectives between the ranks of a training run, with this process's `rank` and the number of ranks (`size`).
 
-    Collectives use `control`, a gloo group between hosts, so that no accelerator is waited for. Every rank must call
-    each method in the same order. With one rank, a method returns its argument. Values are pickled, and only come
+    Collectives run on the hosts, in the gloo group `control`, and do not wait for an accelerator. Every rank must call
+    the methods in the same order. With one rank, a method returns its argument. Values are pickled, and come only
     from ranks of this job.
 
     >>> comm = SINGLE_RANK
@@ -58,8 +59,10 @@ class Comm:
     timeout_s: float = 600.0  # seconds until a rank stops waiting for another
     control: ProcessGroup | None = None
     store: Store | None = None  # store through which a failing rank notifies the others
-    is_ours: bool = False  # whether `join_ranks` created the process group, and `leave` destroys it
-    is_broken: bool = False  # whether a run has failed, after which ranks may be out of step
+    is_ours: bool = (
+        False  # True if `join_ranks` created the default group, so that `leave` destroys it
+    )
+    is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
     variables: tuple[str, ...] = ()  # environment variables set by `join_ranks`
     n_steps: int = 0  # optimizer steps of this run, equal on all ranks
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
@@ -85,8 +88,6 @@ class Comm:
         "Return the value of rank 0 on every rank."
         if self.size == 1:
             return value
-        import torch.distributed as dist
-
         values = [pack(value) if self.is_first else b'']
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return value if self.is_first else unpack(values[0])
@@ -101,8 +102,6 @@ class Comm:
         Raises `DistributedError` if `what` differs between ranks."""
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (what, pack(value)), group=self.control)
         for rank, (other, _) in enumerate(gathered):
@@ -120,8 +119,6 @@ class Comm:
         "Return the values of all ranks on rank 0, and an empty list on other ranks."
         if self.size == 1:
             return [value]
-        import torch.distributed as dist
-
         collected: list[Any] = [None] * self.size if self.is_first else []
         dist.gather_object(pack(value), collected or None, group_dst=0, group=self.control)
         return [unpack(data) for data in collected]
@@ -138,8 +135,6 @@ class Comm:
         total = t.detach().to('cpu', torch.float64, copy=True).contiguous()
         if self.size == 1:
             return lambda: total
-        import torch.distributed as dist
-
         work = dist.all_reduce(total, group=self.control, async_op=True)
 
         def wait() -> Tensor:
@@ -156,18 +151,16 @@ class Comm:
         "Wait until all ranks have called this method."
         if self.size == 1:
             return
-        import torch.distributed as dist
-
         dist.barrier(group=self.control)
 
     def run_on_all(
         self,
         f: Callable[[], T],  # function to call on this rank
     ) -> T:
-        """Call `f` on every rank, and return its result when all ranks have finished.
+        """Call `f` on every rank, and return this rank's result when all ranks have finished.
 
-        An exception on one rank is raised on all ranks: the exception itself on its rank, and a `DistributedError`
-        with its message on the others.
+        If `f` fails on a rank, this rank raises the exception, and the others raise a `DistributedError` with the
+        message of the exception.
 
         >>> SINGLE_RANK.run_on_all(lambda: 3)
         3
@@ -193,8 +186,8 @@ class Comm:
     def _wait(self, work: Any) -> None:
         """Wait for an asynchronous collective; raise torch's error if it fails, or if another rank has failed.
 
-        A rank that has failed keeps a connection open while another of its collectives runs. Without a look at the
-        store, a rank that waits on this connection would not return before the timeout."""
+        A failed rank keeps a connection open while another of its collectives runs. Without the check of the store,
+        a rank that waits on this connection would not return before the timeout."""
         end = monotonic() + self.timeout_s
         while monotonic() < end:
             try:
@@ -203,37 +196,37 @@ class Comm:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if self._another_failed():
-                    from torch.distributed import DistBackendError
-
-                    raise DistBackendError('A collective of another rank has failed.') from None
+                if self._has_failed_rank():
+                    raise dist.DistBackendError(
+                        'A collective of another rank has failed.'
+                    ) from None
         work.wait()
 
-    def _another_failed(self) -> bool:
-        """Return True if the store says that a rank has failed.
+    def _has_failed_rank(self) -> bool:
+        """Return True if the store records that a rank has failed.
 
-        The store is asked in a thread, because it does not answer if the rank that keeps it is stopped."""
+        A thread queries the store, because the store does not answer if the rank that hosts it is stopped."""
         answers: list[bool] = []
 
-        def ask() -> None:
+        def query_store() -> None:
             with suppress(RuntimeError):  # torch raises it if the connection to the store is lost
                 answers.append(self.store is not None and self.store.check(['failed']))
 
-        thread = Thread(target=ask, daemon=True)
+        thread = Thread(target=query_store, daemon=True)
         thread.start()
         thread.join(STORE_INTERVAL.total_seconds())
         return any(answers)
 
-    # -- numbers that are exchanged while a batch is computed --------------------------------------
+    # -- numbers exchanged during the next batch ---------------------------------------------------
 
     def post(
         self,
         slot: str,  # one of `SLOTS`
         value: float,  # value of this rank
     ) -> float:
-        """Post a number, and return the maximum over ranks as of the last `exchange`, equal on all ranks.
+        """Post a number for the next `exchange`, and return the slot's maximum over ranks as of the last `exchange`.
 
-        The method does not wait. With one rank, it returns `value`."""
+        The result is equal on all ranks. The method does not wait. With one rank, it returns `value`."""
         if self.size == 1:
             return value
         i = SLOTS.index(slot)
@@ -249,7 +242,7 @@ class Comm:
         slot: str,
         value: float,  # value, equal on every rank
     ) -> None:
-        "Set a slot to a value that is equal on every rank."
+        "Set a slot without communication."
         if self.size == 1:
             return
         i = SLOTS.index(slot)
@@ -257,17 +250,15 @@ class Comm:
 
     def exchange(
         self,
-        sends: bool = True,  # whether to send the posted numbers
+        sends: bool = True,  # also start to send the posted numbers
     ) -> None:
-        "Receive the numbers sent after an earlier batch, and start to send the posted numbers; called after a batch."
+        "Receive the numbers of the previous exchange, and start to send the posted numbers. Called after a batch."
         if self.size == 1:
             return
         self._receive()
         if not sends:
             return
-        import torch.distributed as dist
-
-        t = torch.tensor(self._numbers(), dtype=torch.float64)
+        t = torch.tensor(self._list_numbers(), dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
 
     @property
@@ -277,40 +268,40 @@ class Comm:
 
     def sync(
         self,
-        *numbers: float,  # further numbers of this rank
+        *numbers: float,  # additional numbers of this rank
     ) -> list[list[float]]:
-        "Exchange the posted numbers and wait, between epochs; return `numbers` of all ranks."
+        "Exchange the posted numbers, wait for the result, and return `numbers` of all ranks. Called between epochs."
         if self.size == 1:
             return [list(numbers)]
-        import torch.distributed as dist
-
         self._receive()
-        t = torch.tensor([*self._numbers(), *numbers], dtype=torch.float64)
+        t = torch.tensor([*self._list_numbers(), *numbers], dtype=torch.float64)
         gathered = [torch.empty_like(t) for _ in range(self.size)]
         dist.all_gather(gathered, t, group=self.control)
         n = len(SLOTS) + 2
         self._agree_on(torch.stack(gathered)[:, :n].amax(0).tolist())
-        return [theirs[n:].tolist() for theirs in gathered]
+        return [row[n:].tolist() for row in gathered]
 
     def reset(self, **values: float) -> None:
-        "Reset all slots for a new run, to 0 or to `values`, which are equal on all ranks."
-        self._pending = None
-        self.n_steps = 0
+        "Reset all slots for a new run: to `values`, which are equal on all ranks, or to 0."
+        self._pending, self.n_steps = None, 0
         self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._agreed)
 
-    def _numbers(self) -> list[float]:
+    def _list_numbers(self) -> list[float]:
+        "Return the numbers to exchange; the maxima of `n_steps` and `-n_steps` show whether `n_steps` is equal."
         return [*self._posted, self.n_steps, -self.n_steps]
 
     def _receive(self) -> None:
+        "Wait for the exchange in flight, if there is one, and store the maxima."
         if self._pending is None:
             return
         (work, t), self._pending = self._pending, None
         self._wait(work)
         self._agree_on(t.tolist())
 
-    def _agree_on(self, greatest: list[float]) -> None:
-        *self._agreed, most, least = greatest
+    def _agree_on(self, maxima: list[float]) -> None:
+        "Store the maxima of all slots; raise `DistributedError` if ranks have taken different numbers of steps."
+        *self._agreed, most, least = maxima
         if most + least:
             raise DistributedError(
                 f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same '
@@ -321,9 +312,7 @@ class Comm:
     # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        "Destroy the control group, and the default group if `join_ranks` created it. A second call does nothing."
-        import torch.distributed as dist
-
+        "Destroy the control group, and the default group if `join_ranks` created it. Another call does nothing."
         for name in self.variables:
             os.environ.pop(name, None)
         group = self.control
@@ -341,23 +330,23 @@ SINGLE_RANK = Comm()
 
 
 def pack(value: Any) -> bytes:
-    "Convert a value to bytes with `torch.save`; pickle cannot restore tensors of every dtype (torch 2.13)."
+    "Convert a value to bytes with `torch.save`, because pickle does not restore tensors of every dtype (torch 2.13)."
     file = BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    "Load a value packed by another rank of this job, with its tensors on the host."
+    "Load a value that another rank of this job has packed, with tensors on the CPU."
     return torch.load(BytesIO(data), map_location='cpu', weights_only=False)
 
 
 def launched_as(
     env: Mapping[str, str] | None = None,  # environment variables; None: `os.environ`
 ) -> dict[str, str]:
-    """Return the launcher's variables of this process by torchrun's names, or an empty dict without a launcher.
+    """Return the variables that the launcher has set, under torchrun's names, or an empty dict without a launcher.
 
-    torchrun's variables take precedence over variables of `srun`. Raises `DistributedError` for incomplete variables.
+    The variables of torchrun take precedence over the variables of `srun`. Raises `DistributedError` for a missing one.
 
     >>> launched_as({'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1', 'LOCAL_RANK': '1'})['RANK']
     '1'
@@ -375,7 +364,7 @@ def launched_as(
             )
         names = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
         return {**{name: env[name] for name in names}, 'LOCAL_RANK': env.get('LOCAL_RANK', '0')}
-    # srun sets this variable for the processes of a step; a batch script or an interactive shell is a single process
+    # srun sets this variable for each process of a step, but not for a batch script or an interactive shell
     if int(env.get('SLURM_STEP_NUM_TASKS', 1)) == 1:
         return {}
     return {
@@ -388,7 +377,7 @@ def launched_as(
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    "Return the address of a SLURM step's first machine."
+    "Return the address of the first machine of a SLURM step."
     nodes = env.get('SLURM_STEP_NODELIST') or env.get('SLURM_JOB_NODELIST')
     if not nodes or int(env.get('SLURM_STEP_NUM_NODES', 1)) == 1:
         return env.get('SLURM_LAUNCH_NODE_IPADDR', '127.0.0.1')
@@ -412,23 +401,21 @@ def join_ranks(
 ) -> Comm:
     """Join the processes that were launched together, and return their `Comm`.
 
-    An existing default process group is used. Otherwise a group is created from the variables of torchrun or SLURM's
+    Uses the default process group if it exists. Otherwise creates it from the variables of torchrun or SLURM's
     `srun`. Without a launcher, the `Comm` has one rank. Raises `DistributedError` if the ranks cannot join.
     """
-    import torch.distributed as dist
-
     if not dist.is_available():
         return SINGLE_RANK
-    # its functions bind the default process group at import as a default argument, and would keep it alive (torch 2.13)
+    # import now: its functions bind an existing default group as a default argument and keep it alive (torch 2.13)
     import torch.distributed.nn  # noqa: F401
 
-    was_there = dist.is_initialized()
-    launched = {} if was_there else launched_as()
-    if not was_there and not launched:
+    has_group = dist.is_initialized()
+    launched = {} if has_group else launched_as()
+    if not has_group and not launched:
         return SINGLE_RANK
 
     timeout = timedelta(seconds=timeout_s)
-    # variables that srun does not set
+    # variables to set, because srun does not set them
     variables = tuple(name for name in launched if name not in os.environ)
     if launched:
         _prepare_to_join(launched, timeout_s)
@@ -445,15 +432,15 @@ def join_ranks(
     store = dist.PrefixStore(
         f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store()
     )
-    local = int(os.environ.get('LOCAL_RANK', dist.get_rank()))
+    local_rank = int(os.environ.get('LOCAL_RANK', dist.get_rank()))
     return Comm(
         dist.get_rank(),
         dist.get_world_size(),
-        local,
+        local_rank,
         timeout_s,
         control,
         store,
-        not was_there,
+        not has_group,
         variables=variables,
     )
 
@@ -470,8 +457,7 @@ def _prepare_to_join(launched: Mapping[str, str], timeout_s: float) -> None:
 def _init_default_group(
     launched: Mapping[str, str], backend: str | None, timeout: timedelta
 ) -> None:
-    import torch.distributed as dist
-
+    "Create the default process group of the launched ranks."
     dist.init_process_group(
         backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'),
         timeout=timeout,
@@ -482,6 +468,7 @@ def _init_default_group(
 
 
 def _make_join_error(launched: Mapping[str, str], e: Exception) -> DistributedError:
+    "Return the error of a rank that cannot join an existing group, or the launched ranks."
     if not launched:
         return DistributedError(f'The processes of this group cannot make one for the hosts: {e}')
     return DistributedError(
@@ -492,7 +479,7 @@ def _make_join_error(launched: Mapping[str, str], e: Exception) -> DistributedEr
 
 
 def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
-    "Wait until rank 0 or its launcher can be reached, because torch would wait longer than the timeout."
+    "Wait until rank 0 or its launcher accepts a connection, because torch would wait longer than the timeout."
     address = _address(launched)
     end = monotonic() + timeout_s
     while True:
@@ -514,26 +501,24 @@ def rendezvous(
 ) -> Store:
     """Return the store through which the ranks join, with an unused prefix.
 
-    The prefix must be unused because torchrun's store outlives restarted processes, and the store of rank 0 outlives
-    a process group: the same processes may join again."""
-    from torch.distributed import PrefixStore, TCPStore
-
+    A used prefix would have keys of an earlier group: torchrun's store outlives restarted processes, and the store of
+    rank 0 outlives a process group, after which the same processes may join again."""
     address = _address(launched)
     if address not in _stores:
         is_host = launched['RANK'] == '0' and not has_agent_store()
-        _stores[address] = TCPStore(*address, None, is_host, timeout, wait_for_workers=False)
+        _stores[address] = dist.TCPStore(*address, None, is_host, timeout, wait_for_workers=False)
     _n_joined[address] += 1
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
-    return PrefixStore(f'learnkit/{attempt}/{_n_joined[address]}', _stores[address])
+    return dist.PrefixStore(f'learnkit/{attempt}/{_n_joined[address]}', _stores[address])
 
 
 def has_agent_store() -> bool:
-    "Return True if torchrun's agent hosts the store, which then outlives every rank."
+    "Return True if torchrun's agent hosts the store, so that the store outlives every rank."
     return os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
 
 
 def has_joined() -> bool:
-    "Return True if this process has ever joined ranks started by a launcher."
+    "Return True if this process has joined the ranks of a launcher, now or earlier."
     return bool(_stores)
 
 

@@ -1,4 +1,4 @@
-"""Context managers: one replaces the value of an attribute, one pauses Python's garbage collector."""
+"""Context managers that replace the value of an attribute, and pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class replacing_yield:
 def paused_collection() -> Iterator[None]:
     """Pause Python's garbage collector, for imports.
 
-    Importing torch creates so many objects that the collector runs again and again, finds next to no garbage, and takes
-    a fifth of the time.
+    Importing torch creates so many objects that the collector runs many times. It finds almost no garbage, and takes a
+    fifth of the import time.
 
     >>> with paused_collection(): print(gc.isenabled())
     False

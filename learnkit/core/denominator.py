@@ -1,7 +1,8 @@
-"""Denominators of mean losses: the number of samples, of targets, of targets not ignored, or the sum of class weights.
+"""Denominators of mean losses: the number that a loss function divides the sum of its terms by.
 
-Batches are weighted by the denominator in the loss of an epoch and in the gradients of microbatches, accumulated
-batches and ranks. Only with these weights does the mean over batches equal the loss of all batches together."""
+The denominator is the number of samples, of targets, of targets that are not ignored, or the sum of class weights.
+It is the weight of a batch in the loss of an epoch, and in the gradients of microbatches, accumulated batches and
+ranks. Only with these weights does the mean over batches equal the loss of all batches together."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ __all__ = [
     'denominator_of_model',
 ]
 
-MAX_LIST = 128  # maximum number of targets for which counting in a list is fastest
+MAX_LIST = 128  # up to this number of targets, counting in a list is faster than with NumPy
 IGNORED = -100  # torch's default `ignore_index`
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -60,37 +61,38 @@ ELEMENT_FUNCTIONS = (
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )
+# a `functools.partial` with other keywords is not recognized
 KEYWORDS = {'weight', 'ignore_index', 'reduction', 'label_smoothing', 'pos_weight', 'beta', 'delta'}
 
 
 class Denominator:
-    "Base class of denominators of a batch's mean loss."
+    "Base class of the denominators of a batch's mean loss."
 
     def varies(self, yb: tuple[Any, ...]) -> bool:
         "Return True if batches of equal size may have different denominators."
         return False
 
     def count(self, yb: tuple[Any, ...]) -> Any:
-        "Return the denominator, on the device of the targets; None for the number of samples."
+        "Return the denominator, a number or a tensor on the device of the targets; None for the number of samples."
         return None
 
     def look(self, yb: tuple[Any, ...]) -> None:
-        "Warn once if the denominator is unknown; the check copies targets from their device."
+        "Warn once if the denominator is unknown. The check synchronizes with the device of the targets."
 
 
 class Samples(Denominator):
-    "Average over the samples."
+    "Denominator of a mean over the samples."
 
 
 class Elements(Denominator):
-    "Average over all elements of the targets."
+    "Denominator of a mean over all elements of the targets."
 
     def count(self, yb: tuple[Any, ...]) -> Any:
         return yb[0].numel() if yb and isinstance(yb[0], Tensor) else None
 
 
 class Tokens(Denominator):
-    "Average over the targets that are not `ignore_index`."
+    "Denominator of a mean over the targets that are not `ignore_index`."
 
     def __init__(self, ignore_index: int = IGNORED) -> None:
         self.ignore_index = ignore_index
@@ -103,36 +105,37 @@ class Tokens(Denominator):
 
 
 class ClassTargets(Denominator):
-    "Average like cross-entropy: over the class numbers that are not ignored, or by class weights."
+    "Denominator of cross-entropy: the number of targets that are not ignored, or the sum of their class weights."
 
     def __init__(
         self,
-        options: nn.Module | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`; may change
+        options: nn.Module
+        | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`, read for each batch
         axis: int = 1,  # class dimension of probabilities
     ) -> None:
         self.axis = axis
         self.options, self.is_module = options, isinstance(options, nn.Module)
 
-    def _values(self) -> Mapping[str, Any]:
+    def _read_options(self) -> Mapping[str, Any]:
         return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]
 
     @property
     def ignore_index(self) -> int:
-        return int(self._values().get('ignore_index', IGNORED))
+        return int(self._read_options().get('ignore_index', IGNORED))
 
     def varies(self, yb: tuple[Any, ...]) -> bool:
-        return has_class_numbers(yb) and self._values().get('reduction', 'mean') == 'mean'
+        return has_class_numbers(yb) and self._read_options().get('reduction', 'mean') == 'mean'
 
     def count(self, yb: tuple[Any, ...]) -> Any:
         if not yb or not isinstance(yb[0], Tensor):
             return None
-        targ, values = yb[0], self._values()
+        targ, values = yb[0], self._read_options()
         reduction = values.get('reduction', 'mean')
         if reduction == 'sum':
             return None
         if reduction != 'mean' or targ.dtype.is_floating_point:
             return self._count_rows(targ)
-        # access by `_buffers` is ten times as fast as access by attribute
+        # `_buffers` is ten times as fast as access by attribute
         tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
@@ -140,7 +143,7 @@ class ClassTargets(Denominator):
         return sum_of_weights(targ, ignore_index, weight)
 
     def _count_rows(self, targ: Tensor) -> int:
-        "Return the number of targets given as probabilities, or of unreduced losses."
+        "Return the number of losses: targets that are class numbers, or class probabilities over `axis`."
         if not targ.is_floating_point():
             return targ.numel()
         axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
@@ -148,11 +151,11 @@ class ClassTargets(Denominator):
 
 
 class ModelTargets(Denominator):
-    "Average over the labels that are not -100, as Hugging Face models do for their own loss."
+    "Denominator of the loss that Hugging Face models compute: the number of labels that are not -100."
 
     def __init__(
         self,
-        is_shifted: bool,  # whether tokens predict the next token: the first label is unused
+        is_shifted: bool,  # True if tokens predict the next token, so that the first label is unused
     ) -> None:
         self.is_shifted = is_shifted
 
@@ -169,7 +172,7 @@ class ModelTargets(Denominator):
 
 
 class Unknown(Denominator):
-    "Unknown denominator: samples are assumed, with a warning if targets of -100 are present."
+    "Unknown denominator: the number of samples is assumed, with a warning if a target is -100."
 
     def __init__(
         self,
@@ -198,8 +201,8 @@ class Unknown(Denominator):
 def denominator_of(loss_func: Any) -> Denominator:
     """Return the denominator of a loss function's mean.
 
-    torch's losses are recognized as classes, as functions and as `functools.partial` with keywords. Any other loss
-    may define a method `loss_denominator()`.
+    Losses of torch are recognized: modules, functions, and a `functools.partial` of a function with keywords. Any other
+    loss may define a method `loss_denominator()`, which returns a `Denominator`.
 
     >>> denominator_of(nn.CrossEntropyLoss()).count((torch.tensor([[1, -100], [0, 2]]),))
     3
@@ -209,9 +212,9 @@ def denominator_of(loss_func: Any) -> Denominator:
     6
     """
     loss_func = getattr(loss_func, '_orig_mod', loss_func)  # the module that torch.compile wraps
-    own = getattr(loss_func, 'loss_denominator', None)
-    if own is not None:
-        return own()
+    make_denominator = getattr(loss_func, 'loss_denominator', None)
+    if make_denominator is not None:
+        return make_denominator()
     if isinstance(loss_func, CLASS_LOSSES) and has_forward_of(loss_func, CLASS_LOSSES):
         return ClassTargets(loss_func)
     if isinstance(loss_func, ELEMENT_LOSSES) and has_forward_of(loss_func, ELEMENT_LOSSES):
@@ -235,16 +238,16 @@ def denominator_of(loss_func: Any) -> Denominator:
 
 
 def has_forward_of(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    "Return True if a module has the unchanged `forward` of one of these classes."
+    "Return True if a module's `forward` is inherited from one of `classes` without a change."
     return any(type(module).forward is cls.forward for cls in classes)
 
 
 def denominator_of_model(model: nn.Module) -> Denominator:
-    "Return the denominator of a loss that the model computes itself."
+    "Return the denominator of a loss that the model computes."
     model = getattr(model, '_orig_mod', model)
     name = type(model).__name__
     if takes_batches(model):
-        return Samples()  # as Composer weighs microbatches
+        return Samples()  # Composer weights microbatches by their number of samples
     if type(model).forward.__module__.partition('.')[0] not in ('transformers', 'peft'):
         return Unknown(f'the own loss of {name}')
     is_decoder = not getattr(getattr(model, 'config', None), 'is_encoder_decoder', False)
@@ -255,77 +258,75 @@ def denominator_of_model(model: nn.Module) -> Denominator:
 
 
 class LossWeights:
-    """What a batch weighs in a mean of losses, so that the parts of a batch add up to the whole.
+    """Weights of batches in a mean of losses, so that the weighted mean over parts equals the loss of the whole.
 
-    Most losses are means over samples; cross-entropy is one over the targets that are not ignored,
-    by their class weights. `weight_func` takes precedence.
+    The weight of a batch is the denominator of the loss. `Learner(weight_func=...)` takes precedence. A copy or a
+    pickled object finds the denominator again.
     """
 
     def __init__(self) -> None:
-        # the loss, `weight_func` and class of the model that the denominator was found for
-        self._asked: tuple[Any, Any, Any] = None, None, None
+        # loss function, `weight_func` and class of the model that `_denominator` belongs to
+        self._cache_key: tuple[Any, Any, Any] = None, None, None
         self._denominator: Denominator | None = None
 
     def is_sum(self, learn: LoopLike) -> bool:
-        "Return True if the loss adds up over samples, and is not their mean."
-        of_partial = getattr(learn.loss_func, 'keywords', {}).get('reduction')
-        return bool(getattr(learn.loss_func, 'reduction', of_partial) == 'sum')
+        "Return True if the loss is a sum over samples instead of a mean."
+        keyword = getattr(learn.loss_func, 'keywords', {}).get('reduction')
+        return bool(getattr(learn.loss_func, 'reduction', keyword) == 'sum')
 
     def are_samples(self, learn: LoopLike) -> bool:
-        "Return True if batches with as many samples weigh the same."
+        "Return True if batches with the same number of samples have the same weight."
         if callable(learn.weight_func):
             return False
         return learn.callbacks.average_samples() or not self.denominator(learn).varies(learn.yb)
 
     def weigh_batch(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
-        "Return the weight of a batch, or a part of one: a number, or a tensor on its device."
+        "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         weight = None
         if callable(learn.weight_func):
             weight = learn.weight_func(xb, yb)
         elif not (learn.training and learn.callbacks.average_samples()):
             denominator = self.denominator(learn)
             if not learn.iter:
-                denominator.look(yb)  # once a pass: it may wait for the device
+                denominator.look(
+                    yb
+                )  # only for the first batch, because it synchronizes with the device
             weight = denominator.count(yb)
         return find_bs(xb, yb, learn.size_func) if weight is None else weight
 
     def denominator(self, learn: LoopLike) -> Denominator:
-        "Return what the loss averages over, found once for a loss function."
-        asked = learn.loss_func, learn.weight_func, learn.model.__class__
-        if self._denominator is None or asked != self._asked:
+        "Return the denominator of the loss, which is found once for each loss function."
+        key = learn.loss_func, learn.weight_func, learn.model.__class__
+        if self._denominator is None or key != self._cache_key:
             self._denominator = find_denominator(learn)
-            self._asked = asked
+            self._cache_key = key
         return self._denominator
 
-    def __getstate__(self) -> dict[str, Any]:
-        "Return nothing: a copy finds it again."
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        LossWeights.__init__(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LossWeights, ()
 
 
 def find_denominator(learn: LoopLike) -> Denominator:
-    "Return what the loss of a Learner averages over."
+    "Return the denominator of a Learner's loss."
     if learn.weight_func == 'samples':
         return Samples()
     if learn.loss_func is None:
-        of_loss = denominator_of_model(learn.model)
+        denominator = denominator_of_model(learn.model)
     else:
-        of_loss = denominator_of(learn.loss_func)
+        denominator = denominator_of(learn.loss_func)
     if learn.weight_func != 'tokens':
-        return of_loss
-    return Tokens(of_loss.ignore_index) if isinstance(of_loss, ClassTargets) else Tokens()
+        return denominator
+    return Tokens(denominator.ignore_index) if isinstance(denominator, ClassTargets) else Tokens()
 
 
 def check_is_mean(
     learn: LoopLike,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
-    """Raise `LossError` if a loss function of unknown reduction adds up over samples, and parts would be averaged.
+    """Raise `LossError` if a loss function of unknown reduction is a sum over samples.
 
-    The loss of the batch is compared with the losses of its halves. A function that says `reduction = 'sum'`, in an
-    attribute, is added up.
+    The losses of the parts of a batch would be averaged. The check compares the loss of the batch with the losses of
+    its halves. A function with an attribute `reduction = 'sum'` is known to be a sum, and is not checked.
     """
     loss_func = learn.loss_func
     weights = learn.loss_weights
@@ -344,7 +345,7 @@ def check_is_mean(
                 with preserved_rng():
                     losses.append(float(loss_func(pred[part], *(t[part] for t in yb))))
     except Exception:
-        return  # the loss of the whole batch raises its own error
+        return  # the loop raises the error of the loss function
     whole, first, second = losses
     mean = (half * first + (n - half) * second) / n
     if not isclose(whole, first + second, rel_tol=1e-3) or isclose(whole, mean, rel_tol=1e-2):
@@ -391,15 +392,15 @@ def count_targets(
 def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | Tensor:
     "Return the sum of the class weights of the targets that are not `ignore_index`."
     targ = targ.detach().long()
-    counts = targ != ignore_index
+    is_counted = targ != ignore_index
     dtype = torch.float32 if targ.device.type == 'mps' else torch.float64
-    own = weight.detach().to(targ.device, dtype)[torch.where(counts, targ, 0)]
-    total = torch.where(counts, own, 0).sum()
+    weights = weight.detach().to(targ.device, dtype)[torch.where(is_counted, targ, 0)]
+    total = torch.where(is_counted, weights, 0).sum()
     return total.item() if total.is_cpu else total
 
 
 def has_ignored(yb: tuple[Any, ...]) -> bool:
-    "Return True if an integer target is -100; the check waits for the device."
+    "Return True if an integer target is -100. The check synchronizes with the device."
     numbers = [
         t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed
     ]

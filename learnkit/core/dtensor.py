@@ -1,4 +1,4 @@
-"""Functions for torch's DTensors: detection, gathering, sharding like another tensor, and norms."""
+"""Functions for DTensors, the sharded tensors of torch: gathering, sharding like another tensor, and norms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
     'sum_of_parts',
 ]
 
-# of each active strategy: mesh of accelerators, process group of the hosts, and mesh of the hosts
+# for each active strategy: mesh of accelerators, process group of the hosts, mesh of the hosts
 _host_meshes: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 
 
@@ -68,17 +68,13 @@ def local_shard(t: Any) -> Any:
         return t.to_local()
 
 
-def local_shards(tensors: Iterable[Any]) -> list[Any]:
-    "Return this rank's shards of tensors, for elementwise operations, which are faster on shards."
-    return (
-        list(map(local_shard, tensors))
-        if 'torch.distributed.tensor' in sys.modules
-        else list(tensors)
-    )
+def locals_of(tensors: Iterable[Any]) -> list[Any]:
+    "Return this rank's shards of tensors. Elementwise operations are faster on shards than on DTensors."
+    return list(map(local, tensors)) if 'torch.distributed.tensor' in sys.modules else list(tensors)
 
 
 def cut_again(model: nn.Module) -> None:
-    "Free the full parameters gathered by a forward pass, so that the model's parameters are shards again."
+    "Reshard the parameters of an FSDP model, which frees the full parameters that a forward pass has gathered."
     if 'torch.distributed.fsdp' not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule
@@ -109,11 +105,11 @@ def whole_state(state: Any) -> Any:
 
 def distribute_like(
     value: Any,  # full or sharded tensor; any other value is returned unchanged
-    own: Any,  # tensor of the same shape
+    own: Any,  # tensor of the same shape, full or sharded
 ) -> Any:
-    """Shard or gather a value like another tensor, as a copy on that tensor's device.
+    """Shard or gather a value like the tensor `own`, as a copy on the device of `own`.
 
-    If `own` is a full tensor, a sharded value is gathered, which all ranks must call."""
+    All ranks must call it if `own` is a full tensor and the value is sharded, because the value is gathered."""
     if not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     if not is_dtensor(own):
@@ -137,7 +133,7 @@ def part_of(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
 
 
 def _make_dtensor(shard: Tensor, mesh: DeviceMesh, template: Any) -> DTensor:
-    "Return a DTensor of a local shard, with the placements, shape and strides of `template`."
+    "Return a DTensor from a local shard, with the placements, shape and strides of `template`."
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -151,7 +147,7 @@ def _make_dtensor(shard: Tensor, mesh: DeviceMesh, template: Any) -> DTensor:
 
 
 def on_host(t: Any, mine: Tensor) -> Any:
-    "Return a DTensor on the host, sharded like `t`, with the local shard `mine`."
+    "Return a DTensor on the host that is sharded like `t`, from this rank's shard `mine`."
     return _make_dtensor(mine, host_mesh(t.device_mesh), t)
 
 
@@ -170,7 +166,7 @@ def empty_on_host(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    "Return the mesh of the ranks' hosts. Raises `DistributedError` for a mesh that was closed."
+    "Return the mesh of hosts of a mesh of accelerators; raise `DistributedError` after `close_hosts`."
     if mesh.device_type == 'cpu':
         return mesh
     # the last of equal meshes is the mesh of the active strategy
@@ -185,7 +181,7 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def open_hosts(
     mesh: DeviceMesh,
-    group: Any,  # process group of the same ranks between their hosts
+    group: Any,  # process group of the same ranks on the hosts
 ) -> None:
     "Register the mesh of hosts of a mesh of accelerators, until `close_hosts`."
     if mesh.device_type == 'cpu':

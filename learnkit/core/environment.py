@@ -44,6 +44,7 @@ def _find_version(package: str) -> str:
 
 
 def _describe_devices() -> list[str]:
+    "Return lines with the CPU and the GPUs."
     import torch
 
     lines = [f'CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch']

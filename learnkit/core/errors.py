@@ -1,7 +1,7 @@
 """Exceptions of the package: errors derived from `LearnkitError`, and cancel exceptions that control the loop.
 
-The message of a `LearnkitError` names what was wrong, where, and the fix. A `CancelException` is not an error: raised
-in a callback, it skips the rest of a level of the loop (see the table in `learnkit.engine.events`)."""
+The message of a `LearnkitError` names what was wrong, where, and the fix. A `CancelException` is not an error: a
+callback raises it to skip the rest of a level of the loop (see the table in `learnkit.engine.events`)."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ __all__ = [
 
 
 class CancelException(Exception):
-    """Base of the exceptions that skip the rest of one level of the loop.
+    """Base class of the exceptions that skip the rest of one level of the loop.
 
-    A callback raises one of the seven subclasses: `raise CancelBatchException`. The level's `after_cancel_...` event
-    follows, then its `after_...` event, and then the loop continues after the level. If no such level is open, the
-    loop raises `CancelError`.
+    A callback raises one of the seven subclasses: `raise CancelBatchException`. The `after_cancel_...` event of the
+    level follows, then its `after_...` event, and then the loop continues after the level. If the level is not open,
+    the loop raises `CancelError`.
 
     >>> [cls.level for cls in CancelException.__subclasses__()]
     ['backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit']
@@ -198,7 +198,7 @@ def did_you_mean(
 
 
 def add_note(e: BaseException, note: str) -> None:
-    "Add a note to an exception, unless the exception refuses it."
+    "Add a note to an exception; do nothing if the exception does not accept notes."
     try:
         e.add_note(note)
     except Exception:
@@ -206,7 +206,7 @@ def add_note(e: BaseException, note: str) -> None:
 
 
 class LearnkitError(Exception):
-    """Base of every error that learnkit raises itself.
+    """Base class of the errors that learnkit raises.
 
     The message names what was wrong, where, and the fix. Most errors also derive from a built-in error, such as
     `ValueError`.
@@ -230,7 +230,7 @@ class CallbackError(LearnkitError, TypeError):
 
 
 class UnknownEventError(CallbackError):
-    """An event was named that does not exist.
+    """A callback names an event that does not exist.
 
     >>> from learnkit import Callback
     >>> Callback(befor_fit=print)
@@ -240,7 +240,7 @@ class UnknownEventError(CallbackError):
 
 
 class OrderError(CallbackError):
-    """`run_before` or `run_after` contradicts `order`, or makes a cycle.
+    """`run_before` or `run_after` of callbacks contradicts `order`, or forms a cycle.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -254,7 +254,7 @@ class OrderError(CallbackError):
 
 
 class CancelError(LearnkitError, RuntimeError):
-    """A cancel exception was raised while no such level was open.
+    """A cancel exception was raised while its level was not open.
 
     The table in `learnkit.engine.events` lists the open levels at each event.
 
@@ -281,7 +281,7 @@ class LoaderError(LearnkitError, ValueError):
 
 
 class EmptyLoaderError(LoaderError):
-    """A loader gave no batch.
+    """A loader has no batches.
 
     >>> from learnkit import DataLoaders
     >>> DataLoaders([])
@@ -325,7 +325,7 @@ class MetricError(LearnkitError, ValueError):
 
 
 class OptimizerError(LearnkitError, ValueError):
-    """An optimizer cannot be made or used with this model.
+    """An optimizer cannot be created, or cannot be used with this model.
 
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(lr=-0.1).create_opt()
@@ -385,7 +385,7 @@ class ScheduleError(OptionError):
 
 
 class WeightsError(LearnkitError, ValueError):
-    """A file of weights cannot be read, or belongs to another model; nothing was loaded.
+    """A file of weights cannot be read, or contains the weights of another model; nothing was loaded.
 
     >>> import tempfile
     >>> from torch import nn
@@ -434,7 +434,7 @@ class DamagedError(CheckpointError):
 class FolderInUseError(CheckpointError):
     """Another run is writing its checkpoints into the folder.
 
-    The lock is released when its process ends, for any reason. A remaining file `.lock` has no effect.
+    The lock is released when the process that holds it ends, for any reason. A remaining file `.lock` has no effect.
 
     >>> import tempfile
     >>> from learnkit.core.files import FolderLock

@@ -1,4 +1,4 @@
-"""Files and folders: atomic writing, checks, and `FolderLock`, which keeps two runs from writing to one folder."""
+"""Files and folders: atomic writes, checks, and `FolderLock`, a lock that only one run at a time holds on a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _writing: set[Path] = set()  # temporary files that this process is writing
 def atomic_write(
     path: str | Path,  # path of the file; missing parent folders are created
 ) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, to be written in the block, and rename it to `path` afterwards.
+    """Yield a temporary path in the folder of `path`; after the block has written it, rename it to `path`.
 
     `path` always holds either the complete old content or the complete new content: the temporary file is flushed to
     disk and renamed, then the folder is flushed. If the block or any of these steps fails, the temporary file is
@@ -100,12 +100,12 @@ def check_file(path: Path) -> None:
 
 def check_folder(
     folder: Path,  # the folder; it and its parent folders are created if missing
-    keep_new: bool = False,  # whether a folder that was missing is kept
+    keep_new: bool = False,  # keep a folder that was missing
 ) -> None:
     "Raise `OptionError` if a folder cannot be written; a folder that was missing is removed again."
     is_new = not folder.exists()
     try:
-        check_writable(folder / '.writable')  # a name that no folder in it is likely to have
+        check_writable(folder / '.writable')  # a subfolder is unlikely to have this name
     except OSError as e:
         raise OptionError(f'{folder} cannot be written: {e}.') from None
     if is_new and not keep_new:
@@ -113,7 +113,7 @@ def check_folder(
 
 
 def check_folder_name(
-    folder: str | os.PathLike[str],  # argument of a user
+    folder: str | os.PathLike[str],  # option of a callback
 ) -> Path:
     "Return the path of a folder; raise `OptionError` for an empty name and for other types."
     if isinstance(folder, (str, os.PathLike)) and str(folder).strip():
@@ -122,13 +122,13 @@ def check_folder_name(
 
 
 def unused_path(path: Path) -> Path:
-    "Return the path, or a numbered one if the file exists."
+    "Return `path` if it does not exist, or else the first unused path with a number, such as `trace-2.json`."
     numbered = (path.with_name(f'{path.stem}-{i}{path.suffix}') for i in count(2))
     return path if not path.exists() else next(p for p in numbered if not p.exists())
 
 
 def sweep(
-    folder: str | Path,  # folder that no other machine writes to: hold its lock
+    folder: str | Path,  # folder whose lock is held, so that no other machine writes to it
 ) -> list[Path]:
     """Remove temporary files in `folder` left by processes that have ended, and return their paths.
 
@@ -151,33 +151,33 @@ def sweep(
 
 
 def _is_running(pid: int) -> bool:
-    "Return False if a process has certainly ended."
+    "Return False if a process has ended for certain."
     if os.name == 'nt':
-        return True  # on Windows os.kill would end the process
+        return True  # os.kill ends the process on Windows
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # the process of another user
+        pass  # another user owns the process
     return True
 
 
 def _make_temporary_path(path: Path) -> Path:
-    # torch.save writes the file name without its suffix into the file: only the suffix may be random
+    # only the suffix may be random, because torch.save writes the file name without the suffix into the file
     return path.with_name(f'.{path.name[:40]}.tmp-{os.getpid()}-{secrets.token_hex(4)}')
 
 
 def flush_file(path: Path) -> None:
-    "Let a file's bytes reach the disk."
+    "Flush a file to disk."
     with path.open('rb+') as f:
         os.fsync(f.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    "Flush the directory entries of a folder to disk, if the file system supports it."
+    "Flush the entries of a folder to disk, if the file system supports it."
     if os.name == 'nt':
-        return  # Windows cannot open folders
+        return  # Windows cannot open a folder
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -192,9 +192,9 @@ def flush_folder(folder: Path) -> None:
 class FolderLock:
     """Lock that one run at a time holds on a folder: `with FolderLock(folder): ...`, or `acquire` and `release`.
 
-    The lock is a `filelock.FileLock` of the file `.lock` in the folder, which names the owner. The lock is released
-    when the process ends, for any reason: forked workers do not keep the lock, and a remaining file `.lock` has no
-    effect. On a file system without locks, the folder is not locked, and a warning is issued.
+    The lock is a `filelock.FileLock` of the file `.lock` in the folder. The file contains the owner's name. The lock is
+    released when the process ends, for any reason: forked workers do not keep the lock, and a remaining file `.lock`
+    has no effect. On a file system without locks, `acquire` issues a warning and does not lock the folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
@@ -210,16 +210,17 @@ class FolderLock:
     def acquire(self) -> Self:
         """Create the folder if missing, and lock it; do nothing if this lock is held.
 
-        Raises `FolderInUseError`, which names the owner, and `OSError` for a folder that is not writable."""
-        from filelock import FileLock, Timeout  # only runs that write checkpoints need it
+        Raises `FolderInUseError` with the owner's name if another run holds the lock, and `OSError` for a folder that
+        is not writable."""
+        from filelock import FileLock, Timeout  # imported only by runs that write checkpoints
 
         if self.held:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / '.lock'
         try:
-            with _waiting_signals():
-                # a new one, as a lock from before a fork cannot be acquired in the child
+            with _delayed_signals():
+                # a new lock, because a child process cannot acquire a lock made before the fork
                 self._lock = FileLock(path, timeout=0, thread_local=False, on_acquired=_write_owner)
                 self._lock.acquire()
         except Timeout:
@@ -236,7 +237,7 @@ class FolderLock:
 
     def release(self) -> None:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
-        with _waiting_signals():
+        with _delayed_signals():
             if self._lock is not None:
                 self._lock.release()
 
@@ -256,7 +257,7 @@ class FolderLock:
     def _make_error(self) -> FolderInUseError:
         try:
             owner = (self.folder / '.lock').read_text(errors='replace')
-        except OSError:  # Windows does not read a locked file
+        except OSError:  # a locked file cannot be read on Windows
             owner = ''
         owner = owner.replace(_get_process_name(), 'this process')
         return FolderInUseError(
@@ -266,19 +267,19 @@ class FolderLock:
 
 
 @contextmanager
-def _waiting_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait, whichever thread the system gives them to.
+def _delayed_signals() -> Iterator[None]:
+    """Delay Ctrl-C and SIGTERM until the end of the block.
 
-    filelock would lose a lock that it was interrupted in taking or giving back, and its own locks, for which other
-    threads would wait forever, where it was interrupted in between."""
-    if threading.current_thread() is not threading.main_thread():  # Python's handlers run there
+    An interrupt within filelock would lose a lock that is being acquired or released, or would leave filelock's
+    internal locks held, so that other threads wait forever."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread
         yield
         return
     received: list[int] = []
     handlers = {
         n: handler
         for n in (signal.SIGINT, signal.SIGTERM)
-        if (handler := signal.getsignal(n)) is not None  # None: installed by code in C
+        if (handler := signal.getsignal(n)) is not None  # None: the handler was installed by C code
     }
     try:
         for n in handlers:
@@ -286,12 +287,14 @@ def _waiting_signals() -> Iterator[None]:
         yield
     finally:
         run_all(partial(signal.signal, n, handler) for n, handler in handlers.items())
-        for number in sorted(set(received), reverse=True):  # SIGTERM first: it may set a flag only
+        for number in sorted(
+            set(received), reverse=True
+        ):  # SIGTERM first: its handler may only set a flag
             signal.raise_signal(number)
 
 
 def _write_owner(fd: int) -> None:
-    "Write which process locked the file, and since when."
+    "Write the process that locked the file, and the time."
     os.ftruncate(fd, 0)
     time = f'{datetime.now():%Y-%m-%d %H:%M:%S}'
     os.write(fd, f'{_get_process_name()} has been writing there since {time}'.encode())

@@ -1,10 +1,11 @@
-"""Hints for names that other libraries use: keywords of calls, classes, and functions given by their name."""
+"""Hints for keywords and classes that have another name in other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import wraps
 from inspect import CO_VARKEYWORDS
+from itertools import chain
 from typing import Any, TypeVar
 
 from learnkit.core.errors import did_you_mean
@@ -13,7 +14,7 @@ __all__ = ['check_keywords', 'suggest_keyword', 'suggest_class']
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# the package's name of a parameter, and the names that other libraries give it
+# name of a parameter in this package: names in other libraries
 _KEYWORDS = {
     'n_epoch': 'epochs n_epochs num_epochs max_epochs num_train_epochs epoch',
     'cbs': 'callbacks callback cb',
@@ -39,13 +40,13 @@ _KEYWORDS = {
     'active': 'steps n_steps',
     'resume': 'resume_from resume_from_checkpoint ckpt_path checkpoint',
 }
-# values of parameters whose values have other names too
+# values of parameters whose values have other names in other libraries
 _VALUES = {'comp': "'less' or 'greater'"}
 _BEST_WEIGHTS = (
     '`SaveModelCallback()` saves the weights when they improve, and loads the best at the end of the fit; '
     'with `every_epoch=True` it saves every epoch, with `at_end=True` it keeps the last weights.'
 )
-# parameters that belong to another call
+# parameters of another call, and names without an equal parameter: sentence to show
 _ELSEWHERE = {
     'device': 'The device belongs to the data: `DataLoaders(..., device=...)`.',
     'bs': 'The batch size belongs to the data: `DataLoaders.from_tensors(..., bs=...)`.',
@@ -58,7 +59,7 @@ _ELSEWHERE = {
     'load_best_model_at_end': _BEST_WEIGHTS,
     'verbose': '`with learn.no_bar():` shows no bar and no rows.',
 }
-# classes of other libraries, and what takes their place here
+# class of another library: class of this package with the same purpose
 _CLASSES = {
     'Trainer': 'Learner',
     'LightningModule': 'Learner',
@@ -96,14 +97,14 @@ def suggest_keyword(
     >>> suggest_keyword('metrcs', ['dls', 'metrics'])
     ' Did you mean `metrics`?'
     """
-    for own, others in _KEYWORDS.items():
-        if own in known and name in others.split():
-            values = f', {_VALUES[own]}' if own in _VALUES else ''
-            return f' Write `{own}=`{values}.'
-    own_names = [own for own, others in _KEYWORDS.items() if name in (own, *others.split())]
-    for own in [name, *own_names]:
-        if own in _ELSEWHERE and own not in known:
-            return f' {_ELSEWHERE[own]}'
+    for keyword, others in _KEYWORDS.items():
+        if keyword in known and name in others.split():
+            values = f', {_VALUES[keyword]}' if keyword in _VALUES else ''
+            return f' Write `{keyword}=`{values}.'
+    keywords = [keyword for keyword, others in _KEYWORDS.items() if name in others.split()]
+    for keyword in [name, *keywords]:
+        if keyword in _ELSEWHERE and keyword not in known:
+            return f' {_ELSEWHERE[keyword]}'
     return did_you_mean(name, known)
 
 
@@ -116,19 +117,18 @@ def suggest_class(
     >>> suggest_class('EarlyStopping', {'learnkit.callbacks': ['EarlyStopping']})
     ' Write `from learnkit.callbacks import EarlyStopping`.'
     """
-    own = _CLASSES.get(name, name)
-    package = next((package for package, names in packages.items() if own in names), '')
-    if package:
-        return f' Write `from {package} import {own}`.'
-    known = {known: package for package, names in packages.items() for known in names}
-    return did_you_mean(name, known)
+    class_name = _CLASSES.get(name, name)
+    for package, names in packages.items():
+        if class_name in names:
+            return f' Write `from {package} import {class_name}`.'
+    return did_you_mean(name, chain.from_iterable(packages.values()))
 
 
 def check_keywords(f: F) -> F:
-    "Decorate a function to name the right keyword in the `TypeError` for an unknown one."
+    "Decorate a function so that the `TypeError` for an unknown keyword has a hint."
     code = f.__code__
     if code.co_flags & CO_VARKEYWORDS:
-        return f  # passes the others on
+        return f  # accepts every keyword
     known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
     @wraps(f)

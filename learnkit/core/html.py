@@ -1,7 +1,7 @@
 """Tables as HTML and text, and updatable outputs for notebooks.
 
 All table contents are escaped. Tables use the page's colors, light or dark, with gray borders that are visible on both.
-A saved notebook needs no other files, and holds a plain-text version of each output."""
+A saved notebook needs no other files, and contains a plain-text version of each output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     'text_table',
 ]
 
-MAX_ROWS = 60  # of a table; a saved notebook stays small
+MAX_ROWS = 60  # maximum number of rows of a table, which keeps a saved notebook small
 _LINE = 'thin solid rgba(128,128,128,.4)'
 
 
@@ -34,7 +34,7 @@ def table(
     head: Sequence[str],  # names of the columns
     rows: Iterable[Sequence[Any]],  # rows of values; columns of numbers are right-aligned
     title: str = '',  # title above the table
-    max_rows: int = MAX_ROWS,  # maximum number of rows; of more, the first and last are shown
+    max_rows: int = MAX_ROWS,  # maximum number of rows; of a longer table, the first and last rows are shown
 ) -> str:
     """Return an HTML table.
 
@@ -55,7 +55,7 @@ def table(
 
 
 def text_table(
-    rows: Iterable[Sequence[str]],  # rows of cells, the head among them
+    rows: Iterable[Sequence[str]],  # rows of cells, including the header
     right: Container[int] = (),  # indices of right-aligned columns
 ) -> str:
     """Return aligned columns as text.
@@ -99,7 +99,7 @@ def html_row(
     cells: Iterable[str],  # contents of the cells
     sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
     style: str = '',  # CSS of each cell
-    last_style: str = '',  # CSS of the last cell, besides `style`
+    last_style: str = '',  # additional CSS of the last cell
 ) -> str:
     "Return a row of a table."
     cells = list(cells)

@@ -1,9 +1,9 @@
-"""Handling of Ctrl-C: contexts are restored completely before the interrupt is raised.
+"""Handling of Ctrl-C: the interrupt is raised only after contexts have been entered or left completely.
 
 A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest
 of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until contexts that are being entered or
-left are complete. `run_all` runs all steps of a list even if some raise. `end_in_one_line` replaces the traceback of
-a script that Ctrl-C ends by one line."""
+left are complete. `run_all` runs all steps of a list even if some raise. `end_in_one_line` prints one line instead of
+a traceback if Ctrl-C ends a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 __all__ = ['deferred_interrupts', 'allow_interrupts', 'end_in_one_line', 'run_all']
 
-# methods that are not interrupted; an interrupt in a `__del__` would be lost
+# methods during which an interrupt is delayed; an interrupt in a `__del__` would be lost
 _UNINTERRUPTED = ('__enter__', '__exit__', '__del__')
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
 _LINE = 'learnkit_line'  # attribute of an interrupt: the line to print
@@ -34,8 +34,8 @@ class deferred_interrupts:
     """Delay Ctrl-C until every context inside this one that is being entered or left is complete.
 
     The first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is running, the second one
-    immediately. This context acts only on the main thread, and only if Python's own signal handler is installed. That
-    handler is restored in the block of `with deferred.paused()` and at the end.
+    immediately. This context has an effect only in the main thread, and only if Python's default signal handler is
+    installed. That handler is restored in the block of `with deferred.paused()` and at the end.
 
     >>> handler = signal.getsignal(signal.SIGINT)
     >>> with deferred_interrupts() as deferred, deferred.paused():
@@ -44,49 +44,47 @@ class deferred_interrupts:
     """
 
     def __init__(self) -> None:
-        self._acts = False
-        self._waits = False  # True while an interrupt is delayed
-        self._outside: FrameType | None = (
-            None  # frame that entered this context; its callers are ignored
-        )
+        self._is_active = False
+        self._is_waiting = False  # True while an interrupt is delayed
+        # frame that entered this context; frames outside of it are ignored
+        self._entering_frame: FrameType | None = None
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._outside = sys._getframe(1)
-            self._acts = True
+            self._entering_frame = sys._getframe(1)
+            self._is_active = True
             self._install()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._uninstall()
-        self._acts = False
-        self._outside = None
-        if self._waits:
+        self._is_active, self._entering_frame = False, None
+        if self._is_waiting:
             self._stop_waiting()
             raise KeyboardInterrupt
 
     def paused(self) -> _Pause:
-        """Return the innermost context, in which Python's own handler is installed.
+        """Return a context in which Python's default handler is installed; it must be the innermost context.
 
-        The context restores nothing, so an interrupt may end it early.
+        An interrupt may end the context early, because it has nothing to restore.
         """
         return _Pause(self)
 
     def _install(self) -> None:
-        if self._acts and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if self._is_active and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._receive)
 
     def _uninstall(self) -> None:
-        if self._acts and signal.getsignal(signal.SIGINT) == self._receive:
+        if self._is_active and signal.getsignal(signal.SIGINT) == self._receive:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        # the profile function is the one thing that Python calls when a frame ends
-        if self._waits or sys.getprofile() is not None or not self._is_restoring(frame):
+        # a profile function is used to delay, because Python calls nothing else when a frame ends
+        if self._is_waiting or sys.getprofile() is not None or not self._is_restoring(frame):
             self._stop_waiting()
             raise KeyboardInterrupt
-        self._waits = True
+        self._is_waiting = True
         sys.setprofile(self._raise_when_complete)
 
     def _raise_when_complete(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -95,14 +93,14 @@ class deferred_interrupts:
             raise KeyboardInterrupt
 
     def _stop_waiting(self) -> None:
-        if self._waits:
-            self._waits = False
+        if self._is_waiting:
+            self._is_waiting = False
             sys.setprofile(None)
 
     def _is_restoring(self, frame: FrameType | None) -> bool:
         "Return True if a context is being entered or left in one of the frames."
         inner = frame
-        while frame is not None and frame is not self._outside:
+        while frame is not None and frame is not self._entering_frame:
             if frame.f_code.co_name in _UNINTERRUPTED:
                 return True
             if frame.f_code in _interruptible and frame is not inner:
@@ -112,7 +110,7 @@ class deferred_interrupts:
 
 
 class _Pause:
-    "Context inside of `deferred_interrupts` in which the handler is not installed."
+    "Context within `deferred_interrupts` in which its handler is not installed."
 
     def __init__(self, deferred: deferred_interrupts) -> None:
         self._deferred = deferred
@@ -125,9 +123,9 @@ class _Pause:
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run all steps, also after one of them has failed, and raise the first error at the end.
+    """Run all steps, even if some fail, and raise the first error at the end.
 
-    A step that Ctrl-C interrupts is run again, so it must be one that can be repeated.
+    A step that Ctrl-C interrupts is run again, so steps must be repeatable.
 
     >>> done = []
     >>> try: run_all([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
@@ -155,7 +153,7 @@ def end_in_one_line(
 ) -> None:
     """Print `line` instead of a traceback if the interrupt ends a script.
 
-    Does nothing in an interactive session, or if another excepthook is installed. The exit code is as ever.
+    Does nothing in an interactive session, or if another excepthook is installed. The exit code is unchanged.
     """
     if sys.excepthook not in (sys.__excepthook__, _show_line) or hasattr(sys, 'ps1'):
         return

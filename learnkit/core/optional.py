@@ -1,4 +1,4 @@
-"""Optional libraries: their import, with an error that names the command that installs what is missing."""
+"""Import of optional libraries, with an error that contains the command to install a missing library."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from learnkit.core.errors import MissingExtraError
 
 __all__ = ['check_libraries', 'describe_missing', 'import_library']
 
-# packages whose name is not the name of their module
+# modules whose package has another name
 _PACKAGES = {'sklearn': 'scikit-learn', 'PIL': 'pillow'}
 
 
 def describe_missing(
-    who: str,  # what needs the libraries, as the first words of the message
+    who: str,  # object that needs the libraries, for the start of the message
     *modules: str,  # names of the modules that are missing
 ) -> str:
     """Return the message for missing libraries, with the command that installs them.
@@ -28,7 +28,7 @@ def describe_missing(
 
 
 def check_libraries(
-    who: str,  # what needs the libraries
+    who: str,  # object that needs the libraries
     *modules: str,  # names of their top-level modules
 ) -> None:
     "Raise `MissingExtraError` if a library is not installed, without importing it."
@@ -39,8 +39,8 @@ def check_libraries(
 
 def import_library(
     module: str,  # dotted name of the module
-    who: str,  # what needs the library
-    hint: str = '',  # text behind the message, such as an alternative
+    who: str,  # object that needs the library
+    hint: str = '',  # text appended to the message, such as an alternative
 ) -> Any:
     "Import a module of an optional library; raise `MissingExtraError` if the library is not installed."
     try:

@@ -1,4 +1,4 @@
-"""Conversion to plain data, which loads without executing code, and the properties of tensors that files depend on."""
+"""Conversion to plain data, which loads without executing code, and properties of tensors that matter for files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     'to_storable',
 ]
 
-# types without parts, and the conversion of their subclasses (members of an enum, for example)
+# types without entries, and the function that converts an object of a subclass, such as a member of an enum
 ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
     bool: bool,
     int: int.__int__,
@@ -79,7 +79,7 @@ def to_plain(
 
 
 def is_dense(t: Tensor) -> bool:
-    """Return True for a tensor whose values can be read and written as one block of memory.
+    """Return True for a tensor with values in strided memory: not lazy, meta, quantized or sparse.
 
     >>> is_dense(torch.ones(2)), is_dense(torch.ones(2, device='meta')), is_dense(torch.eye(2).to_sparse())
     (True, False, False)
@@ -98,7 +98,7 @@ def identify_memory(t: Tensor) -> Any:
 
 
 def as_plain(t: Tensor) -> Tensor:
-    "Return a view of a tensor without its subclass, unless the class implements its operations."
+    "Return a view of a tensor as a plain `Tensor`, unless its class defines `__torch_dispatch__`."
     cls = type(t)
     if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
         return t
@@ -128,7 +128,7 @@ def to_storable(value: Any) -> Any:
 
 
 def clone_view(t: Tensor) -> Tensor:
-    "Clone a view of a larger storage, because torch saves the whole storage of a tensor."
+    "Return a detached plain tensor; a view of a larger storage is cloned, because torch saves whole storages."
     t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
     if (
         t.layout is not torch.strided

@@ -1,4 +1,4 @@
-"""Helpers of plots: the import of matplotlib, the palette, new axes, and figures as PNG."""
+"""Helpers for plots: import of matplotlib, color palette, new axes, and figures as PNG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     'encode_figure',
 ]
 
-# the color-blind safe palette of Okabe and Ito, without the colors that have little contrast on white
+# color-blind safe palette of Okabe and Ito, without the colors that have little contrast on white
 COLORS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'
 WRONG = COLORS[1]  # marks a mistake, together with bold text and a frame
 
@@ -55,9 +55,9 @@ def color(i: int) -> str:
 
 
 def choose_columns(
-    n: int,  # number of pictures
+    n: int,  # number of images
 ) -> int:
-    """Return the number of columns of a grid: one row up to 4 pictures, otherwise about a square.
+    """Return the number of columns of a grid: one row for up to 4 images, otherwise about a square.
 
     >>> [choose_columns(n) for n in (1, 4, 5, 9, 10)]
     [1, 4, 3, 3, 4]

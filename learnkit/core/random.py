@@ -1,7 +1,7 @@
-"""Capture and restore of every random generator that a training run draws from.
+"""Capture and restore the states of the random generators that a training run draws from.
 
 A captured state holds tensors and plain numbers in tuples and dicts, so that a checkpoint with the state loads with
-`weights_only=True`. Capture and restore never initialize CUDA."""
+`weights_only=True`. Neither capture nor restore initializes CUDA."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 
 
 
 def capture_rng(
-    devices: bool = True,  # whether to capture CUDA and MPS, which do not draw the order of data
-    with_torch: bool = True,  # whether to capture the generators of torch
+    devices: bool = True,  # capture CUDA and MPS, whose generators do not affect the order of data
+    with_torch: bool = True,  # capture the generators of torch
 ) -> RNGState:
-    """Return the states of the global generators of Python and torch, and of NumPy, all CUDA devices and MPS if in use.
+    """Return the states of the global generators: Python, torch, and, if in use, NumPy, all CUDA devices and MPS.
 
     >>> state = capture_rng()
     >>> drawn = torch.rand(3)
@@ -62,9 +62,9 @@ def capture_rng(
 
 
 def restore_rng(
-    state: RNGState,  # return value of `capture_rng`, also of another process
+    state: RNGState,  # return value of `capture_rng`, in this or another process
 ) -> None:
-    """Restore the global generators; generators that `state` does not contain are unchanged.
+    """Restore the global generators; a generator without an entry in `state` is unchanged.
 
     A CUDA state takes effect when CUDA is initialized. States of missing devices are ignored."""
     version, words, gauss = state['python']
@@ -93,9 +93,9 @@ def same_states(a: Any, b: Any) -> bool:
 
 @contextmanager
 def preserved_rng(
-    with_torch: bool = True,  # whether to restore the generators of torch
+    with_torch: bool = True,  # restore the generators of torch
 ) -> Iterator[None]:
-    """Restore every global generator at the end of the block, also if the block raises.
+    """Restore every global generator at the end of a block, even if the block raises an error.
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -111,8 +111,9 @@ def preserved_rng(
         restore_rng(state)
 
 
-# -- the generators of a loader --------------------------------------------------------------------
+# -- generators of a loader ------------------------------------------------------------------------
 
+# types of objects that are not searched for generators
 _LEAVES = frozenset(
     {
         int,
@@ -134,39 +135,37 @@ _LEAVES = frozenset(
         SystemRandom,
     }
 )
-_CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
-# limits of the search: depth including containers, number of objects, entries of a container
-_DEEPEST = 7
-_MOST = 200
-_LONGEST = 32
+# attributes of callables that have no `__dict__` with these values
+_CALLABLES = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
+# limits of the search: depth, counting containers; number of objects; entries of a container
+_MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 7, 200, 32
 
 
 def own_generators(
     dl: Any,  # the loader
-) -> dict[str, Any]:  # generators by attribute path, each once
-    """Return the generators of a loader, its samplers, its data set and transforms.
+) -> dict[str, Any]:  # attribute path: generator; each generator once
+    """Return the generators of a loader, its samplers, its data set and its transforms.
 
-    Generators of torch, NumPy and Python are found by following attributes and short lists or dicts. The search stops
-    after a limited number of objects.
+    The search follows attributes and the entries of short lists and dicts, and finds generators of torch, NumPy and
+    Python. It stops after a limited number of objects.
 
     >>> from torch.utils.data import DataLoader
     >>> list(own_generators(DataLoader([1, 2], shuffle=True, generator=torch.Generator())))
     ['generator']
     """
     found: dict[str, Any] = {}
-    seen = {id(dl)}
-    objects = [('', dl)]
-    kinds = _generator_types()
-    for _ in range(_DEEPEST):
+    seen, objects = {id(dl)}, [('', dl)]
+    kinds = _list_generator_types()
+    for _ in range(_MAX_DEPTH):
         inner: list[tuple[str, Any]] = []
         for path, owner in objects:
-            for name, value in _parts(path, owner):
+            for name, value in _iter_parts(path, owner):
                 if type(value) in _LEAVES or id(value) in seen:
                     continue
                 seen.add(id(value))
                 if isinstance(value, kinds):
                     found[name] = value
-                elif len(seen) < _MOST:
+                elif len(seen) < _MAX_OBJECTS:
                     inner.append((name, value))
         if not inner:
             break
@@ -174,55 +173,56 @@ def own_generators(
     return found
 
 
-def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    "Yield (path, value) of an object's attributes, or of the entries of a short container."
+def _iter_parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    "Yield (path, value) of the attributes of an object and of the entries of a short container."
     base = next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)
     if base is not None:
-        # methods of the base class, because iterating a subclass may start a loader
+        # methods of the base class, because iterating over a subclass may start a loader
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
-        if base.__len__(owner) <= _LONGEST:
+        if base.__len__(owner) <= _MAX_ENTRIES:
             for k, value in items:
                 yield f'{path}[{k!r}]', value
-    own = getattr(owner, '__dict__', None)
-    if type(owner) in _CALLS:
-        own = {name: getattr(owner, name) for name in _CALLS[type(owner)]}
-    if type(own) is not dict:
+    attributes = getattr(owner, '__dict__', None)
+    if type(owner) in _CALLABLES:
+        attributes = {name: getattr(owner, name) for name in _CALLABLES[type(owner)]}
+    if type(attributes) is not dict:
         return
     dot = path and f'{path}.'
     if isinstance(owner, nn.Module):
-        own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
-    for k, value in own.items():
-        # the iterator of a DataLoader refers to parts of the loader, a callback to everything
+        public = {k: v for k, v in attributes.items() if k[0] != '_'}
+        attributes = public | attributes['_modules']
+    for k, value in attributes.items():
+        # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
         if k not in ('_iterator', 'learn'):
             yield f'{dot}{k}', value
 
 
-def _generator_types() -> tuple[type, ...]:
-    "Return the classes of generators; numpy.random is not imported for them."
+def _list_generator_types() -> tuple[type, ...]:
+    "Return the classes of generators, without importing numpy.random."
     np_random = sys.modules.get('numpy.random')
     if np_random is None:
         return torch.Generator, Random
-    of_numpy = np_random.Generator, np_random.RandomState, np_random.BitGenerator
-    return torch.Generator, Random, *of_numpy
+    numpy_types = np_random.Generator, np_random.RandomState, np_random.BitGenerator
+    return torch.Generator, Random, *numpy_types
 
 
 def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
-    "Return (kind, state) of each of a loader's own generators, as tensors and plain numbers."
+    "Return the (kind, state) of each generator that `own_generators` finds, by attribute path."
     return {name: capture_generator(g) for name, g in own_generators(dl).items()}
 
 
 def restore_own(
     dl: Any,
-    states: dict[str, tuple[str, Any]],  # return value of `capture_own` of a loader made alike
-) -> list[str]:  # names of generators that this loader lacks
-    "Restore a loader's own generators."
-    own = own_generators(dl)
-    return [name for name, state in states.items() if not restore_generator(own.get(name), state)]
+    states: dict[str, tuple[str, Any]],  # return value of `capture_own` of an equal loader
+) -> list[str]:  # paths of generators that this loader lacks
+    "Restore the generators that `own_generators` finds."
+    found = own_generators(dl)
+    return [path for path, state in states.items() if not restore_generator(found.get(path), state)]
 
 
 @contextmanager
 def preserved_generators(dl: Any) -> Iterator[None]:
-    "Restore the generators of a loader, its samplers and its data set at the end of the block."
+    "Restore the generators that `own_generators` finds at the end of a block."
     states = [(g, capture_generator(g)) for g in own_generators(dl).values()]
     try:
         yield
@@ -232,15 +232,15 @@ def preserved_generators(dl: Any) -> Iterator[None]:
 
 
 def state_setter(o: Any) -> Callable[[], object] | None:
-    "Return a function that restores a random generator's current state, or None for other objects."
-    if isinstance(o, _generator_types()) and not isinstance(o, SystemRandom):
+    "Return a function that restores the current state of a generator, or None for any other object."
+    if isinstance(o, _list_generator_types()) and not isinstance(o, SystemRandom):
         return partial(restore_generator, o, capture_generator(o))
     return None
 
 
 def capture_generator(g: Any) -> tuple[str, Any]:
-    "Return (kind, state) of a generator, as tensors and plain numbers."
-    g = getattr(g, 'bit_generator', g)  # of NumPy's Generator
+    "Return the (kind, state) of a generator, as tensors and plain numbers."
+    g = getattr(g, 'bit_generator', g)  # NumPy's Generator has no state
     state: Any
     if isinstance(g, torch.Generator):
         state = g.get_state()
@@ -277,7 +277,7 @@ def _name_kind(g: Any) -> str:
 
 
 def _to_tensors(state: Any) -> Any:
-    "Copy NumPy's nested state, with tensors for arrays and Python numbers for NumPy scalars."
+    "Copy a nested state of NumPy: arrays become tensors, and NumPy scalars Python numbers."
     if isinstance(state, dict):
         return {k: _to_tensors(v) for k, v in state.items()}
     if not hasattr(state, 'dtype'):
@@ -286,7 +286,7 @@ def _to_tensors(state: Any) -> Any:
 
 
 def _to_arrays(state: Any) -> Any:
-    "Invert `_to_tensors`."
+    "Convert a state that `_to_tensors` returned back to NumPy's arrays."
     if isinstance(state, dict):
         return {k: _to_arrays(v) for k, v in state.items()}
     return state.cpu().numpy() if isinstance(state, Tensor) else state

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -41,7 +40,7 @@ CONTINUOUS = ('sec', 'dur')  # the other units are whole numbers
 SECONDS = {'d': 86400, 'h': 3600, 'm': 60, 's': 1}
 LARGEST = 2**63 - 1  # largest count that a checkpoint can hold
 
-# accepted spellings, for suggestions in errors
+# other spellings of the units, for suggestions in errors
 _SPELLED = {
     'iter': 'iteration iterations',
     'ep': 'epoch epochs',
@@ -81,7 +80,7 @@ class Time:
 
     def __init__(
         self,
-        value: Time | str | int | float,  # string such as '500ba' or '1h20m', or number of `unit`
+        value: Time | str | int | float,  # string such as '500ba' or '1h20m', or a number of `unit`
         unit: str | None = None,  # unit of a number
     ) -> None:
         if unit is None:
@@ -107,47 +106,48 @@ class Time:
     def __lt__(self, other: Time) -> bool:
         if not isinstance(other, Time):
             return NotImplemented
-        return self.value < self._value_in_unit(other)
+        return self.value < self._get_value_of(other)
 
     def __add__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value + self._value_in_unit(other), self.unit)
+        return Time(self.value + self._get_value_of(other), self.unit)
 
     def __sub__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value - self._value_in_unit(other), self.unit)
+        return Time(self.value - self._get_value_of(other), self.unit)
 
     def __mul__(self, factor: Any) -> Time:
-        return self._map(lambda v: v * factor) if isinstance(factor, Real) else NotImplemented
+        if not isinstance(factor, Real):
+            return NotImplemented
+        return Time(self.value * factor, self.unit)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Time):
-            return self.value / self._value_in_unit(other)
-        return (
-            self._map(lambda v: Fraction(v) / other) if isinstance(other, Real) else NotImplemented
-        )
+            return self.value / self._get_value_of(other)
+        if not isinstance(other, Real):
+            return NotImplemented
+        return Time(Fraction(self.value) / other, self.unit)
 
     def __floordiv__(self, other: Any) -> Any:
         if isinstance(other, Time):
-            return int(self.value // self._value_in_unit(other))
-        return self._map(lambda v: v // other) if isinstance(other, Real) else NotImplemented
+            return int(self.value // self._get_value_of(other))
+        if not isinstance(other, Real):
+            return NotImplemented
+        return Time(self.value // other, self.unit)
 
     def __mod__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value % self._value_in_unit(other), self.unit)
+        return Time(self.value % self._get_value_of(other), self.unit)
 
     def __abs__(self) -> Time:
         return self
 
-    def _map(self, change: Callable[[Any], Any]) -> Time:
-        return Time(change(self.value), self.unit)
-
-    def _value_in_unit(self, other: Time) -> int | float:
+    def _get_value_of(self, other: Time) -> int | float:
         "Return the value of `other`; raise `TimeError` for another unit."
         if other.unit == self.unit:
             return other.value
@@ -166,7 +166,7 @@ class Timestamp:
     (True, Time('3ep'), Timestamp(ep=4, ba=1200, st=1200, sp=76800, sec=12.4))
     """
 
-    iter: int = 0  # iterations, each of a number of whole epochs
+    iter: int = 0  # iterations, each of one or more whole epochs
     ep: int = 0  # epochs
     ba: int = 0  # batches
     st: int = 0  # optimizer steps
@@ -177,21 +177,21 @@ class Timestamp:
 
     def __getitem__(self, unit: str) -> Time:
         _check_unit(unit)
-        return Time(self._in(unit), unit)
+        return Time(self._get(unit), unit)
 
     get = __getitem__
 
     def __lt__(self, other: Time) -> bool:
-        return self._in(other.unit) < other.value if isinstance(other, Time) else NotImplemented
+        return self._get(other.unit) < other.value if isinstance(other, Time) else NotImplemented
 
     def __le__(self, other: Time) -> bool:
-        return self._in(other.unit) <= other.value if isinstance(other, Time) else NotImplemented
+        return self._get(other.unit) <= other.value if isinstance(other, Time) else NotImplemented
 
     def __gt__(self, other: Time) -> bool:
-        return self._in(other.unit) > other.value if isinstance(other, Time) else NotImplemented
+        return self._get(other.unit) > other.value if isinstance(other, Time) else NotImplemented
 
     def __ge__(self, other: Time) -> bool:
-        return self._in(other.unit) >= other.value if isinstance(other, Time) else NotImplemented
+        return self._get(other.unit) >= other.value if isinstance(other, Time) else NotImplemented
 
     def __add__(self, other: Time) -> Timestamp:
         if not isinstance(other, Time):
@@ -208,8 +208,8 @@ class Timestamp:
         values: dict[str, Any] = {u: (self[u] - earlier[u]).value for u in units}
         return Timestamp(**values)
 
-    def _in(self, unit: str) -> Any:
-        "Return the number of `unit`; raise `TimeError` for an unknown `dur`."
+    def _get(self, unit: str) -> Any:
+        "Return the value in `unit`; raise `TimeError` if `dur` is unknown."
         value = getattr(self, unit)
         if value is None:
             raise TimeError(
@@ -218,7 +218,7 @@ class Timestamp:
         return value
 
     def replace(self, **changes: Any) -> Timestamp:
-        "Return a copy with changed values."
+        "Return a copy with changed values, such as `replace(ep=3)`."
         return dataclasses.replace(self, **changes)
 
     def state_dict(self) -> dict[str, int | float | None]:
@@ -226,7 +226,7 @@ class Timestamp:
 
     @classmethod
     def from_state_dict(cls, sd: dict[str, int | float | None]) -> Timestamp:
-        "Return the `Timestamp` of a state dict; missing units get their defaults."
+        "Create a `Timestamp` from a state dict; missing units get default values."
         values: dict[str, Any] = {}
         for unit, value in sd.items():
             _check_unit(unit)
@@ -274,7 +274,7 @@ def crossings(
     """
     if not every:
         raise TimeError(f'An interval must be positive, got {every}.')
-    start, end = before._in(every.unit), after._in(every.unit)
+    start, end = before._get(every.unit), after._get(every.unit)
     if end < start and every.unit == 'dur':
         return 0  # the loader is longer than its `len`: `dur` is corrected at the next epoch
     if end < start:
@@ -290,11 +290,11 @@ def count_multiples(value: Any, every: Time) -> int:
 
 
 def _parse(value: Any) -> tuple[Any, str]:
-    "Return the number and unit of a string or Time."
+    "Return the number and unit of a string or `Time`."
     if isinstance(value, Time):
         return value.value, value.unit
     if not isinstance(value, str):
-        raise TimeError(f'{value!r} is not a time: a number needs a unit. {_help()}')
+        raise TimeError(f'{value!r} is not a time: a number needs a unit. {_describe_units()}')
     text = value.lower()
     percent = _PERCENT.fullmatch(text)
     if percent:
@@ -307,11 +307,11 @@ def _parse(value: Any) -> tuple[Any, str]:
         parts = zip(clock.groups(), SECONDS.values(), strict=True)
         return sum(Decimal(n) * seconds for n, seconds in parts if n), 'sec'
     hint = _suggest_unit(*quantity.groups()) if quantity else ''
-    raise TimeError(f'{value!r} is not a time.{hint} {_help()}')
+    raise TimeError(f'{value!r} is not a time.{hint} {_describe_units()}')
 
 
 def _suggest_unit(number: str, word: str) -> str:
-    "Return a hint for a unit that is missing, was spelled out or misspelled."
+    "Return a hint for a unit that is missing, spelled out or misspelled, or an empty string."
     if not word:
         return f" Write '{number}ep' for epochs." if number.isdecimal() else ''
     short = next((short for short, names in _SPELLED.items() if word in names.split()), None)
@@ -319,10 +319,10 @@ def _suggest_unit(number: str, word: str) -> str:
 
 
 def _convert_value(value: Any, unit: str) -> int | float:
-    "Convert a number to an int for a counted unit, else to a float; raise `TimeError` for an invalid number."
+    "Convert a number to a float for `sec` and `dur`, otherwise to an int; raise `TimeError` for an invalid number."
     _check_unit(unit)
     if not _is_finite_number(value):
-        raise TimeError(f'{value!r} is not a number of {UNITS[unit]}. {_help()}')
+        raise TimeError(f'{value!r} is not a number of {UNITS[unit]}. {_describe_units()}')
     if value < 0:
         raise TimeError(f'A time cannot be negative, got {value}{unit}.')
     if unit == 'dur' and value > 1:
@@ -347,7 +347,9 @@ def _is_finite_number(value: Any) -> bool:
 
 def _check_unit(unit: Any) -> None:
     if not isinstance(unit, str) or unit not in UNITS:
-        raise TimeError(f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_help()}')
+        raise TimeError(
+            f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_describe_units()}'
+        )
 
 
 def in_words(value: int | float, unit: str) -> str:
@@ -366,7 +368,7 @@ def in_words(value: int | float, unit: str) -> str:
     return f'{value:,} {words}'
 
 
-def _help() -> str:
+def _describe_units() -> str:
     units = ', '.join(f'{unit} ({words})' for unit, words in UNITS.items())
     return f"The units are {units}, written as '500ba', or a wall time as '1h20m'."
 

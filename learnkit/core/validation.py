@@ -295,24 +295,19 @@ def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     return ''
 
 
-def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
+def classes_hint(loss_func: Any, pred: Tensor, yb: tuple[Any, ...], e: Exception) -> str:
     """Return the range of targets and the number of classes for an out-of-bounds error, or an empty string.
 
     >>> error = IndexError('Target 9 is out of bounds.')
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
     ': targets from 0 to 9 for 5 classes'
     """
-    targ = yb[0] if yb else None
     axis = getattr(loss_func, 'axis', 1)
     if not isinstance(e, IndexError) or 'out of bounds' not in str(e):
         return ''
-    if (
-        not isinstance(pred, Tensor)
-        or not isinstance(targ, Tensor)
-        or not -pred.ndim <= axis < pred.ndim
-    ):
+    if not -pred.ndim <= axis < pred.ndim:
         return ''
-    low, high = (int(v) for v in targ.aminmax())
+    low, high = (int(v) for v in yb[0].aminmax())
     return f': targets from {low} to {high} for {pred.shape[axis]} classes'
 
 
