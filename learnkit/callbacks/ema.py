@@ -156,11 +156,11 @@ class EMA(Callback):
 
     def update(self) -> None:
         "Move the average towards the current weights."
-        tensors = locals_of(self._tensors())
+        tensors = local_shards(self._tensors())
         for decay, averages_by_name in zip(self._decays(), self._averages, strict=True):
             if self.warmup is not None:
                 decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-            averages = locals_of(averages_by_name.values())
+            averages = local_shards(averages_by_name.values())
             weights = [
                 t if t.dtype is a.dtype else t.to(a.dtype)
                 for t, a in zip(tensors, averages, strict=True)
@@ -181,13 +181,13 @@ class EMA(Callback):
         known = dict(self._slots_by_name)
         if not known:
             check_averages(self._averages[0], self.learn.model)
-            found = iter_places(self.learn.model)
-            known = {name: place for name, place in found if name in self._averages[0]}
-        old_names = {place: name for name, place in known.items()}
-        self._places = {
-            name: place
-            for name, place in iter_places(self.learn.model)
-            if place in old_names or is_averaged(place)
+            found = iter_slots(self.learn.model)
+            known = {name: slot for name, slot in found if name in self._averages[0]}
+        old_names = {slot: name for name, slot in known.items()}
+        self._slots_by_name = {
+            name: slot
+            for name, slot in iter_slots(self.learn.model)
+            if slot in old_names or is_averaged(slot)
         }
 
         def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ class EMA(Callback):
             }
 
         self._averages = list(map(start, self._averages))
-        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
+        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
 
     # -- using the average -------------------------------------------------------------------------
 
@@ -236,7 +236,8 @@ class EMA(Callback):
         if not (self._paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw, self._used_at = (self._stores, weights), depth
+        self._raw = (self._stores, weights)
+        self._used_at = depth
         copy_values(self._stores, list(self._averages[index].values()))
 
     def _find_average(self, decay: float | None) -> int:
@@ -326,7 +327,8 @@ class EMA(Callback):
                 f'than {self!r}: build it as it was saved; nothing was loaded.'
             )
         self.restart()
-        self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
+        self._n_steps = sd['n_steps']
+        self._n_updates = sd['n_updates']
         if not sd['averages']:
             return
         loaded = [sd['averages'], *(others[decay] for decay in self.other_decays)]

@@ -64,7 +64,8 @@ class MixHandler(Callback):
     `BatchError` for a batch that cannot be blended.
     """
 
-    run_in, run_valid = 'fit', False
+    run_in = 'fit'
+    run_valid = False
     needs_events = False  # `_check_blended` finds losses that were not blended
     averages_samples = True  # whatever the plain loss averages over
 

@@ -168,22 +168,22 @@ class MLPerf(Callback):
 
     def before_train(self) -> None:
         "Start an epoch."
-        self._write('epoch_start', event_type=START, **self._place)
+        self._write('epoch_start', event_type=START, **self._metadata)
 
     def after_train(self) -> None:
         "End the epoch."
-        self._write('epoch_stop', event_type=END, **self._place)
+        self._write('epoch_stop', event_type=END, **self._metadata)
 
     def before_eval(self) -> None:
         "Start an evaluation."
-        self._write('eval_start', event_type=START, **self._place)
+        self._write('eval_start', event_type=START, **self._metadata)
 
     def after_eval(self) -> None:
         "Write the result of the evaluation; end the run if it has reached its target."
         value = records(self).measured.get(self._column)
         if value is not None:
-            self._write('eval_accuracy', value, **self._place)
-        self._write('eval_stop', event_type=END, **self._place)
+            self._write('eval_accuracy', value, **self._metadata)
+        self._write('eval_stop', event_type=END, **self._metadata)
         if value is None or self.target is None:
             return
         if value == self.target or as_comparison(self.comp, self._column)(value, self.target):
@@ -210,7 +210,7 @@ class MLPerf(Callback):
         if self._out is None:
             return
         self._end_block()
-        self._write('run_stop', event_type=END, status=status, **self._place)
+        self._write('run_stop', event_type=END, status=status, **self._metadata)
         self._out.close()
         self._out = None
 

@@ -336,7 +336,7 @@ def layer_info(
 
     batch = map_tensors(xb, lambda t: t[:1])
     model = unwrap_compiled(learn.model)
-    with undisturbed(model), Hooks(flatten_model(model), record) as hooks:
+    with restored_model(model), Hooks(flatten_model(model), record) as hooks:
         _pass_forward(learn, batch)
     return hooks.stored
 

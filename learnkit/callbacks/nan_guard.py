@@ -100,8 +100,10 @@ class GuardNonFinite(Callback):
     """
 
     # order within a step: after SAM, accumulation and unscaling, before clipping
-    order, remove_on_find = MixedPrecision.order + 0.5, True
-    run_in, run_valid = 'fit', False
+    order = MixedPrecision.order + 0.5
+    remove_on_find = True
+    run_in = 'fit'
+    run_valid = False
 
     def __init__(
         self,

@@ -219,7 +219,8 @@ class SpeedMonitor(_TimedMonitor):
 
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        train_s, eval_s = self._read(), self._eval_s
+        train_s = self._read()
+        eval_s = self._eval_s
         seconds = {'train': train_s, 'val': eval_s, 'total': train_s + eval_s}
         times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
         return self._rates() | times
@@ -415,8 +416,10 @@ class RuntimeEstimator(_TimedMonitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base, self._before = None, (0.0, 0.0)
-        self._skip, self._evals = self.skip_batches, {}
+        self._base = None
+        self._before = (0.0, 0.0)
+        self._skip = self.skip_batches
+        self._evals = {}
         self._n_last = self._at = self._start = None
 
     def before_train(self) -> None:
@@ -483,5 +486,7 @@ class RuntimeEstimator(_TimedMonitor):
         self._before = (sd['seconds'], sd['share'])
         self._base = None
         self._skip = self.skip_batches
-        self._start, self._at, self._n_last = sd['start'], sd['at'], sd['n_last']
+        self._start = sd['start']
+        self._at = sd['at']
+        self._n_last = sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

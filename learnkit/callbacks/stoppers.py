@@ -136,7 +136,9 @@ class ThresholdStopper(TrackerCallback):
             return
         row = self._row()
         if row is not None:
-            self._check(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
+            self._check(
+                self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
+            )
 
     def _check(self, measured: Any) -> None:
         value = self._number(measured)

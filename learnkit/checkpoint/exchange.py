@@ -24,8 +24,8 @@ from learnkit.core.batch import form_of
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of, unwrap_partial
-from learnkit.core.plain import plain
-from learnkit.core.validation import warn_user
+from learnkit.core.plain import to_plain
+from learnkit.core.validation import is_count, is_number, warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
 
@@ -43,7 +43,7 @@ def save_learner(
 ) -> Path:
     "Save weights and configuration in one file for `load_learner`, and return its path."
     path = resolve_path(fname, learn.path, suffix='')
-    config = {**_collect_config(learn), 'model_config': plain(model_config, 'model_config')}
+    config = {**_collect_config(learn), 'model_config': to_plain(model_config, 'model_config')}
     with learn.evaluated_weights():
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
         return write_file(learn, path, partial(torch.save, state))
@@ -74,7 +74,7 @@ def _collect_config(learn: LearnerLike) -> dict[str, Any]:
         'moms': tuple(learn.moms),
         'train_bn': learn.train_bn,
     }
-    return {name: plain(value, name) for name, value in config.items()}
+    return {name: to_plain(value, name) for name, value in config.items()}
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -114,7 +114,10 @@ def _split_state(state: Any, path: Path) -> Stored:
 
     The layouts are: weights with optimizer (also fastai's), checkpoint, weights with configuration, and state dict.
     """
-    model, opt, loss_func, config = state, None, None, None
+    model = state
+    opt = None
+    loss_func = None
+    config = None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
             model, opt, loss_func = state['model'], state['opt'], state.get('loss_func')

@@ -283,7 +283,8 @@ class Comm:
 
     def reset(self, **values: float) -> None:
         "Reset all slots for a new run: to `values`, which are equal on all ranks, or to 0."
-        self._pending, self.n_steps = None, 0
+        self._pending = None
+        self.n_steps = 0
         self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._agreed)
 

@@ -68,9 +68,13 @@ def local_shard(t: Any) -> Any:
         return t.to_local()
 
 
-def locals_of(tensors: Iterable[Any]) -> list[Any]:
+def local_shards(tensors: Iterable[Any]) -> list[Any]:
     "Return this rank's shards of tensors. Elementwise operations are faster on shards than on DTensors."
-    return list(map(local, tensors)) if 'torch.distributed.tensor' in sys.modules else list(tensors)
+    return (
+        list(map(local_shard, tensors))
+        if 'torch.distributed.tensor' in sys.modules
+        else list(tensors)
+    )
 
 
 def cut_again(model: nn.Module) -> None:

@@ -59,7 +59,8 @@ class deferred_interrupts:
 
     def __exit__(self, *exc_info: object) -> None:
         self._uninstall()
-        self._is_active, self._entering_frame = False, None
+        self._is_active = False
+        self._entering_frame = None
         if self._is_waiting:
             self._stop_waiting()
             raise KeyboardInterrupt

@@ -138,7 +138,9 @@ _LEAVES = frozenset(
 # attributes of callables that have no `__dict__` with these values
 _CALLABLES = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
 # limits of the search: depth, counting containers; number of objects; entries of a container
-_MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 7, 200, 32
+_MAX_DEPTH = 7
+_MAX_OBJECTS = 200
+_MAX_ENTRIES = 32
 
 
 def own_generators(
@@ -154,7 +156,8 @@ def own_generators(
     ['generator']
     """
     found: dict[str, Any] = {}
-    seen, objects = {id(dl)}, [('', dl)]
+    seen = {id(dl)}
+    objects = [('', dl)]
     kinds = _list_generator_types()
     for _ in range(_MAX_DEPTH):
         inner: list[tuple[str, Any]] = []

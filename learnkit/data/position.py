@@ -570,7 +570,8 @@ def _warn_of_persistent_workers() -> None:
 
 def _skip(it: Iterator[Any], n: int) -> tuple[State | None, list[Any]]:
     "Draw `n` entries; return the states of the global generators after the first, and up to four entries."
-    after_first, drawn = None, []
+    after_first = None
+    drawn = []
     step = -(-n // 4)
     for i in range(n):
         entry = next(it, _END)

@@ -119,7 +119,8 @@ class Shard:
 
     def _order_generators(self) -> list[str]:
         "Return the names of the loader's own generators that draw the order, without global generators."
-        of_python, of_numpy = random.random.__self__, np.random.random_sample.__self__  # type: ignore[attr-defined]
+        of_python = random.random.__self__  # type: ignore[attr-defined]
+        of_numpy = np.random.random_sample.__self__  # type: ignore[attr-defined]
         global_ids = {id(g) for g in (torch.default_generator, of_python, of_numpy)}
         return [
             name

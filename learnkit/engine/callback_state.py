@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.plain import is_dense, plain
+from learnkit.core.plain import is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 

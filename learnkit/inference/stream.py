@@ -174,8 +174,11 @@ def stream_predictions(
     "Predict on a loader and yield after each batch, with the events and levels of the loop."
     levels = () if inner else ('fit', 'epoch')
     with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'), ExitStack() as stack:
-        learn.logger, learn.create_mbar = noop, False
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
+        learn.logger = noop
+        learn.create_mbar = False
+        learn.phase = 'predict'
+        learn.dl_name = 'valid'
+        learn.loader_name = loader_name
         for level in levels:
             stack.enter_context(learn.open_level(level))
             learn(f'before_{level}')
