@@ -1,4 +1,4 @@
-"""The type of a Learner, for functions and callbacks that are imported before the class itself."""
+"""Protocols of the loop and the Learner, for annotations in modules that the Learner imports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ __all__ = ['LearnerLike', 'LoopLike']
 
 
 class LoopLike(Protocol):
-    """What functions and callbacks use of the loop.
+    """Attributes and methods of the loop that functions and callbacks use.
 
-    `learnkit.Learner` has these attributes and methods, with their documentation. A module that the
-    Learner imports cannot import the Learner: it annotates with this protocol, or with
-    `LearnerLike`.
+    `learnkit.Learner` documents these attributes and methods. A module that the Learner imports cannot import the
+    Learner, so it uses this protocol or `LearnerLike` in annotations.
     """
 
-    # what it is made of
+    # components
     model: nn.Module
     dls: Any  # DataLoaders
     loss_func: Any
@@ -34,10 +33,10 @@ class LoopLike(Protocol):
     weight_func: Callable[..., Any] | str | None
     cbs: Any
 
-    # the state of the loop
+    # state of the loop
     run: Any  # Run
     counters: Any  # Counters
-    strategy: Any  # SingleProcess, or several
+    strategy: Any  # SingleProcess or SeveralProcesses
     callbacks: Any  # CallbackSet
     tables: Any
     evaluations: Any  # EvaluationSchedule
@@ -62,7 +61,7 @@ class LoopLike(Protocol):
     error: BaseException | None
     auto_microbatch: int | None
 
-    # the batch
+    # current batch
     dl: Any
     dl_name: str
     loader_name: str | None
@@ -73,8 +72,6 @@ class LoopLike(Protocol):
     pred: Any
     loss: Any
     loss_grad: Any
-
-    # what methods leave behind
 
     @property
     def x(self) -> Any: ...
@@ -114,7 +111,7 @@ class LoopLike(Protocol):
     def finished(self, unit: str) -> Any: ...
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None: ...
 
-    # fastai's names of the parts that are overridden
+    # methods to override, with fastai's names
     def _do_one_batch(self) -> None: ...
     def train_batch(self) -> None: ...
     def _split(self, b: Any) -> None: ...
@@ -136,11 +133,9 @@ class LoopLike(Protocol):
     def removed_cbs(self, cbs: Any) -> AbstractContextManager[Any]: ...
     def ordered_cbs(self, event_name: str, training: bool | None = None) -> list[Any]: ...
 
-    # evaluation, saving, and the rest
-
 
 class LearnerLike(LoopLike, Protocol):
-    "What functions and callbacks use of a Learner."
+    "Attributes and methods of a Learner that functions and callbacks use."
 
     opt_func: Any
     lr: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -119,25 +120,21 @@ class Time:
         return Time(self.value - self._get_value_of(other), self.unit)
 
     def __mul__(self, factor: Any) -> Time:
-        if not isinstance(factor, Real):
-            return NotImplemented
-        return Time(self.value * factor, self.unit)
+        return self._map(lambda v: v * factor) if isinstance(factor, Real) else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Time):
             return self.value / self._get_value_of(other)
-        if not isinstance(other, Real):
-            return NotImplemented
-        return Time(Fraction(self.value) / other, self.unit)
+        return (
+            self._map(lambda v: Fraction(v) / other) if isinstance(other, Real) else NotImplemented
+        )
 
     def __floordiv__(self, other: Any) -> Any:
         if isinstance(other, Time):
             return int(self.value // self._get_value_of(other))
-        if not isinstance(other, Real):
-            return NotImplemented
-        return Time(self.value // other, self.unit)
+        return self._map(lambda v: v // other) if isinstance(other, Real) else NotImplemented
 
     def __mod__(self, other: Time) -> Time:
         if not isinstance(other, Time):
@@ -146,6 +143,9 @@ class Time:
 
     def __abs__(self) -> Time:
         return self
+
+    def _map(self, change: Callable[[Any], Any]) -> Time:
+        return Time(change(self.value), self.unit)
 
     def _get_value_of(self, other: Time) -> int | float:
         "Return the value of `other`; raise `TimeError` for another unit."
