@@ -21,9 +21,9 @@ def find_activation(
 ) -> Callable[[Any], Any]:
     """Return the function that turns predictions into probabilities, or `noop` if the loss has no such function.
 
-    `loss_func.activation` comes first. torch's cross-entropy has the softmax over dimension 1, its negative log
-    likelihood the exponential, and its binary cross-entropy of logits the sigmoid; predictions that are not tensors
-    stay as they are.
+    An attribute `loss_func.activation` takes precedence. The activation of torch's cross-entropy is the softmax over
+    dimension 1, of its negative log-likelihood the exponential, and of its binary cross-entropy with logits the
+    sigmoid. Predictions that are not tensors are returned unchanged.
 
     >>> find_activation(nn.BCEWithLogitsLoss())(torch.zeros(2))
     tensor([0.5000, 0.5000])
@@ -40,8 +40,8 @@ def find_decoder(
 ) -> Callable[[Any], Any]:
     """Return the function that turns probabilities into predicted targets, or `noop` if the loss has no such function.
 
-    `loss_func.decodes` comes first. torch's cross-entropy and negative log likelihood decode to the most probable class
-    of dimension 1, its binary cross-entropies to True for each label with a probability above 0.5.
+    An attribute `loss_func.decodes` takes precedence. torch's cross-entropy and negative log-likelihood decode to the
+    most probable class of dimension 1, its binary cross-entropies to True for each label with a probability above 0.5.
 
     >>> find_decoder(nn.CrossEntropyLoss())(torch.tensor([[0.2, 0.8], [0.7, 0.3]]))
     tensor([1, 0])
