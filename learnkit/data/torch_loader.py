@@ -252,8 +252,9 @@ class _GeneratorWatch:
 def same_batches(a: Any, b: Any) -> bool:
     """Return True if two batches, or two lists of indices, are equal; NaN equals NaN.
 
-    >>> same_batches([torch.tensor(torch.nan), 'a'], [torch.tensor(torch.nan), 'a'])
-    True
+    >>> nan = float('nan')
+    >>> same_batches([torch.tensor(nan), nan, 'a'], [torch.tensor(nan), nan, 'a']), same_batches([nan], [1.0])
+    (True, False)
     """
     if type(a) is not type(b):
         return False
@@ -266,4 +267,4 @@ def same_batches(a: Any, b: Any) -> bool:
     if isinstance(a, (np.ndarray, np.generic)):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
     # other objects are equal as far as is known
-    return not isinstance(a, (int, float, str, bytes)) or a == b or a != a
+    return not isinstance(a, (int, float, str, bytes)) or a == b or (a != a and b != b)
