@@ -40,7 +40,7 @@ from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import takes_batches
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import Loop
+from learnkit.engine.loop import BATCH_METHODS, Loop
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['compile_learner', 'explain_step', 'WholeStep']
@@ -59,17 +59,7 @@ STEP_EVENTS = (
     *CONTEXTS.values(),
 )
 # methods that a compiled step replaces
-OVERRIDABLE = (
-    '_do_one_batch',
-    'train_batch',
-    '_do_pred_loss',
-    '_do_pred',
-    '_do_loss',
-    'loss_of',
-    '_do_grad_opt',
-    '_backward',
-    '_step',
-)
+OVERRIDABLE = (*BATCH_METHODS, '_do_pred', '_do_loss', 'loss_of')
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 # number of timed steps of each kind, without the first compiled step, which compiles

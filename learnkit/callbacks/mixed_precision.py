@@ -148,21 +148,21 @@ class MixedPrecision(Callback):
     def before_backward(self) -> None:
         if not self.scales:
             return
-        loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
+        loss, names = self.scaler.scale(self.learn.loss_grad), self._current_names()
         # gradients kept by a Cancel get the scale of the new ones that are added to them
-        for p, grad in self._grads(stepping - self._scaled):
+        for p, grad in self._grads(names - self._scaled):
             if is_dtensor(grad):
                 local(grad).mul_(self.scaler.get_scale())
             else:
                 p.grad = self.scaler.scale(grad)
-        self._scaled |= stepping
+        self._scaled |= names
         self.learn.loss_grad = loss
 
     def before_step(self) -> None:
         "Divide the gradients by the scale, once; skip the step if one of them is not finite."
-        stepping = self._stepping() & self._scaled
-        self._scaled -= stepping
-        params = [p for p, _ in self._grads(stepping)]
+        names = self._current_names() & self._scaled
+        self._scaled -= names
+        params = [p for p, _ in self._grads(names)]
         if not params:
             return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
