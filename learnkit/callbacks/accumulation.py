@@ -35,7 +35,7 @@ class GradientAccumulation(Callback):
     it names: each optimizer has its own sum and its own steps. A call without a step returns False,
     and the batch continues.
 
-    Samples left over at the end of an epoch's training get a step of their own (in `after_train`),
+    Samples left over at the end of an epoch's training get a separate step (in `after_train`),
     unless the epoch had no other step: then they count for the next epoch. Samples left over at the
     end of the fit are dropped, with a warning if the whole fit took no step.
 
@@ -44,7 +44,7 @@ class GradientAccumulation(Callback):
     Raises `OptionError` for an `n_acc` below 1, for an `n_acc` smaller than a batch (every batch
     would step), before training with an optimizer that needs a closure, and if one call of
     `optimize` names an optimizer and another none, so that their gradients would mix. Raises
-    `LossError` at the first batch for a loss function that adds up without a `reduction` that says so.
+    `LossError` at the first batch for a loss function that returns a sum and has no `reduction='sum'`.
 
     >>> GradientAccumulation(64).n_acc, GradientAccumulation(batches=4).batches
     (64, 4)
@@ -107,7 +107,7 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _start_sum(self) -> None:
-        "Count from 0, with the divisor of the weighted sum that the gradients are."
+        "Reset the counts of the current optimizer's next step."
         self._sum |= {'n_samples': 0, 'n_batches': 0, 'weight_sum': 0, 'divisor': self.n_acc}
 
     def _take_turn(self) -> None:

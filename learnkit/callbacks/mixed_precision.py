@@ -204,7 +204,7 @@ class MixedPrecision(Callback):
             learn.opt.zero_grad()
             self.n_skipped += 1
 
-    def _stepping(self) -> set[str]:
+    def _current_names(self) -> set[str]:
         "Return the names of the optimizers of the current step."
         turn = self.learn.turn
         return set(self.opt.optimizers) if turn is None else {turn}
