@@ -60,13 +60,10 @@ class GradientAccumulation(Callback):
         *,
         batches: int | None = None,  # number of batches of a step, instead of `n_acc`
     ) -> None:
-        check_count('n_acc', n_acc)
-        if batches is not None:
-            check_count('batches', batches)
+        self.n_acc = check_count('n_acc', n_acc)
+        self.batches = None if batches is None else check_count('batches', batches)
         if batches is not None and n_acc != 32:
             raise OptionError('GradientAccumulation: give n_acc (samples) or batches, not both.')
-        self.n_acc = int(n_acc)
-        self.batches = None if batches is None else int(batches)
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch

@@ -117,7 +117,7 @@ class MixedPrecision(Callback):
         self._scaled = set()  # the fit has cleared the gradients
         state = self.scaler.state_dict()
         # a new scaler has its tensors on the current device of the model
-        self.scaler = torch.amp.GradScaler(self._device_type())
+        self.scaler = torch.amp.GradScaler(self._get_device().type)
         self.scaler.load_state_dict(state)
 
     def on_reevaluation(self) -> None:
@@ -131,10 +131,10 @@ class MixedPrecision(Callback):
 
     def forward_context(self) -> torch.autocast:
         "Return a new autocast context; one that is entered twice would not be left."
-        return torch.autocast(self._device_type(), dtype=DTYPES[self.amp_mode])
+        return torch.autocast(self._get_device().type, dtype=DTYPES[self.amp_mode])
 
-    def _device_type(self) -> str:
-        return model_device(self.learn.model, self.learn.dls).type
+    def _get_device(self) -> torch.device:
+        return model_device(self.learn.model, self.learn.dls)
 
     def after_pred(self) -> None:
         self.learn.pred = map_tensors(self.learn.pred, to_single)
@@ -246,8 +246,7 @@ class MixedPrecision(Callback):
         self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
-            device = model_device(self.learn.model, self.learn.dls)
-            self.scaler.scale(torch.zeros((), device=device))
+            self.scaler.scale(torch.zeros((), device=self._get_device()))
 
 
 class FiniteCheck:
