@@ -61,8 +61,8 @@ class Hook:
         hook_func: HookFunc,
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph first
-        cpu: bool = False,  # with `detach`: whether to move tensors to the CPU, which waits
-        gather: bool = False,  # ignored, for fastai's code; an error in a process group
+        cpu: bool = False,  # with `detach`: whether to copy tensors to the CPU, synchronously
+        gather: bool = False,  # accepted as in fastai and ignored; an error in a process group
     ) -> None:
         if not isinstance(m, nn.Module):
             raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
@@ -283,7 +283,7 @@ class HookCallback(Callback):
         remove_end: bool = True,  # whether to remove the hooks after a fit without error
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph
-        cpu: bool = True,  # with `detach`: whether to move tensors to the CPU, which waits
+        cpu: bool = True,  # with `detach`: whether to copy tensors to the CPU, synchronously
         include_paramless: bool = False,  # without `modules`: whether to hook all other layers too
         hook: HookFunc | None = None,  # f(module, inputs, output); None: the method of a subclass
     ) -> None:

@@ -333,7 +333,7 @@ class RuntimeEstimator(_TimedMonitor):
 
     Training is assumed to continue at the rate of this fit so far, without its first
     `skip_batches`. Each loader is assumed to be evaluated as often and as fast as so far: without
-    its first evaluation once there are two; before its first evaluation it counts as nothing. The
+    its first evaluation once there are two; before its first evaluation its cost counts as 0. The
     progress of the fit is `learn.pct_train`, so budgets of any unit work; for an epoch of unknown
     length, batches are compared with the previous epoch. `remaining_s` is the estimate in seconds.
 
