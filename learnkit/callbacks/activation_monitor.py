@@ -98,14 +98,14 @@ class ActivationMonitor(HookCallback):
                 if not t.dim() or not t.numel() or not t.is_floating_point():
                     continue
                 calls = self._calls.setdefault((self._names[id(m)], f'{side}.{i}'), [])
-                calls.append((t.numel() // t.shape[-1], _sums(t)))
+                calls.append((t.numel() // t.shape[-1], _compute_sums(t)))
 
     def after_batch(self) -> None:
         "Log the statistics, and remove the hooks."
         calls = self._calls
         self._calls = {}
         super().after_batch()
-        for name, value in _means(calls).items():
+        for name, value in _compute_means(calls).items():
             self.learn.log(name, value, shown=False)
 
     def cleanup(self) -> None:
@@ -114,7 +114,7 @@ class ActivationMonitor(HookCallback):
         self._calls = {}
 
 
-def _sums(t: Tensor) -> Tensor:
+def _compute_sums(t: Tensor) -> Tensor:
     "Return the sums over rows of each statistic, and the number of rows with a spread, on the device."
     x = (t if t.dtype is torch.float64 else t.float()).reshape(-1, t.shape[-1])
     mean = x.mean(-1, keepdim=True)
@@ -135,7 +135,7 @@ def _sums(t: Tensor) -> Tensor:
     )
 
 
-def _means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
+def _compute_means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
     "Return the mean over all rows of each statistic, by name; waits for the device."
     sums = [s for each in calls.values() for _, s in each]
     if not sums:

@@ -134,13 +134,13 @@ class ActivationStats(HookCallback):
 
         The entry is a list of dicts for a layer with several outputs, None for a layer not
         called."""
-        columns = [self._cells(layer) for layer in range(len(self.layer_names))]
+        columns = [self._make_cells(layer) for layer in range(len(self.layer_names))]
         return L(L(column[i] for column in columns) for i in range(len(self._records.at)))
 
-    def _cells(self, layer: int) -> list[Any]:
+    def _make_cells(self, layer: int) -> list[Any]:
         "Return the statistics of one layer, one entry per batch."
         parts = [
-            [self._cell(v) for v in self._records.series(layer, p)]
+            [self._make_cell(v) for v in self._records.series(layer, p)]
             for p in self._records.parts(layer)
         ]
         if not parts:
@@ -151,7 +151,7 @@ class ActivationStats(HookCallback):
             entries.append(row[0] if len(row) == 1 else row or None)
         return entries
 
-    def _cell(self, values: Tensor) -> dict[str, Any] | None:
+    def _make_cell(self, values: Tensor) -> dict[str, Any] | None:
         size, *values_per_field = values[:4].tolist()
         if not size:
             return None

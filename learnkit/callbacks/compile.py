@@ -40,7 +40,7 @@ from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import takes_batches
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import Loop
+from learnkit.engine.loop import BATCH_METHODS, Loop
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['compile_learner', 'explain_step', 'WholeStep']
@@ -59,17 +59,7 @@ STEP_EVENTS = (
     *CONTEXTS.values(),
 )
 # methods that a compiled step replaces
-OVERRIDABLE = (
-    '_do_one_batch',
-    'train_batch',
-    '_do_pred_loss',
-    '_do_pred',
-    '_do_loss',
-    'loss_of',
-    '_do_grad_opt',
-    '_backward',
-    '_step',
-)
+OVERRIDABLE = (*BATCH_METHODS, '_do_pred', '_do_loss', 'loss_of')
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 # number of timed steps of each kind, without the first compiled step, which compiles
@@ -120,7 +110,7 @@ class WholeStep:
         # arguments of the compiled step, made after an ordinary step
         self.plan: Plan | None = None
         self.refused: list[str] = []  # reasons why there can be no plan
-        self.given_up = ''  # reason why nothing is compiled any more
+        self.failure = ''  # reason why nothing is compiled any more
         self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
         self.odd_in_a_row = 0
         self.any_shape = False
@@ -131,28 +121,28 @@ class WholeStep:
             hasattr(dynamo.config, 'trace_autograd_ops')
             and hasattr(dynamo.eval_frame, 'set_eval_frame')
         ):
-            self.given_up = f'torch {torch.__version__} cannot compile a whole step'
+            self.failure = f'torch {torch.__version__} cannot compile a whole step'
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
     def __call__(self) -> None:
-        if self.given_up:
+        if self.failure:
             self.learn.train_batch()
         elif not self._fits():
-            self._ordinary_then_plan()
+            self._run_ordinary()
         elif self.verdict:
             self._run_compiled()
         else:
             self._run_timed()
 
-    def _ordinary_then_plan(self) -> None:
+    def _run_ordinary(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
         self.learn.train_batch()
         if self.plan or self._find_blocks() or (self.refused and self.learn.iter):
             return
         # the reasons may change until the next epoch, which checks again
-        self.refused = list(refusals(self.learn))
+        self.refused = list(find_refusals(self.learn))
         if not self.refused:
             self.plan = Plan(self.learn)
 
@@ -166,7 +156,9 @@ class WholeStep:
             return False
         # before each epoch, also run the checks that are too slow for each batch
         starts = not learn.iter
-        if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
+        if not plan.holds(learn) or (
+            (plan.has_new_hooks() or starts) and any(find_refusals(learn))
+        ):
             self.plan = None
             return False
         if starts or plan.n_steps != learn.opt.n_steps:
@@ -206,7 +198,7 @@ class WholeStep:
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         refused = self.refused or find_overrides(self.learn)
-        reasons = [self.given_up] if self.given_up else [*self._find_blocks(), *refused]
+        reasons = [self.failure] if self.failure else [*self._find_blocks(), *refused]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
@@ -227,7 +219,7 @@ class WholeStep:
             self.learn.train_batch()
         seconds = self.compiled_s if is_compiled else self.ordinary_s
         seconds.append(self._clock() - started)
-        if len(self.ordinary_s) < TIMED or self.given_up:
+        if len(self.ordinary_s) < TIMED or self.failure:
             return
         compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
         self.compiled_s = []
@@ -244,9 +236,7 @@ class WholeStep:
         return perf_counter()
 
     def _run_compiled(self) -> None:
-        learn = self.learn
-        plan = self.plan
-        error = ''
+        learn, plan, error = self.learn, self.plan, ''
         assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
@@ -317,9 +307,7 @@ class WholeStep:
             self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up = reason
-        self.plan = None
-        self.compiled = None
+        self.failure, self.plan, self.compiled = reason, None, None
 
 
 def find_overrides(learn: LearnerLike) -> list[str]:
@@ -329,7 +317,7 @@ def find_overrides(learn: LearnerLike) -> list[str]:
     return [f'{cls.__name__} has its own `{name}`' for name in names]
 
 
-def refusals(learn: LearnerLike) -> Iterator[str]:
+def find_refusals(learn: LearnerLike) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
     yield from find_overrides(learn)
     if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

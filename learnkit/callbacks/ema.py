@@ -99,8 +99,8 @@ class EMA(Callback):
         # the model's own weights, while the model holds the average
         self._raw: tuple[list[Store], list[Tensor]] | None = None
         # depth of the run for which the model holds the average; None: `applied` or `copy_to`
-        self._used_at: int | None = None
-        self._paused = False  # that run is paused, and the model holds its own weights meanwhile
+        self._use_depth: int | None = None
+        self._is_paused = False  # that run is paused, and the model holds its own weights meanwhile
         self.restart()
 
     def restart(self) -> None:
@@ -133,7 +133,7 @@ class EMA(Callback):
         self._restore_weights()  # otherwise they would overwrite the loaded weights later
 
     def after_load(self) -> None:
-        self._raw = self._used_at = None
+        self._raw = self._use_depth = None
         self.restart()
 
     def before_train(self) -> None:
@@ -215,29 +215,28 @@ class EMA(Callback):
         self._end_use(self.learn.run.depth)
 
     def cleanup(self) -> None:
-        self._end_use(self._used_at)
+        self._end_use(self._use_depth)
 
     def on_run_failed(self) -> None:
-        if self._used_at is not None and self._used_at >= self.learn.run.depth:
+        if self._use_depth is not None and self._use_depth >= self.learn.run.depth:
             self._restore_weights()
 
     def on_run_paused(self) -> None:
-        if self._used_at == self.learn.run.depth:
+        if self._use_depth == self.learn.run.depth:
             self._restore_weights()
-            self._paused = True
+            self._is_paused = True
 
     def on_run_resumed(self) -> None:
-        if self._paused and self._raw is None and self.has_begun:
+        if self._is_paused and self._raw is None and self.has_begun:
             self._use(self.learn.run.depth)
-        self._paused = False
+        self._is_paused = False
 
     def _use(self, depth: int | None, index: int = 0) -> None:
         "Copy an average into the model's own memory, so that references to it stay valid."
-        if not (self._paused and self._stores):
+        if not (self._is_paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw = (self._stores, weights)
-        self._used_at = depth
+        self._raw, self._use_depth = (self._stores, weights), depth
         copy_values(self._stores, list(self._averages[index].values()))
 
     def _find_average(self, decay: float | None) -> int:
@@ -250,7 +249,7 @@ class EMA(Callback):
         return 0 if decay is None else decays.index(decay)
 
     def _end_use(self, depth: int | None) -> None:
-        if depth is not None and depth == self._used_at:
+        if depth is not None and depth == self._use_depth:
             self._restore_weights()
 
     def _restore_weights(self) -> None:
@@ -258,7 +257,7 @@ class EMA(Callback):
         if self._raw is None:
             return
         copy_values(*self._raw)
-        self._raw = self._used_at = None
+        self._raw = self._use_depth = None
 
     @contextmanager
     def applied(
@@ -293,7 +292,7 @@ class EMA(Callback):
                 self._use(None, index)
             else:
                 copy_values(self._stores, list(averages.values()))
-            self._raw = self._used_at = None  # nothing restores the model's own weights
+            self._raw = self._use_depth = None  # nothing restores the model's own weights
             return self.learn.model
         check_averages(averages, model)
         tensors = {name: slot.tensor.data for name, slot in iter_slots(model)}

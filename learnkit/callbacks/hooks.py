@@ -61,8 +61,8 @@ class Hook:
         hook_func: HookFunc,
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph first
-        cpu: bool = False,  # with `detach`: whether to move tensors to the CPU, which waits
-        gather: bool = False,  # ignored, for fastai's code; an error in a process group
+        cpu: bool = False,  # with `detach`: whether to copy tensors to the CPU, synchronously
+        gather: bool = False,  # accepted as in fastai and ignored; an error in a process group
     ) -> None:
         if not isinstance(m, nn.Module):
             raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
@@ -276,7 +276,7 @@ class HookCallback(Callback):
     """
 
     hooks: Hooks | None = None
-    _active: ExitStack | None = None  # removes the hooks when closed
+    _registration: ExitStack | None = None  # removes the hooks when closed
 
     def __init__(
         self,
@@ -285,11 +285,11 @@ class HookCallback(Callback):
         remove_end: bool = True,  # whether to remove the hooks after a fit without error
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph
-        cpu: bool = True,  # with `detach`: whether to move tensors to the CPU, which waits
+        cpu: bool = True,  # with `detach`: whether to copy tensors to the CPU, synchronously
         include_paramless: bool = False,  # without `modules`: whether to hook all other layers too
         hook: HookFunc | None = None,  # f(module, inputs, output); None: the method of a subclass
     ) -> None:
-        self._given = None if modules is None else _as_list(modules)
+        self._requested = None if modules is None else _list_modules(modules)
         self.every = None if every is None else as_time(every, 'ba')
         if self.every is not None and self.every.unit == 'tok':
             raise TimeError(f'every={every!r}: tokens are not counted.')
@@ -318,14 +318,14 @@ class HookCallback(Callback):
             self._find()
             if self._interval is not None:
                 self._interval.start(self.learn)
-        if self.every is None and self._active is None:
+        if self.every is None and self._registration is None:
             self._register()
 
     def before_batch(self) -> None:
         "Hook this batch if it is due."
         if self.every is not None and not (self.learn.training and self._is_due()):
             self._remove()
-        elif self._active is None:
+        elif self._registration is None:
             self._register()
 
     def after_batch(self) -> None:
@@ -364,8 +364,8 @@ class HookCallback(Callback):
 
     def _find(self) -> None:
         model = unwrap_compiled(self.learn.model)
-        if self._given is not None:
-            found = [_find_module(model, o) for o in self._given]
+        if self._requested is not None:
+            found = [_find_module(model, o) for o in self._requested]
         else:
             found = [
                 (name, m)
@@ -383,14 +383,13 @@ class HookCallback(Callback):
             self.hooks = stack.enter_context(
                 Hooks(self.modules, self.hook, self.is_forward, self.detach, self.cpu)
             )
-            self._active = stack.pop_all()
+            self._registration = stack.pop_all()
 
     def _remove(self) -> None:
-        if self._active is None:
+        if self._registration is None:
             return
-        active = self._active
-        self._active = None
-        active.close()
+        registration, self._registration = self._registration, None
+        registration.close()
 
     def state_dict(self) -> dict[str, Any] | None:
         "Return the number of intervals passed; None if the number of the batch decides."
@@ -402,7 +401,7 @@ class HookCallback(Callback):
             self._interval.load_state_dict(sd)
 
 
-def _as_list(modules: Any) -> list[Any]:
+def _list_modules(modules: Any) -> list[Any]:
     "Return modules and names as a list; replace a container of modules by its modules."
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         return list(modules)

@@ -118,7 +118,7 @@ class MixedPrecision(Callback):
         self._scaled = set()  # the fit has cleared the gradients
         state = self.scaler.state_dict()
         # a new scaler has its tensors on the current device of the model
-        self.scaler = torch.amp.GradScaler(self._device_type())
+        self.scaler = torch.amp.GradScaler(self._get_device().type)
         self.scaler.load_state_dict(state)
 
     def on_reevaluation(self) -> None:
@@ -132,10 +132,10 @@ class MixedPrecision(Callback):
 
     def forward_context(self) -> torch.autocast:
         "Return a new autocast context; one that is entered twice would not be left."
-        return torch.autocast(self._device_type(), dtype=DTYPES[self.amp_mode])
+        return torch.autocast(self._get_device().type, dtype=DTYPES[self.amp_mode])
 
-    def _device_type(self) -> str:
-        return model_device(self.learn.model, self.learn.dls).type
+    def _get_device(self) -> torch.device:
+        return model_device(self.learn.model, self.learn.dls)
 
     def after_pred(self) -> None:
         self.learn.pred = map_tensors(self.learn.pred, to_single)
@@ -149,21 +149,21 @@ class MixedPrecision(Callback):
     def before_backward(self) -> None:
         if not self.scales:
             return
-        loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
+        loss, names = self.scaler.scale(self.learn.loss_grad), self._current_names()
         # gradients kept by a Cancel get the scale of the new ones that are added to them
-        for p, grad in self._grads(stepping - self._scaled):
+        for p, grad in self._grads(names - self._scaled):
             if is_dtensor(grad):
                 local_shard(grad).mul_(self.scaler.get_scale())
             else:
                 p.grad = self.scaler.scale(grad)
-        self._scaled |= stepping
+        self._scaled |= names
         self.learn.loss_grad = loss
 
     def before_step(self) -> None:
         "Divide the gradients by the scale, once; skip the step if one of them is not finite."
-        stepping = self._stepping() & self._scaled
-        self._scaled -= stepping
-        params = [p for p, _ in self._grads(stepping)]
+        names = self._current_names() & self._scaled
+        self._scaled -= names
+        params = [p for p, _ in self._grads(names)]
         if not params:
             return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
@@ -206,7 +206,7 @@ class MixedPrecision(Callback):
             learn.opt.zero_grad()
             self.n_skipped += 1
 
-    def _stepping(self) -> set[str]:
+    def _current_names(self) -> set[str]:
         "Return the names of the optimizers of the current step."
         turn = self.learn.turn
         return set(self.opt.optimizers) if turn is None else {turn}
@@ -248,8 +248,7 @@ class MixedPrecision(Callback):
         self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
-            device = model_device(self.learn.model, self.learn.dls)
-            self.scaler.scale(torch.zeros((), device=device))
+            self.scaler.scale(torch.zeros((), device=self._get_device()))
 
 
 class FiniteCheck:

@@ -191,14 +191,15 @@ def _summarize(
 
     counted: set[nn.Parameter] = set()
     layers = tuple(
-        _layer(name, m, outputs.get(id(m), []), counted) for name, m in _in_order(names, outputs)
+        _make_layer(name, m, outputs.get(id(m), []), counted)
+        for name, m in _order_layers(names, outputs)
     )
     n_params, n_trained = _count(inner.parameters())
     inp, out = whole[0] if whole else ('', '')
     return Summary(type(inner).__name__, inp, out, layers, n_params, n_trained, notes)
 
 
-def _layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Parameter]) -> Layer:
+def _make_layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Parameter]) -> Layer:
     own = set(m.parameters(recurse=False))
     new = own - counted
     counted |= own
@@ -212,7 +213,9 @@ def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
-def _in_order(names: dict[str, nn.Module], called: Collection[int]) -> list[tuple[str, nn.Module]]:
+def _order_layers(
+    names: dict[str, nn.Module], called: Collection[int]
+) -> list[tuple[str, nn.Module]]:
     "Return the layers in the order of calls; uncalled ones with parameters follow their predecessors."
     by_id = {id(m): (name, m) for name, m in names.items()}
     rows = [by_id[i] for i in called]
@@ -239,7 +242,7 @@ def summarize_learner(learn: LearnerLike) -> Summary:
     model, batch = learn.model, _example_batch(learn)
     try:
         learn.model = _copy_if_lazy(model)
-        notes = '\n'.join(_notes(learn))
+        notes = '\n'.join(_make_notes(learn))
         return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
     finally:
         learn.model = model
@@ -277,7 +280,7 @@ def _example_batch(learn: LearnerLike) -> Any:
     )
 
 
-def _notes(learn: LearnerLike) -> Iterator[str]:
+def _make_notes(learn: LearnerLike) -> Iterator[str]:
     "Yield lines about optimizer, loss function and callbacks."
     loss_func = (
         _describe(learn.loss_func) if learn.loss_func is not None else 'none, or of the model'
@@ -405,12 +408,12 @@ def model_sizes(
     >>> model_sizes(nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 4)), inputs=torch.zeros(5, 1, 3))
     [torch.Size([5, 1, 2]), (torch.Size([5, 1, 4]), (torch.Size([1, 1, 4]), torch.Size([1, 1, 4])))]
     """
-    with Hooks(_parts(m), lambda m, i, o: map_tensors(o, lambda t: t.shape)) as hooks:
+    with Hooks(_list_parts(m), lambda m, i, o: map_tensors(o, lambda t: t.shape)) as hooks:
         dummy_eval(m, size, inputs)
     return list(hooks.stored)
 
 
-def _parts(m: nn.Module) -> list[nn.Module]:
+def _list_parts(m: nn.Module) -> list[nn.Module]:
     "Return the modules of a container, the children of a module, or the module itself."
     return list(m) if isinstance(m, (nn.Sequential, nn.ModuleList)) else list(m.children()) or [m]
 

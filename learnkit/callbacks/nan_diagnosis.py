@@ -220,5 +220,5 @@ def find_bad_module(learn: LearnerLike) -> str | None:
             with learn.contexts('forward'):
                 apply_model(model, learn.xb)
     except Exception:
-        pass  # the message does without the name of a module
+        pass  # the message then names no module
     return found[0] if found else None

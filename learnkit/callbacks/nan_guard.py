@@ -139,15 +139,15 @@ class GuardNonFinite(Callback):
         "Reset the state of one fit."
         self._has_warned = False  # whether a skipped batch was reported
         # batch index, and whether its loss is finite as a tensor on its device
-        self._unseen: list[tuple[int, Tensor]] = []
-        self._arriving = AsyncToCPU()
+        self._unchecked: list[tuple[int, Tensor]] = []
+        self._transfer = AsyncToCPU()
         self._is_skipping = False  # whether the current batch or step is being skipped
         self._slots: list[Slot] = []  # locations of the buffers
         self._saved_buffers: list[Tensor] = []  # values of the buffers before this batch
         self._snapshot: Snapshot | None = None  # copy that 'rollback' restores
-        self._made: float = 0  # time of the copy
-        self._since: float = 0  # time of the copy or of the latest rollback to it
-        self._in_a_row = 0  # number of rollbacks to the copy
+        self._snapshot_time: float = 0  # time of the copy
+        self._interval_start: float = 0  # time of the copy or of the latest rollback to it
+        self._n_successive = 0  # number of rollbacks to the copy
 
     def before_fit(self) -> None:
         "Reset the guard."
@@ -181,8 +181,7 @@ class GuardNonFinite(Callback):
             if learn.world.any(not math.isfinite(value.item())):
                 self._act_on_loss(learn.iter)
             return
-        finite = value.isfinite().reshape(())
-        unseen = self._unseen
+        finite, unseen = value.isfinite().reshape(()), self._unchecked
         if unseen and unseen[-1][0] == learn.iter:
             unseen[-1] = learn.iter, unseen[-1][1] & finite
         else:
@@ -202,7 +201,7 @@ class GuardNonFinite(Callback):
         "Check the gradients, and the losses that have not been checked."
         if not self.grads or self.learn.run.repeating:
             return
-        if self._unseen and len(self._unseen) < (self.every or 1):
+        if self._unchecked and len(self._unchecked) < (self.every or 1):
             return
         self._check_unseen(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
@@ -221,13 +220,13 @@ class GuardNonFinite(Callback):
 
     def after_batch(self) -> None:
         "Check the losses that are due, and make a copy if one is due."
-        if self._unseen and self.every is None and not self.grads:
-            self._check_losses(self._arriving.put(self._unseen.pop()))
-        elif self._unseen and self.every is not None and len(self._unseen) >= self.every:
+        if self._unchecked and self.every is None and not self.grads:
+            self._check_losses(self._transfer.put(self._unchecked.pop()))
+        elif self._unchecked and self.every is not None and len(self._unchecked) >= self.every:
             self._check_unseen()
         if (
             self._snapshot is not None
-            and self._get_time() - self._since >= self.snapshot_every.value
+            and self._read_time() - self._interval_start >= self.snapshot_every.value
         ):
             self._make_snapshot()
 
@@ -236,9 +235,8 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen = self._unseen
-        self._unseen = []
-        arrived = self._arriving.flush()
+        unseen, self._unchecked = self._unchecked, []
+        arrived = self._transfer.flush()
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
             arrived += zip([i for i, _ in unseen], are_finite, strict=True)
@@ -254,20 +252,24 @@ class GuardNonFinite(Callback):
     def _act_on_loss(self, i: int, in_time: bool = True) -> None:
         learn = self.learn
         if not in_time:
-            text = f'The loss was not finite at {self._describe_batch(i)} (seen at batch {learn.iter}).'
+            text = (
+                f'The loss was not finite at {self._format_place(i)} (seen at batch {learn.iter}).'
+            )
         elif self._has_warned:
             text = ''  # only the first skipped batch is reported
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
-            text = f'The loss is {value.item()} at {self._describe_batch(i)}. {explain_nonfinite(learn)}'
+            text = (
+                f'The loss is {value.item()} at {self._format_place(i)}. {explain_nonfinite(learn)}'
+            )
             if value.isfinite():
-                text = f'The loss of another process is not finite at {self._describe_batch(i)}.'
+                text = f'The loss of another process is not finite at {self._format_place(i)}.'
         self._act(text, CancelBatchException, in_time)
 
     def _explain_gradients(self) -> str:
         names = format_few(find_bad_gradients(self.learn))
-        batch = self._describe_batch(self.learn.iter)
-        return f'The gradient of {names} is not finite at {batch}.{describe_samples(self.learn)}'
+        place = self._format_place(self.learn.iter)
+        return f'The gradient of {names} is not finite at {place}.{describe_samples(self.learn)}'
 
     def _act(self, text: str, skip: type[Exception], in_time: bool = True) -> None:
         if self.policy in ('raise', 'stop') and in_time:
@@ -297,16 +299,16 @@ class GuardNonFinite(Callback):
 
     def _count_rollback(self, text: str) -> None:
         "Count and report a rollback; raise `LossError` after too many to the same copy."
-        age = Time(self._get_time() - self._made, self.snapshot_every.unit)
-        if self._in_a_row >= self.max_rollbacks:
+        age = Time(self._read_time() - self._snapshot_time, self.snapshot_every.unit)
+        if self._n_successive >= self.max_rollbacks:
             self._roll_back()
             raise LossError(
-                f'{text} Weights were rolled back {self._in_a_row} times to the same copy, and it came to '
+                f'{text} Weights were rolled back {self._n_successive} times to the same copy, and it came to '
                 'this again; they are there once more. Lower the learning rate, clip gradients, or see '
                 "what these batches have in common: policy='raise' and `Replay()` help."
             )
         self.n_rollbacks += 1
-        self._in_a_row += 1
+        self._n_successive += 1
         warn_user(
             f'{text} Weights and optimizer go back to what they were {age} before; training continues with the '
             'batches that follow.'
@@ -322,7 +324,7 @@ class GuardNonFinite(Callback):
         else:
             self._restore_buffers()
 
-    def _describe_batch(self, i: int) -> str:
+    def _format_place(self, i: int) -> str:
         return f'batch {i} of epoch {self.learn.epoch}'
 
     # -- buffers of a skipped batch ----------------------------------------------------------------
@@ -346,7 +348,7 @@ class GuardNonFinite(Callback):
 
     # -- rollback ----------------------------------------------------------------------------------
 
-    def _get_time(self) -> float:
+    def _read_time(self) -> float:
         return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
@@ -363,8 +365,8 @@ class GuardNonFinite(Callback):
             )
         self._snapshot = None  # free the old copy first: memory may not hold two
         self._snapshot = take_snapshot(learn)
-        self._made = self._since = self._get_time()
-        self._in_a_row = 0
+        self._snapshot_time = self._interval_start = self._read_time()
+        self._n_successive = 0
 
     def _roll_back(self) -> None:
         learn = self.learn
@@ -373,8 +375,8 @@ class GuardNonFinite(Callback):
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
-                cb.drop_gradients()
-        self._since = self._get_time()
+                cb._drop()
+        self._interval_start = self._read_time()
 
     def cleanup(self) -> None:
         "Drop losses and copies."
@@ -387,9 +389,9 @@ class GuardNonFinite(Callback):
         return {
             'n_skipped': self.n_skipped,
             'n_rollbacks': self.n_rollbacks,
-            'in_a_row': self._in_a_row,
-            'made': self._made,
-            'since': self._since,
+            'in_a_row': self._n_successive,
+            'made': self._snapshot_time,
+            'since': self._interval_start,
             'good': self._snapshot,
         }
 
@@ -397,9 +399,8 @@ class GuardNonFinite(Callback):
         "Restore the counts, and the copy for a rollback."
         self.n_skipped = sd['n_skipped']
         self.n_rollbacks = sd['n_rollbacks']
-        self._in_a_row = sd['in_a_row']
-        self._made = sd['made']
-        self._since = sd['since']
+        self._n_successive = sd['in_a_row']
+        self._snapshot_time, self._interval_start = sd['made'], sd['since']
         self._snapshot = sd['good']
 
 

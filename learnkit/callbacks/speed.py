@@ -47,39 +47,36 @@ class _TimedMonitor(Monitor):
 
     machine_dependent = True
     nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
-    # over all fits, up to `_since`
-    _train_s = 0.0
-    _eval_s = 0.0
-    _since: float | None = None  # last reading of the clock; None: no fit is running
-    _paused: int | None = None  # depth of the run that evaluates; None: training
+    _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_last_read`
+    _last_read: float | None = None  # last reading of the clock; None: no fit is running
+    _eval_depth: int | None = None  # depth of the run that evaluates; None: training
 
     def _read(self) -> float:
         "Read the clock, and return the seconds of training so far."
-        if self._since is not None:
-            before, self._since = self._since, perf_counter()
-            if self._paused is None:
-                self._train_s += self._since - before
+        if self._last_read is not None:
+            before, self._last_read = self._last_read, perf_counter()
+            if self._eval_depth is None:
+                self._train_s += self._last_read - before
             else:
-                self._eval_s += self._since - before
+                self._eval_s += self._last_read - before
         return self._train_s
 
     def before_fit(self) -> None:
         "Start the clock."
         super().before_fit()
         if self.learn.fitting:
-            self._since = perf_counter()
-            self._paused = None
+            self._last_read, self._eval_depth = perf_counter(), None
 
     def before_eval(self) -> None:
         "Count evaluation from now on."
-        if self._since is None or self._paused is not None:
+        if self._last_read is None or self._eval_depth is not None:
             return  # no fit, or a nested evaluation
         self._read()
-        self._paused = self.learn.run.depth
+        self._eval_depth = self.learn.run.depth
 
     def after_eval(self) -> None:
         "Count training from now on."
-        if self._paused == self.learn.run.depth:
+        if self._eval_depth == self.learn.run.depth:
             self._resume()
 
     before_predict = before_eval
@@ -87,12 +84,12 @@ class _TimedMonitor(Monitor):
 
     def before_train(self) -> None:
         "Count training after an evaluation that a Cancel exception ended."
-        if self._paused is not None:
+        if self._eval_depth is not None:
             self._resume()
 
     def _resume(self) -> None:
         self._read()
-        self._paused = None
+        self._eval_depth = None
 
     def after_fit(self) -> None:
         "Stop the clock."
@@ -100,7 +97,7 @@ class _TimedMonitor(Monitor):
             self._stop()
 
     def on_run_failed(self) -> None:
-        if self._paused is not None and self._paused >= self.learn.run.depth:
+        if self._eval_depth is not None and self._eval_depth >= self.learn.run.depth:
             self._resume()
 
     def cleanup(self) -> None:
@@ -109,8 +106,7 @@ class _TimedMonitor(Monitor):
 
     def _stop(self) -> None:
         self._read()
-        self._since = None
-        self._paused = None
+        self._last_read, self._eval_depth = None, None
 
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
@@ -345,7 +341,7 @@ class RuntimeEstimator(_TimedMonitor):
 
     Training is assumed to continue at the rate of this fit so far, without its first
     `skip_batches`. Each loader is assumed to be evaluated as often and as fast as so far: without
-    its first evaluation once there are two; before its first evaluation it counts as nothing. The
+    its first evaluation once there are two; before its first evaluation its cost counts as 0. The
     progress of the fit is `learn.pct_train`, so budgets of any unit work; for an epoch of unknown
     length, batches are compared with the previous epoch. `remaining_s` is the estimate in seconds.
 
@@ -372,11 +368,11 @@ class RuntimeEstimator(_TimedMonitor):
     )
     _start: float | None = None  # share of the fit at its start
     _base: tuple[float, float] | None = None  # seconds of training, and share, at the first rate
-    _before = (0.0, 0.0)  # seconds and share measured before a resume
+    _earlier_totals = (0.0, 0.0)  # seconds and share measured before a resume
     _epoch_at = 0.0  # share at the start of this epoch
     _n_last: int | None = None  # number of batches of the last complete epoch
     _eval_started = 0.0  # time when the current evaluation started
-    _at: float | None = None  # share at the last batch or evaluation
+    _position: float | None = None  # share at the last batch or evaluation
 
     def __init__(
         self,
@@ -392,19 +388,19 @@ class RuntimeEstimator(_TimedMonitor):
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._get_progress()
-        if self._at is None or share <= 0 or seconds <= 0:
+        seconds, share = self._measured()
+        if self._position is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
-        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # without rounding errors
+        rest = 1 - self._position if self._position < 1 - 1e-9 else 0.0  # without rounding errors
         evaluations_s = sum(e.remaining_s(self._start or 0.0) for e in self._evals.values())
         return seconds / share * rest + evaluations_s
 
     def _get_progress(self) -> tuple[float, float]:
         "Return the seconds of training, and their share of the fit."
-        seconds, share = self._before
-        if self._base is None or self._at is None:
+        seconds, share = self._earlier_totals
+        if self._base is None or self._position is None:
             return seconds, share
-        return seconds + self._read() - self._base[0], share + self._at - self._base[1]
+        return seconds + self._read() - self._base[0], share + self._position - self._base[1]
 
     def measure(self) -> dict[str, float]:
         "Return the estimate by name."
@@ -416,11 +412,9 @@ class RuntimeEstimator(_TimedMonitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base = None
-        self._before = (0.0, 0.0)
-        self._skip = self.skip_batches
-        self._evals = {}
-        self._n_last = self._at = self._start = None
+        self._base, self._earlier_totals = None, (0.0, 0.0)
+        self._skip, self._evals = self.skip_batches, {}
+        self._n_last = self._position = self._start = None
 
     def before_train(self) -> None:
         "Record the position of the epoch."
@@ -431,11 +425,11 @@ class RuntimeEstimator(_TimedMonitor):
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
-        self._at = self._share()
+        self._position = self._share()
         if self._skip:
             self._skip -= 1
-            if not self._skip and self._at is not None:
-                self._base = self._read(), self._at
+            if not self._skip and self._position is not None:
+                self._base = self._read(), self._position
         super().after_batch()
 
     def _share(self) -> float | None:
@@ -451,9 +445,9 @@ class RuntimeEstimator(_TimedMonitor):
         "Record the number of batches of an epoch."
         if not self.learn.n_iter:
             self._n_last = self.learn.iter + 1
-            self._at = self._share()
-            if self._base is None and not self._skip and self._at is not None:
-                self._base = self._read(), self._at
+            self._position = self._share()
+            if self._base is None and not self._skip and self._position is not None:
+                self._base = self._read(), self._position
         super().after_train()
 
     def before_validate(self) -> None:
@@ -462,10 +456,10 @@ class RuntimeEstimator(_TimedMonitor):
 
     def after_validate(self) -> None:
         "Record the time of this loader."
-        if self._since is None or self._at is None or self.learn.phase == 'predict':
+        if self._last_read is None or self._position is None or self.learn.phase == 'predict':
             return
         evaluations = self._evals.setdefault(self.learn.dl_name, _Evaluations())
-        evaluations.add(perf_counter() - self._eval_started, self._at)
+        evaluations.add(perf_counter() - self._eval_started, self._position)
 
     def state_dict(self) -> dict[str, Any]:
         "Return rates, costs and positions of this fit."
@@ -475,7 +469,7 @@ class RuntimeEstimator(_TimedMonitor):
             'seconds': seconds,
             'share': share,
             'start': self._start,
-            'at': self._at,
+            'at': self._position,
             'n_last': self._n_last,
             'evals': {name: asdict(e) for name, e in self._evals.items()},
         }
@@ -483,10 +477,7 @@ class RuntimeEstimator(_TimedMonitor):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore rates, costs and positions."
         super().load_state_dict(sd)
-        self._before = (sd['seconds'], sd['share'])
-        self._base = None
+        self._earlier_totals, self._base = (sd['seconds'], sd['share']), None
         self._skip = self.skip_batches
-        self._start = sd['start']
-        self._at = sd['at']
-        self._n_last = sd['n_last']
+        self._start, self._position, self._n_last = sd['start'], sd['at'], sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

@@ -152,7 +152,7 @@ def test_every_so_many_batches_it_is_found_late_and_told_when_it_was() -> None:
     learn = learner(7, cbs=GuardNonFinite('raise', every=5))
     with pytest.raises(LossError, match='not finite at batch 7'):
         learn.fit(1)
-    assert learn.guard_non_finite._unseen == []
+    assert learn.guard_non_finite._unchecked == []
 
 
 def test_microbatches_are_skipped_as_one_batch() -> None:

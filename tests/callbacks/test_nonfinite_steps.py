@@ -130,7 +130,7 @@ class OnDevice(GuardNonFinite):
 
     def _start(self) -> None:
         super()._start()
-        self._arriving = OneLate()  # type: ignore[assignment]
+        self._transfer = OneLate()  # type: ignore[assignment]
 
     def _is_late(self, device: str) -> bool:
         return super()._is_late('cuda')
