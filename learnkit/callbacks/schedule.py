@@ -191,7 +191,7 @@ def fit_one_cycle(
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
     momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
-    peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
+    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
     if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
         scheds['mom'] = momentum
@@ -213,7 +213,7 @@ def fit_flat_cos(
     "Train at a constant learning rate that falls along half a cosine at the end."
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
-    flat = _peak_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
+    flat = _prepare_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
     _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
@@ -237,7 +237,7 @@ def fit_sgdr(
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
     shares = [n / n_epoch for n in lengths]
-    peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
+    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
     scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
     _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
@@ -301,11 +301,17 @@ def fine_tune(
         )
 
 
-def _peak_rates(
+def _prepare_rates(
     learn: LearnerLike, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
     "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
-    parse_length(learn, n_epoch, start_epoch)
+    epochs, budget = parse_length(learn, n_epoch, start_epoch)
+    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
+        warn_user(
+            'The training loader has no length, so how much of an epoch is done is not known: the '
+            'schedule moves from epoch to epoch only. Tell its length by '
+            "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
+        )
     learn.prepare_opt(lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
@@ -320,13 +326,6 @@ def _fit_with_schedules(
     start: int,
     resume: Any,
 ) -> None:
-    epochs, budget = parse_length(learn, n_epoch, start)
-    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
-        warn_user(
-            'The training loader has no length, so how much of an epoch is done is not known: the '
-            'schedule moves from epoch to epoch only. Tell its length by '
-            "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
-        )
     cbs = [ParamScheduler(scheds), *as_list(cbs)]
     learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 

@@ -153,6 +153,16 @@ def late(f: Any) -> Callback:
     return cb
 
 
+def test_a_scheduler_added_after_the_last_batch_of_an_epoch_begins_with_the_next_epoch() -> None:
+    def add(cb: Any) -> None:
+        if cb.training and cb.train_iter == 2:
+            learn.add_cb(LRScheduler(MAKERS['exponential'], by='batch'))
+
+    used, learn = Used(), learner(2)
+    learn.fit(2, cbs=[late(add), used])
+    assert [lr for ((lr, _),) in used.values] == [0.5, 0.5, 0.5, 0.25]
+
+
 def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     used = Used()
