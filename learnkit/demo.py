@@ -51,7 +51,8 @@ def digits(
     from sklearn.model_selection import train_test_split
 
     data = load_digits()
-    images, labels = data.images[:, None].astype('float32') / 16, data.target
+    images = data.images[:, None].astype('float32') / 16
+    labels = data.target
     x, xv, y, yv = train_test_split(
         images, labels, test_size=0.2, stratify=labels, random_state=seed
     )

@@ -45,7 +45,12 @@ from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_bat
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
-from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.engine.callback import (
+    SHOWN_ELSEWHERE,
+    Callback,
+    MissingAttribute,
+    defined_on_class,
+)
 from learnkit.engine.checks import (
     check_function,
     check_loss,
@@ -164,7 +169,8 @@ class Learner(Loop):
     ) -> None:
         check_model(model)
         super().__init__()
-        self.dls, self.model = as_dataloaders(dls), model
+        self.dls = as_dataloaders(dls)
+        self.model = model
         if loss_func is None:
             loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
         self.loss_func = loss_func
@@ -967,7 +973,8 @@ class Learner(Loop):
         """Predict on one sample.
 
         The label is the result of `dls.decode_batch` if the data has it (fastai), otherwise the class name in
-        `dls.vocab`, otherwise the prediction decoded by `loss_func.decodes`.
+        `dls.vocab`, otherwise the decoded prediction. `loss_func.decodes` decodes; with torch's own losses this is the
+        most probable class, or the labels with a probability above 0.5.
 
         >>> from learnkit.testing import synth_learner
         >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
@@ -1402,8 +1409,8 @@ class Learner(Loop):
                 f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
             )
         for cb in self.callbacks:
-            if receive := getattr(type(cb), 'receive_log', None):
-                receive(cb, name, value, weight, shown)
+            if isinstance(cb, Callback):
+                cb.receive_log(name, value, weight, shown)
 
     def show_training_loop(self) -> None:
         """Print the events of a fit in order, with the callbacks that run at each event.
@@ -1680,7 +1687,8 @@ class Learner(Loop):
         try:
             swallowed = self._exit_stacks.pop().__exit__(*exc_info)
         except BaseException as e:
-            error, swallowed = e, False
+            error = e
+            swallowed = False
         close_errors = [] if self.run.depth else self._close()
         if error is exc_info[1]:
             raise_first(None if swallowed else error, close_errors)

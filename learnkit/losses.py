@@ -137,10 +137,10 @@ class BaseLoss(nn.Module):
         return f'{type(self).__name__}({", ".join(parts)})'
 
 
-class _ClassLoss(BaseLoss):
-    "Base class of losses of class numbers."
+class _ClassScores:
+    "Predictions and activations of a loss whose predictions are scores of classes."
 
-    y_int = True
+    axis: int  # class dimension
 
     def activation(self, x: Tensor) -> Tensor:
         "Return the softmax over the classes."
@@ -149,6 +149,12 @@ class _ClassLoss(BaseLoss):
     def decodes(self, x: Tensor) -> Tensor:
         "Return the class with the highest score."
         return x.argmax(self.axis)
+
+
+class _ClassLoss(_ClassScores, BaseLoss):
+    "Base class of losses of class numbers."
+
+    y_int = True
 
 
 class CrossEntropyLossFlat(_ClassLoss):
@@ -266,10 +272,11 @@ class L1LossFlat(BaseLoss):
         super().__init__(nn.L1Loss, reduction=reduction, axis=axis, floatify=floatify, is_2d=False)
 
 
-class _UnflattenedLoss(nn.Module):
+class _UnflattenedLoss(_ClassScores, nn.Module):
     "Base class of losses of (B, C, ...) predictions and class numbers (B, ...), not flattened."
 
     y_int = True
+    axis = 1
     __constants__ = ['reduction']
 
     def __init__(self, weight: Tensor | None, reduction: str) -> None:
@@ -288,14 +295,6 @@ class _UnflattenedLoss(nn.Module):
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of targets."
         return Elements()
-
-    def activation(self, x: Tensor) -> Tensor:
-        "Return the softmax over the classes."
-        return x.softmax(1)
-
-    def decodes(self, x: Tensor) -> Tensor:
-        "Return the class with the highest score."
-        return x.argmax(1)
 
     def extra_repr(self) -> str:
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)
@@ -416,7 +415,7 @@ class FocalLossFlat(_ClassLoss):
         super().__init__(FocalLoss, gamma, weight, reduction, axis=axis)
 
 
-class DiceLoss(nn.Module):
+class DiceLoss(_ClassScores, nn.Module):
     """Dice loss of each sample and class, `1 - (2*sum(p*t) + smooth)/(sum(p + t) + smooth)` over the pixels.
 
     Targets (B, H, W) or (B, 1, H, W) are class numbers. A target outside of the classes, such as 255, matches no class.
@@ -453,14 +452,6 @@ class DiceLoss(nn.Module):
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of samples."
         return Samples()
-
-    def activation(self, x: Tensor) -> Tensor:
-        "Return the softmax over the classes."
-        return x.softmax(self.axis)
-
-    def decodes(self, x: Tensor) -> Tensor:
-        "Return the class with the highest score."
-        return x.argmax(self.axis)
 
     def extra_repr(self) -> str:
         return f'axis={self.axis}, smooth={self.smooth}, reduction={self.reduction!r}'

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.denominator import check_is_mean
-from learnkit.core.dtensor import locals_of
+from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
@@ -50,7 +50,8 @@ class GradientAccumulation(Callback):
     (64, 4)
     """
 
-    order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+    order = 6  # before mixed precision (10) unscales the gradients
+    run_valid = False
     run_in = 'fit'
     runs_last = ('before_backward',)  # terms that others add to the loss are averaged too
 
@@ -70,16 +71,7 @@ class GradientAccumulation(Callback):
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch
-        self._n_steps = 0  # number of steps of this fit
-        self._stepped = False  # whether this epoch had a step
-        self._is_checked = False  # whether the loss function of this fit was checked
-        self._turn = ''  # name of the optimizer that is counted for; empty: all of them
-        self._others: dict[str, dict[str, Any]] = {}  # counts of the other optimizers, by name
-        self._start_sum()
-
-    def _start_sum(self) -> None:
-        self._n_samples, self._n_batches, self._weight_sum = 0, 0, 0
-        self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
+        self._forget()
 
     def before_fit(self) -> None:
         if self.learn.opt.needs_closure:
@@ -94,52 +86,43 @@ class GradientAccumulation(Callback):
         )
 
     def before_train(self) -> None:
-        self._stepped = False
-        for counts in self._others.values():
+        for counts in self._sums.values():
             counts['stepped'] = False
 
     # -- optimizers --------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         "Reset all counts."
-        self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
-        self._is_checked = False
+        self._sums: dict[str, dict[str, Any]] = {}  # counts by name of the optimizer; '': all
+        self._is_checked = False  # whether the loss function of this fit was checked
+        self._select_sum('')
+
+    def _select_sum(self, turn: str) -> None:
+        "Count for an optimizer from now on."
+        self._turn = turn
+        if turn in self._sums:
+            self._sum = self._sums[turn]
+            return
+        # number of steps of this fit, and whether this epoch had one
+        self._sum = self._sums[turn] = {'n_steps': 0, 'stepped': False}
         self._start_sum()
 
-    def _counts(self) -> dict[str, Any]:
-        return {
-            'n_samples': self._n_samples,
-            'n_batches': self._n_batches,
-            'weight_sum': self._weight_sum,
-            'divisor': self._divisor,
-            'n_steps': self._n_steps,
-            'stepped': self._stepped,
-        }
-
-    def _set_counts(self, counts: dict[str, Any]) -> None:
-        self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
-        self._n_batches = counts['n_batches']
-        self._divisor = counts['divisor']
-        self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
+    def _start_sum(self) -> None:
+        "Count from 0, with the divisor of the weighted sum that the gradients are."
+        self._sum |= {'n_samples': 0, 'n_batches': 0, 'weight_sum': 0, 'divisor': self.n_acc}
 
     def _take_turn(self) -> None:
         "Switch to the counts of the current optimizer."
         turn = self.learn.turn or ''
         if turn == self._turn:
             return
-        self._others[self._turn] = self._counts()
-        waiting = [name for name, counts in self._others.items() if counts['n_samples']]
+        waiting = [name for name, counts in self._sums.items() if counts['n_samples']]
         if (turn and '' in waiting) or (not turn and waiting):
-            self._others.pop(self._turn)
             raise OptionError(
                 'GradientAccumulation: one call of optimize() names an optimizer, another '
                 'one none, and gradients that wait would mix. Give each call its `only=`.'
             )
-        self._turn = turn
-        if turn in self._others:
-            return self._set_counts(self._others.pop(turn))
-        self._n_steps, self._stepped = 0, False
-        self._start_sum()
+        self._select_sum(turn)
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -157,16 +140,16 @@ class GradientAccumulation(Callback):
         if self._batch is None or self._batch[1] is None:
             return
         n, weight = self._batch[0], widen_weight(self._batch[1], learn.loss)
-        if not self._n_samples:
+        if not self._sum['n_samples']:
             self._begin_sum(n, weight)
-        learn.loss_grad = learn.loss_grad * (weight / self._divisor)
+        learn.loss_grad = learn.loss_grad * (weight / self._sum['divisor'])
 
     def _begin_sum(self, n: int, weight: Any) -> None:
         "Set the divisor of a step by its first batch: the expected weight of all its batches."
         if self.batches is not None:
-            self._divisor = expected_sum(weight, self.batches)
+            self._sum['divisor'] = expected_sum(weight, self.batches)
         elif isinstance(weight, Tensor) or weight != n:
-            self._divisor = expected_sum(weight, self.n_acc / n)
+            self._sum['divisor'] = expected_sum(weight, self.n_acc / n)
 
     def after_cancel_backward(self) -> None:
         if not self.learn.microbatch:
@@ -180,20 +163,23 @@ class GradientAccumulation(Callback):
         self._take_turn()
         if self.learn.microbatch:
             self._count_microbatches()
-        if not self._in_tail and not self._is_due(self._n_samples, self._n_batches):
+        if not self._in_tail and not self._is_due():
             raise StepPutOff
         self._average()
 
     def will_step(self) -> bool:
         "Return True if the current batch ends with a step."
-        n = self.learn.strategy.count_samples(self.learn)
-        return self._is_due(self._n_samples + n, self._n_batches + 1)
+        return self._is_due(self.learn.strategy.count_samples(self.learn), 1)
 
-    def _is_due(self, n_samples: int, n_batches: int) -> bool:
-        return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
+    def _is_due(self, n_samples: int = 0, n_batches: int = 0) -> bool:
+        "Return True if a step is due, after further samples and batches."
+        if self.batches is None:
+            return self._sum['n_samples'] + n_samples >= self.n_acc
+        return self._sum['n_batches'] + n_batches >= self.batches
 
     def after_step(self) -> None:
-        self._n_steps, self._stepped = self._n_steps + 1, True
+        self._sum['n_steps'] += 1
+        self._sum['stepped'] = True
         self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:
@@ -216,12 +202,14 @@ class GradientAccumulation(Callback):
         if self._batch is None:
             return
         (n, weight), self._batch = self._batch, None
-        self._n_samples += n
-        self._n_batches += 1
-        if self._n_batches == 1 and not self._n_steps:
+        counts = self._sum
+        counts['n_samples'] += n
+        counts['n_batches'] += 1
+        if counts['n_batches'] == 1 and not counts['n_steps']:
             self._check_unit(n)
         if weight is not None:
-            self._weight_sum = self._weight_sum + widen_weight(weight, self.learn.loss)
+            widened = widen_weight(weight, self.learn.loss)
+            counts['weight_sum'] = counts['weight_sum'] + widened
 
     def _check_unit(self, n: int) -> None:
         "Raise `OptionError` before the first step if every batch would step: `n_acc` was meant as batches."
@@ -234,28 +222,30 @@ class GradientAccumulation(Callback):
 
     def _average(self) -> None:
         "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
-        total = self._weight_sum
-        if not isinstance(total, Tensor) and total in (0, self._divisor):
+        total = self._sum['weight_sum']
+        divisor = self._sum['divisor']
+        if not isinstance(total, Tensor) and total in (0, divisor):
             return
-        grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
-        scale = divide(self._divisor, total)
+        grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
+        scale = divide(divisor, total)
         if grads:
             if isinstance(scale, Tensor):
                 scale = scale.to(grads[0].device)
             torch._foreach_mul_(grads, scale)
         # gradients added later, if the step is postponed, get the same divisor
-        self._divisor = total
+        self._sum['divisor'] = total
 
     # -- end of an epoch and of a fit --------------------------------------------------------------
 
     def after_train(self) -> None:
         "Take a step for the samples left over."
-        for turn in sorted({self._turn, *self._others}):
+        for turn in sorted(self._sums):
             with self.learn.taking(Turn(turn or None)):
                 self._step_for_rest(turn)
 
     def _step_for_rest(self, turn: str) -> None:
-        learn, counts = self.learn, self._others.get(turn) or self._counts()
+        learn = self.learn
+        counts = self._sums[turn]
         if not counts['n_samples'] or not counts['stepped']:
             return
         self._in_tail = True
@@ -266,48 +256,48 @@ class GradientAccumulation(Callback):
         learn.opt.zero_grad(only=learn.turn)
 
     def after_cancel_fit(self) -> None:
-        self._drop()
+        self.drop_gradients()
 
     def after_fit(self) -> None:
         if self.learn.run.stopping:
             return
-        for turn, counts in {**self._others, self._turn: self._counts()}.items():
+        for turn, counts in self._sums.items():
             if counts['n_steps'] or not counts['n_samples']:
                 continue
             n = counts['n_samples']
+            length = f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
             whose = f' for {turn}' if turn else ''
             warn_user(
-                f'GradientAccumulation({self._describe_length()}): the fit had only {n} samples{whose}, '
+                f'GradientAccumulation({length}): the fit had only {n} samples{whose}, '
                 'so no step was taken and no weight has changed. Lower that number, or train for more '
                 'epochs.'
             )
 
-    def _describe_length(self) -> str:
-        return f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
-
     def cleanup(self) -> None:
-        self._drop()
+        self.drop_gradients()
 
-    def _drop(self) -> None:
+    def drop_gradients(self) -> None:
         "Drop samples and gradients that no step has used."
-        n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
-        if n_samples and self.learn.opt is not None:
+        has_samples = any(counts['n_samples'] for counts in self._sums.values())
+        if has_samples and self.learn.opt is not None:
             self.learn.opt.zero_grad()
-        self._others = {}
+        self._sums = {self._turn: self._sum}
         self._start_sum()
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the counts; pending gradients are in the checkpoint itself."
-        others = {turn: dict(counts) for turn, counts in self._others.items()}
-        return {**self._counts(), 'turn': self._turn, 'others': others}
+        others = {turn: dict(c) for turn, c in self._sums.items() if turn != self._turn}
+        return {**self._sum, 'turn': self._turn, 'others': others}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the counts."
-        self._set_counts(sd)
-        self._turn = sd.get('turn', '')
-        self._others = {turn: dict(counts) for turn, counts in sd.get('others', {}).items()}
+        current = {name: sd[name] for name in self._sum}
+        turn = sd['turn']
+        others = sd['others']
+        self._sums = {turn: dict(counts) for turn, counts in {**others, turn: current}.items()}
+        self._select_sum(turn)
 
 
 def expected_sum(weight: Any, times: float) -> Any:

@@ -46,7 +46,11 @@ class ActivationMonitor(HookCallback):
     True
     """
 
-    order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
+    order = 100
+    observer = True
+    run_valid = False
+    remove_on_find = True
+    remove_on_fetch = True
     metric_names = {
         f'activations/{stat}/{{module}}_{side}.{{n}}': f'{stat} of the nth {side}, averaged over its rows'
         for stat in STATS
@@ -98,7 +102,8 @@ class ActivationMonitor(HookCallback):
 
     def after_batch(self) -> None:
         "Log the statistics, and remove the hooks."
-        calls, self._calls = self._calls, {}
+        calls = self._calls
+        self._calls = {}
         super().after_batch()
         for name, value in _means(calls).items():
             self.learn.log(name, value, shown=False)

@@ -18,7 +18,9 @@ from learnkit.engine.dispatch import as_list
 __all__ = ['ActivationStats']
 
 NEAR_ZERO = 0.05  # upper bound of values near zero, negative values included, as in fastai
-BINS, TOP = 40, 10  # histograms have 40 bins from 0 to 10; other values are not counted
+# histograms have 40 bins from 0 to 10; other values are not counted
+BINS = 40
+TOP = 10
 SEND_EVERY = 64  # number of batches whose statistics are copied to the host together
 FIELDS = ('mean', 'std', 'near_zero')
 
@@ -46,7 +48,8 @@ class ActivationStats(HookCallback):
     (3, True)
     """
 
-    order, remove_on_find = -20, True
+    order = -20
+    remove_on_find = True
 
     def __init__(
         self,
@@ -203,7 +206,8 @@ class ActivationStats(HookCallback):
         part: int = 0,  # index of one of several outputs
     ) -> Any:
         "Draw a layer's histograms by batch, the 'colorful dimension' plot; return the axes."
-        hist, at = self.hist(idx, part), self._records.at
+        hist = self.hist(idx, part)
+        at = self._records.at
         ax = axes_or_new(ax, figsize)
         step = (at[-1] - at[0]) / max(1, len(at) - 1) or 1
         image = ax.imshow(
@@ -273,7 +277,8 @@ class _Records:
         if numbers.is_cuda:
             self.device = numbers.device
         self.sent.append((torch.tensor(self.keys), numbers.to('cpu', non_blocking=numbers.is_cuda)))
-        self.pending, self.keys = [], []
+        self.pending = []
+        self.keys = []
 
     def table(self) -> tuple[Tensor, ...]:
         "Return keys and statistics of all calls, after waiting for unfinished copies."
@@ -317,7 +322,8 @@ class _Records:
         return {'keys': keys, 'numbers': numbers, 'at': list(self.at)}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self.at, self.sent = list(sd['at']), [(sd['keys'], sd['numbers'])]
+        self.at = list(sd['at'])
+        self.sent = [(sd['keys'], sd['numbers'])]
 
 
 @torch.no_grad()

@@ -84,11 +84,13 @@ def _check_one_process(learn: LearnerLike) -> None:
 
 def _search(learn: LearnerLike, trial: _Trial, max_size: int, exact: bool) -> int:
     "Double the size until memory runs out, and with `exact` bisect between the last two sizes."
-    largest, failed = 0, max_size + 1
+    largest = 0
+    failed = max_size + 1
     size = min(2, max_size)  # batch norm cannot train on a single sample
     while size < failed:
         if _fits(learn, trial, size):
-            largest, size = size, 2 * size
+            largest = size
+            size = 2 * size
         else:
             failed = size
     if not largest:
@@ -134,10 +136,12 @@ def _is_memory_error(e: RuntimeError | MemoryError) -> bool:
 class _Trial(Callback):
     "Train a few steps with a batch of another size, made of the samples of one batch."
 
-    order, run_valid = -1000, False  # batches have their size before other callbacks change them
+    order = -1000  # batches have their size before other callbacks change them
+    run_valid = False
 
     def __init__(self, n_known: int, keeps_gradients: bool) -> None:
-        self.n_known, self.keeps_gradients = n_known, keeps_gradients
+        self.n_known = n_known
+        self.keeps_gradients = keeps_gradients
         self.rows: list[int] = []
         self.n_steps = 0
 

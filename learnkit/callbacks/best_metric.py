@@ -10,6 +10,7 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
+from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
 
 __all__ = ['BestMetric']
@@ -66,7 +67,8 @@ class BestMetric(TrackerCallback):
             raise OptionError(
                 f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
             )
-        self.at_best, self.best_at = {}, None
+        self.at_best = {}
+        self.best_at = None
         self._names: tuple[str, ...] = ()  # recorded columns
 
     def before_fit(self) -> None:
@@ -74,7 +76,8 @@ class BestMetric(TrackerCallback):
         super().before_fit()
         self._names = self._match_columns()
         if self.reset_on_fit:
-            self.at_best, self.best_at = {}, None
+            self.at_best = {}
+            self.best_at = None
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."
@@ -119,9 +122,8 @@ class BestMetric(TrackerCallback):
     def _record(self, name: str, value: float) -> None:
         "Replace this epoch's earlier value, without the prefix of a loader."
         for cb in self.learn.cbs:
-            receive = getattr(type(cb), 'receive_log', None)
-            if receive:
-                receive(cb, name, value, None)
+            if isinstance(cb, Callback):
+                cb.receive_log(name, value, None)
 
     def after_fit(self) -> None:
         "Print the best values."

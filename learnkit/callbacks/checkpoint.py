@@ -46,7 +46,7 @@ from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every, check_countable
-from learnkit.engine.resume import LOOP_PLACES
+from learnkit.engine.resume import SAVE_POINTS
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -274,15 +274,15 @@ class Checkpoint(Callback):
     def iteration_checkpoint(self) -> None:
         self._save_if_due('iteration')
 
-    def _save_if_due(self, place: str) -> None:
+    def _save_if_due(self, point: str) -> None:
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
-        is_due = self._is_due(place)
+        is_due = self._is_due(point)
         post = self.learn.world.post
         if post('leave', self._stop_request.received):
-            return self._save_and_leave(place)
+            return self._save_and_leave(point)
         writing = self._writing
         has_failed = writing is not None and writing.done() and writing.exception() is not None
         if post('failed', has_failed):
@@ -290,13 +290,13 @@ class Checkpoint(Callback):
         if is_due:
             self.save()
 
-    def _is_due(self, place: str) -> bool:
+    def _is_due(self, point: str) -> bool:
         learn = self.learn
         is_last = learn.run.stopping or learn.epoch + 1 == learn.n_epoch
-        if place == 'epoch' and is_last:
+        if point == 'epoch' and is_last:
             return True
         interval = self._interval
-        if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, place) != place:
+        if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, point) != point:
             return False
         return interval.is_due(learn)
 
@@ -335,7 +335,7 @@ class Checkpoint(Callback):
         files = learn.world.run_on_all(write)
         return {**state, 'files': files} if files else state
 
-    def _take_snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
+    def _take_snapshot(self, point: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
         "Copy the state to host memory, and return the copy, the path of the file, and the file's metadata."
         learn = self.learn
         folder = self.checkpoint_folder()
@@ -343,8 +343,8 @@ class Checkpoint(Callback):
             self._recreate_folder()
         if not self._has_warned:
             self._has_warned = True
-            learn.passes.warn_of_lost_state(learn, LOOP_PLACES[place] == 'batch')
-        state = self._collect_state(place)
+            learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
+        state = self._collect_state(point)
         time = learn.time
         name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
         path = Path(learn.world.broadcast(name))
@@ -352,7 +352,7 @@ class Checkpoint(Callback):
             'learnkit': VERSION,
             'torch': str(torch.__version__),
             'run': self._run_id,
-            'place': place,
+            'place': point,
             'epoch': learn.epoch,
             'ba': time.ba,
             'saved': datetime.now(UTC).isoformat('T', 'seconds'),
@@ -362,13 +362,13 @@ class Checkpoint(Callback):
             info |= {'monitor': name, 'mode': mode, 'value': self._value}
         return state, path, info
 
-    def _collect_state(self, place: str) -> dict[str, Any]:
+    def _collect_state(self, point: str) -> dict[str, Any]:
         "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."
         learn = self.learn
         if self.trainable_only:
             self._trained |= find_trainable(learn.model)
             self._trained |= self._find_changed()
-        state = collect_state(learn, place)
+        state = collect_state(learn, point)
         if self.trainable_only and learn.world.is_first:
             state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)
         if not self.sharded:
@@ -450,8 +450,8 @@ class Checkpoint(Callback):
         if learn.world.size > 1:
             return  # ranks agree to stop between training batches only
         self._wait()
-        place = 'within' if 'train' in learn.run.levels else 'evaluation'
-        self._eval_snapshot = self._take_snapshot(place)
+        point = 'within' if 'train' in learn.run.levels else 'evaluation'
+        self._eval_snapshot = self._take_snapshot(point)
 
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
@@ -492,12 +492,12 @@ class Checkpoint(Callback):
             self.learn.iter -= 1  # this batch was not drawn
             self._save_and_leave('batch')
 
-    def _save_and_leave(self, place: str) -> None:
+    def _save_and_leave(self, point: str) -> None:
         try:
             self._wait_on_all_ranks()
         finally:
             # also if the previous checkpoint could not be written
-            self._write_and_leave(*self._take_snapshot(place))
+            self._write_and_leave(*self._take_snapshot(point))
 
     def _leave_evaluation(self) -> None:
         assert self._eval_snapshot is not None

@@ -25,7 +25,7 @@ else unchanged too:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from time import perf_counter, process_time
 from types import FunctionType
@@ -36,10 +36,9 @@ from torch import Tensor, is_autocast_enabled, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
-from learnkit.core.batch import describe, passed_names
+from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import takes_batches
-from learnkit.engine.dispatch import Entry
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
 from learnkit.optim.wrapper import OptimWrapper
@@ -113,15 +112,18 @@ class WholeStep:
         torch.compile(whole_step, **options)  # raises errors in the options now
         import torch._dynamo as dynamo  # a local import: it takes a second
 
-        self.learn, self.options, self.dynamo = learn, options, dynamo
-        self.compiled: Callable[..., Any] | None = None
+        self.learn = learn
+        self.options = options
+        self.dynamo = dynamo
+        self.compiled: Any = None  # result of torch.compile, made before the first compiled step
         self.in_cpp = True  # whether the code that calls the kernels is compiled too
         # arguments of the compiled step, made after an ordinary step
         self.plan: Plan | None = None
         self.refused: list[str] = []  # reasons why there can be no plan
         self.given_up = ''  # reason why nothing is compiled any more
         self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
-        self.odd_in_a_row, self.any_shape = 0, False
+        self.odd_in_a_row = 0
+        self.any_shape = False
         self.compiled_s: list[float] = []  # seconds of the timed steps
         self.ordinary_s: list[float] = []
         self.verdict = ''  # result of the comparison
@@ -140,14 +142,14 @@ class WholeStep:
         elif not self._fits():
             self._ordinary_then_plan()
         elif self.verdict:
-            self._compiled()
+            self._run_compiled()
         else:
-            self._timed()
+            self._run_timed()
 
     def _ordinary_then_plan(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
         self.learn.train_batch()
-        if self.plan or self._is_blocked() or (self.refused and self.learn.iter):
+        if self.plan or self._find_blocks() or (self.refused and self.learn.iter):
             return
         # the reasons may change until the next epoch, which checks again
         self.refused = list(refusals(self.learn))
@@ -158,8 +160,9 @@ class WholeStep:
 
     def _fits(self) -> bool:
         "Return True if the compiled step can run this batch; drop an outdated plan."
-        plan, learn = self.plan, self.learn
-        if plan is None or self._is_blocked():
+        plan = self.plan
+        learn = self.learn
+        if plan is None or self._find_blocks():
             return False
         # before each epoch, also run the checks that are too slow for each batch
         starts = not learn.iter
@@ -170,32 +173,24 @@ class WholeStep:
             self.plan = Plan(learn, plan)  # ordinary steps came between
         return self.any_shape or self._has_usual_shape()
 
-    def _is_blocked(self) -> bool:
-        "Return True if handlers or other temporary conditions need the ordinary step."
+    def _find_blocks(self) -> list[str]:
+        "Return the temporary conditions that need the ordinary step, such as handlers."
         learn = self.learn
-        table = learn.callbacks.tables[True]
+        table: dict[str, Any] = learn.callbacks.tables[True]
         # the table drops this entry, like all others, when callbacks change
-        entries: list[Entry] | None = table.get('whole step')
+        entries = table.get('whole step')
         if entries is None:
-            entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
-        for _, switch, _ in entries:
-            if switch:
-                return True
+            entries = table['whole step'] = [
+                (f'{type(cb).__name__}.{e} has to be called', switch)
+                for e in STEP_EVENTS
+                for _, switch, cb in table[e]
+            ]
+        found = [reason for reason, switch in entries if switch]
         if learn.microbatch:
-            return True
-        return learn.run.device is not None and is_autocast_enabled(learn.run.device.type)
-
-    def _blocking(self) -> Iterator[str]:
-        "Yield the conditions that `_is_blocked` checks."
-        learn = self.learn
-        for e in STEP_EVENTS:
-            for _, switch, cb in learn.callbacks.tables[True][e]:
-                if switch:
-                    yield f'{type(cb).__name__}.{e} has to be called'
-        if learn.microbatch:
-            yield 'batches are cut into microbatches'
+            found.append('batches are cut into microbatches')
         if learn.run.device is not None and is_autocast_enabled(learn.run.device.type):
-            yield 'autocast is active'
+            found.append('autocast is active')
+        return found
 
     def _has_usual_shape(self) -> bool:
         learn = self.learn
@@ -204,13 +199,14 @@ class WholeStep:
             self.shapes = shapes
         self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
         if self.odd_in_a_row == ODD_IN_A_ROW:
-            self.any_shape, self.verdict = True, ''
+            self.any_shape = True
+            self.verdict = ''
         return self.any_shape or not self.odd_in_a_row
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
         refused = self.refused or find_overrides(self.learn)
-        reasons = [self.given_up] if self.given_up else [*self._blocking(), *refused]
+        reasons = [self.given_up] if self.given_up else [*self._find_blocks(), *refused]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
@@ -221,12 +217,12 @@ class WholeStep:
 
     # -- execution ---------------------------------------------------------------------------------
 
-    def _timed(self) -> None:
+    def _run_timed(self) -> None:
         "Run compiled and ordinary steps in turn, and choose the faster kind after some of each."
         is_compiled = len(self.compiled_s) <= len(self.ordinary_s)
         started = self._clock()
         if is_compiled:
-            self._compiled()
+            self._run_compiled()
         else:
             self.learn.train_batch()
         seconds = self.compiled_s if is_compiled else self.ordinary_s
@@ -234,7 +230,8 @@ class WholeStep:
         if len(self.ordinary_s) < TIMED or self.given_up:
             return
         compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
-        self.compiled_s, self.ordinary_s = [], []
+        self.compiled_s = []
+        self.ordinary_s = []
         self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'
         if compiled_s >= ordinary_s:
             self._give_up(f'the compiled one was not faster: {self.verdict}')
@@ -246,8 +243,10 @@ class WholeStep:
         torch.cuda.synchronize()
         return perf_counter()
 
-    def _compiled(self) -> None:
-        learn, plan, error = self.learn, self.plan, ''
+    def _run_compiled(self) -> None:
+        learn = self.learn
+        plan = self.plan
+        error = ''
         assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
@@ -262,7 +261,7 @@ class WholeStep:
             self.learn.train_batch()
             return self._retreat(error)
         if plan.device.type == 'cuda':
-            out = map(copy_tensors, out)
+            out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
         learn.pred, learn.loss_grad, learn.loss, parts = out
         if parts:
             learn.total_loss(parts)
@@ -278,7 +277,6 @@ class WholeStep:
         """
         if self.compiled is None:
             self._make_code()
-        assert self.compiled is not None
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
         try:
@@ -310,13 +308,18 @@ class WholeStep:
     def _retreat(self, error: str) -> None:
         "Try the simpler way to call the kernels after the faster one, then give up."
         if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp, self.compiled, self.verdict = False, None, ''
-            self.compiled_s, self.ordinary_s = [], []
+            self.in_cpp = False
+            self.compiled = None
+            self.verdict = ''
+            self.compiled_s = []
+            self.ordinary_s = []
         else:
             self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up, self.plan, self.compiled = reason, None, None
+        self.given_up = reason
+        self.plan = None
+        self.compiled = None
 
 
 def find_overrides(learn: LearnerLike) -> list[str]:
@@ -395,13 +398,6 @@ def make_caller(model: nn.Module) -> Any:
         return model._call_impl(*args, **kwargs)
 
     return copy_function(call_model)
-
-
-def copy_tensors(o: Any) -> Any:
-    "Copy tensors that the next replay of a CUDA graph would overwrite."
-    if isinstance(o, dict):
-        return {k: copy_tensors(v) for k, v in o.items()}
-    return o.clone() if isinstance(o, Tensor) else o
 
 
 def describe_error(e: Exception) -> str:

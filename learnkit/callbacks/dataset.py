@@ -1,12 +1,10 @@
-"""Statistics of a training: parameters by module, and sizes, shapes and values of the data."""
+"""Callbacks that count parameters, and describe the data: sizes, shapes and values."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.callbacks.model_summary import _without_persistent_workers
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
 from learnkit.core.html import text_table
-from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -32,13 +29,12 @@ __all__ = [
     'count_parameters',
     'loader_stats',
     'n_samples',
-    'undisturbed_loader',
 ]
 
 MANY_CLASSES = 1000  # integers with more different values are not classes
 
 
-# --------------------------------------------------------------------------------------- parameters
+# -- parameters ------------------------------------------------------------------------------------
 
 
 class Count(NamedTuple):
@@ -93,7 +89,10 @@ class ParamCount(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+    observer = True
+    order = 60
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class ParamCount(Callback):
         return text_table([('Module', 'Parameters', 'Trainable'), *rows], right=(1, 2))
 
 
-# --------------------------------------------------------------------------------------------- data
+# -- data ------------------------------------------------------------------------------------------
 
 
 class DatasetStats(Callback):
@@ -149,14 +148,18 @@ class DatasetStats(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+    observer = True
+    order = 60
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
         n: int = 8,  # number of batches to read of each loader
         verbose: bool = False,  # whether to print the table
     ) -> None:
-        self.n, self.verbose = check_count('n', n, 0), verbose
+        self.n = check_count('n', n, 0)
+        self.verbose = verbose
         self.stats: dict[str, dict[str, Any]] = {}
         self._described: Any = None  # loaders that `stats` describes
 
@@ -222,7 +225,7 @@ def loader_stats(
     return {
         'samples': n_samples(dl),
         'batches': n_batches(dl),
-        'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
+        'batch_size': batch_size_of(dl),
         'seen': sum(samples_in(b, form) for b in batches),
         'entries': {path: _describe_entry(ts) for path, ts in entries.items()},
     }
@@ -238,10 +241,10 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 def n_samples(dl: Any) -> int | None:
     "Return the number of samples of a loader without dropped ones, None if unknown."
-    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    n, bs = n_batches(dl), batch_size_of(dl)
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
-    if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int):
+    if n is not None and bs is not None and getattr(dl, 'drop_last', False):
         return n * bs
     for source in (
         getattr(dl, 'sampler', None),
@@ -254,22 +257,6 @@ def n_samples(dl: Any) -> int | None:
         if size is not None:
             return size
     return None
-
-
-@contextmanager
-def undisturbed_loader(dl: Any) -> Iterator[None]:
-    "Restore random generators, a loader's generators and its persistent workers after a block."
-    rng: Any = getattr(dl, 'rng', None)  # fastai's loaders replace this generator for each pass
-    state = rng.getstate() if isinstance(rng, random.Random) else None
-    with ExitStack() as contexts:
-        for context in (preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl)):
-            contexts.enter_context(context)
-        try:
-            yield
-        finally:
-            if state is not None:
-                rng.setstate(state)
-                dl.rng = rng
 
 
 def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
@@ -293,7 +280,8 @@ def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
     "Describe an entry of several batches; axes of different sizes are '*'."
-    first, shapes = ts[0], {t.shape[1:] for t in ts}
+    first = ts[0]
+    shapes = {t.shape[1:] for t in ts}
     if len(shapes) == 1:
         shape: tuple[Any, ...] = tuple(first.shape[1:])
     else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from learnkit.callbacks.training import bad_option
-from learnkit.core.dtensor import distribute_like, locals_of
+from learnkit.core.dtensor import distribute_like, local_shards
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
@@ -23,7 +23,7 @@ Store = tuple[dict[str, Tensor], str]  # dict of a module, and the key of a tens
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     "Location of a tensor in a module, which stays valid when the tensor is replaced."
 
     module: nn.Module
@@ -81,7 +81,8 @@ class EMA(Callback):
         every: str | int | Time = 1,  # number of steps between updates
         warmup: float | None = 2 / 3,  # power: decay of update t is at most 1 - (1+t)^-warmup
     ) -> None:
-        self.every, self.warmup = steps_of(self, every=every), warmup
+        self.every = steps_of(self, every=every)
+        self.warmup = warmup
         if half_life is not None:
             decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
         decays: Any = [decay] if is_number(decay) else decay
@@ -108,9 +109,10 @@ class EMA(Callback):
         self._averages: dict[str, Tensor] = {}
         self._others: dict[float, dict[str, Tensor]] = {decay: {} for decay in self.other_decays}
         # by name of the average; empty after loading, until `_link` finds the model's tensors
-        self._places: dict[str, Place] = {}
+        self._slots_by_name: dict[str, Slot] = {}
         self._stores: list[Store] = []  # the places as a list, for every step
-        self._n_steps, self._n_updates = 0, 0
+        self._n_steps = 0
+        self._n_updates = 0
 
     @property
     def has_begun(self) -> bool:
@@ -165,10 +167,10 @@ class EMA(Callback):
     def _move(self, averages_by_name: dict[str, Tensor], decay: float) -> None:
         if self.warmup is not None:
             decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        averages = locals_of(averages_by_name.values())
+        averages = local_shards(averages_by_name.values())
         weights = [
             t if t.dtype is a.dtype else t.to(a.dtype)
-            for t, a in zip(locals_of(self._tensors()), averages, strict=True)
+            for t, a in zip(local_shards(self._tensors()), averages, strict=True)
         ]
         if averages:
             get_ema_multi_avg_fn(decay)(averages, weights, None)
@@ -179,27 +181,27 @@ class EMA(Callback):
 
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
-        known = dict(self._places)
+        known = dict(self._slots_by_name)
         if not known:
             check_averages(self._averages, self.learn.model)
-            found = iter_places(self.learn.model)
-            known = {name: place for name, place in found if name in self._averages}
-        old_names = {place: name for name, place in known.items()}
-        self._places = {
-            name: place
-            for name, place in iter_places(self.learn.model)
-            if place in old_names or is_averaged(place)
+            found = iter_slots(self.learn.model)
+            known = {name: slot for name, slot in found if name in self._averages}
+        old_names = {slot: name for name, slot in known.items()}
+        self._slots_by_name = {
+            name: slot
+            for name, slot in iter_slots(self.learn.model)
+            if slot in old_names or is_averaged(slot)
         }
 
         def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
             return {
-                name: start_average(place.tensor, averages.get(old_names.get(place, '')))
-                for name, place in self._places.items()
+                name: start_average(slot.tensor, averages.get(old_names.get(slot, '')))
+                for name, slot in self._slots_by_name.items()
             }
 
         self._averages = start(self._averages)
         self._others = {decay: start(averages) for decay, averages in self._others.items()}
-        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
+        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
 
     # -- using the average -------------------------------------------------------------------------
 
@@ -238,7 +240,8 @@ class EMA(Callback):
         if not (self._paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw, self._used_at = (self._stores, weights), depth
+        self._raw = (self._stores, weights)
+        self._used_at = depth
         copy_values(self._stores, list(self._find_averages(decay).values()))
 
     def _find_averages(self, decay: float | None) -> dict[str, Tensor]:
@@ -297,7 +300,7 @@ class EMA(Callback):
             self._raw = self._used_at = None  # nothing restores the model's own weights
             return self.learn.model
         check_averages(averages, model)
-        tensors = {name: place.tensor.data for name, place in iter_places(model)}
+        tensors = {name: slot.tensor.data for name, slot in iter_slots(model)}
         for name, average in averages.items():
             tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
@@ -334,7 +337,8 @@ class EMA(Callback):
         self._averages = {name: average.clone() for name, average in sd['averages'].items()}
         for decay, averages in others.items():
             self._others[float(decay)] = {name: a.clone() for name, a in averages.items()}
-        self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
+        self._n_steps = sd['n_steps']
+        self._n_updates = sd['n_updates']
         if self._averages and self.learn is not None:
             self._link()
 
@@ -344,7 +348,7 @@ def copy_values(stores: list[Store], values: list[Tensor]) -> None:
     if not stores:
         return
     torch._foreach_copy_(
-        [t.data for t in locals_of(store[key] for store, key in stores)], locals_of(values)
+        [t.data for t in local_shards(store[key] for store, key in stores)], local_shards(values)
     )
 
 
@@ -355,8 +359,8 @@ def is_shares(values: Any) -> bool:
     return all(is_number(value) and 0 <= value < 1 for value in values)
 
 
-def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    "Yield the name and place of every parameter and persistent buffer, each tensor once."
+def iter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    "Yield the name and slot of every parameter and persistent buffer, each tensor once."
     seen: set[int] = set()
     for prefix, m in model.named_modules():
         for kind in ('_parameters', '_buffers'):
@@ -364,13 +368,13 @@ def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
                 if t is None or id(t) in seen or key in m._non_persistent_buffers_set:
                     continue
                 seen.add(id(t))
-                yield f'{prefix}.{key}' if prefix else key, Place(m, kind, key)
+                yield f'{prefix}.{key}' if prefix else key, Slot(m, kind, key)
 
 
-def is_averaged(place: Place) -> bool:
+def is_averaged(slot: Slot) -> bool:
     "Return True for trainable parameters and for finite floating-point buffers."
-    t = place.tensor
-    if place.kind == '_parameters':
+    t = slot.tensor
+    if slot.kind == '_parameters':
         return t.requires_grad
     return t.is_floating_point() and bool(t.isfinite().all())
 
@@ -385,7 +389,7 @@ def start_average(t: Tensor, average: Tensor | None) -> Tensor:
 
 def check_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
     "Raise `WeightsError`, with every difference, if averages do not match the model's tensors."
-    shapes = {name: tuple(place.tensor.shape) for name, place in iter_places(model)}
+    shapes = {name: tuple(slot.tensor.shape) for name, slot in iter_slots(model)}
     wrong = [
         f'{name}: {tuple(a.shape)} for {shapes.get(name, "none")}'
         for name, a in averages.items()

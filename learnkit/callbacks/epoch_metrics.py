@@ -15,7 +15,7 @@ from learnkit.core.batch import to_detach, to_device
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.plain import storable
+from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.metrics.averages import RESERVED, measures_batches
 from learnkit.metrics.base import Mean, Metric, flattened
@@ -40,7 +40,9 @@ class Microbatch:
 
     def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
-        self.xb, self.yb, self.loss = learn.xb, learn.yb, learn.loss
+        self.xb = learn.xb
+        self.yb = learn.yb
+        self.loss = learn.loss
         self.pred = to_detach(learn.pred, cpu=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,8 +81,8 @@ class EpochMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            'values': storable(self.values),
-            'measured': storable(self.measured),
+            'values': to_storable(self.values),
+            'measured': to_storable(self.measured),
             'latest': sorted(self.latest),
             'logged': {name: mean.state_dict() for name, mean in self.logged.items()},
         }
@@ -225,7 +227,8 @@ def load_metrics(
     states: list[dict[str, Any]],  # result of `metric_states`
 ) -> None:
     "Load the state of each metric, by name, and warn of metrics without a usable state."
-    unused, failures = list(states), []
+    unused = list(states)
+    failures = []
     for m in metrics:
         saved = next((s for s in unused if s['name'] == m.name), None)
         if saved is not None:
@@ -265,7 +268,7 @@ def pack_rows(rows: Iterable[Iterable[Any]]) -> Any:
         type(v) is float for row in lists for v in row
     ):
         return torch.from_numpy(np.array(lists))
-    return [[storable(v) for v in row] for row in lists]
+    return [[to_storable(v) for v in row] for row in lists]
 
 
 def unpack_rows(rows: Any) -> list[list[Any]]:

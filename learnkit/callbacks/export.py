@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from learnkit.checkpoint.saving import (
     read_sample_inputs,
     resolve_path,
 )
-from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
+from learnkit.core.batch import call_by_name, count_stacked, describe, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import (
     DistributedError,
@@ -63,7 +63,9 @@ class LoadWeights(Callback):
     LoadWeights(file='pretrained', at='before_epoch')
     """
 
-    order, remove_on_find, remove_on_fetch = -8, True, True
+    order = -8
+    remove_on_find = True
+    remove_on_fetch = True
     run_in = 'fit'
 
     def __init__(
@@ -80,7 +82,8 @@ class LoadWeights(Callback):
                 f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
                 "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`."
             )
-        self.with_opt, self.strict = with_opt, strict
+        self.with_opt = with_opt
+        self.strict = strict
         if self.at != 'before_fit':
             self.__dict__[self.at] = partial(self._load)
 
@@ -125,7 +128,9 @@ class ExportForInference(Callback):
     """
 
     # after loggers, and after callbacks that load the best weights
-    order, remove_on_find, remove_on_fetch = 110, True, True
+    order = 110
+    remove_on_find = True
+    remove_on_fetch = True
     run_in = 'fit'
     needs_whole_weights = True
     files: list[Path]
@@ -145,7 +150,9 @@ class ExportForInference(Callback):
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
         resolve_path(fname, Path(), suffix='')
-        self.fname, self.act, self.sample = fname, act, sample
+        self.fname = fname
+        self.act = act
+        self.sample = sample
         self.files = []
         self._exportable: Any = None  # model that is known to be exportable
         self._has_begun = False  # whether a fit is running that was not cancelled before it began
@@ -187,12 +194,18 @@ class ExportForInference(Callback):
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
             written = {'torch.export': path}
-            program, cases = _load_program(path), self._cases()
+            with path.open('rb') as f:
+                program = torch.export.load(f)
+            cases = self._cases()
             _compare('torch.export', lambda args, kwargs: program.module()(*args, **kwargs), cases)
             if 'onnx' in self.formats:
                 written['onnx'] = _write_onnx(program, Path(folder) / 'model.onnx')
                 _compare('onnx', _onnx_runner(written['onnx']), cases)
-            self.files = [_copy_file(written[f], path) for f, path in self._paths().items()]
+            paths = self._paths()
+            for name, path in paths.items():
+                with atomic_write(path) as tmp:
+                    shutil.copyfile(written[name], tmp)
+            self.files = list(paths.values())
 
     def cleanup(self) -> None:
         "Record that the fit is over."
@@ -212,18 +225,16 @@ class ExportForInference(Callback):
 
     def _cases(self) -> list[Case]:
         "Return inputs of different batch sizes, each with the model's output."
-        xb, cases = self._inputs(), []
+        xb = self._inputs()
+        cases = []
         with _evaluation_mode(self.learn.model) as model, torch.no_grad():
             for size in SIZES:
                 x = _select_rows(xb, size)
-                names = passed_names(model, x)
-                kwargs = {}
-                for name in names or ():
-                    kwargs[name] = x[0][name] if isinstance(x[0], Mapping) else getattr(x[0], name)
-                out = apply_model(model, x)
+                args, kwargs = call_by_name(_list_arguments, x, passed_names(model, x))
+                out = model(*args, **kwargs)
                 if self.act is not None:
                     out = self.act(out)
-                cases.append((() if names else x, kwargs, out))
+                cases.append((args, kwargs, out))
         return cases
 
 
@@ -233,6 +244,10 @@ def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     model = copy_to_cpu(bare_model(model))
     with preserved_modes(model):
         yield model.eval()
+
+
+def _list_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
 def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
@@ -247,14 +262,10 @@ def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     return tuple(map_tensors(xb, select))
 
 
-def _load_program(path: Path) -> Any:
-    with path.open('rb') as f:
-        return torch.export.load(f)
-
-
 def _write_onnx(program: Any, path: Path) -> Path:
     log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
-    level, log.level = log.level, logging.ERROR
+    level = log.level
+    log.level = logging.ERROR
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # warnings of torch about itself
@@ -292,9 +303,3 @@ def _compare(what: str, run: Runner, cases: list[Case]) -> None:
                 f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '
                 f'{e} Nothing was kept.'
             ) from e
-
-
-def _copy_file(source: Path, path: Path) -> Path:
-    with atomic_write(path) as tmp:
-        shutil.copyfile(source, tmp)
-    return path

@@ -70,7 +70,9 @@ class Hook:
             raise OptionError(
                 'gather=True: hooks do not gather over processes. Gather `hook.stored` afterwards.'
             )
-        self.hook_func, self.detach, self.cpu = hook_func, detach, cpu
+        self.hook_func = hook_func
+        self.detach = detach
+        self.cpu = cpu
         self.stored: Any = None
         self.removed = False
         hook = self._forward if is_forward else self._register_backward
@@ -229,7 +231,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def run_uncompiled(model: nn.Module) -> Iterator[None]:
     "Run a model without its compiled code, which ignores later changes of its hooks."
     modules = list(model.modules())
     calls = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
@@ -303,7 +305,8 @@ class HookCallback(Callback):
         self.include_paramless = include_paramless
         self.modules: list[nn.Module] = []  # hooked modules
         self.layer_names: list[str] = []  # names of the hooked modules
-        self.hooks, self._active = None, None
+        self.hooks = None
+        self._active = None
         if hook is not None:
             self.__dict__['hook'] = hook
 
@@ -378,7 +381,7 @@ class HookCallback(Callback):
         if not self.modules:
             self._find()  # the callback was added during the fit
         with ExitStack() as stack:
-            stack.enter_context(uncompiled(self.learn.model))
+            stack.enter_context(run_uncompiled(self.learn.model))
             self.hooks = stack.enter_context(
                 Hooks(self.modules, self.hook, self.is_forward, self.detach, self.cpu)
             )
@@ -387,7 +390,8 @@ class HookCallback(Callback):
     def _remove(self) -> None:
         if self._active is None:
             return
-        active, self._active = self._active, None
+        active = self._active
+        self._active = None
         active.close()
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.optim.hyperparams import HYPERS, OPTIONS, Place, place_of
+from learnkit.optim.hyperparams import HYPERS, OPTIONS, GroupKey, find_group_key
 
 __all__ = ['HyperparamLog']
 
@@ -79,13 +79,14 @@ class HyperparamLog:
             return []
         return [torch.full((self._n_packed,), torch.nan, dtype=torch.float64)]
 
-    def _locations(self) -> dict[str, Place]:
+    def _locations(self) -> dict[str, GroupKey]:
         "Return where the current options hold each hyper-parameter."
-        found = {name: place_of(name, dict.fromkeys(self._options)) for name in HYPERS}
+        found = {name: find_group_key(name, dict.fromkeys(self._options)) for name in HYPERS}
         return {name: location for name, location in found.items() if location is not None}
 
     def _pack(self) -> None:
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         if not rows:
             return
         for name, (option, index) in self._locations().items():

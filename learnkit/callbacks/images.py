@@ -11,7 +11,7 @@ from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mea
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
-from learnkit.data.show import as_pictures, class_colors
+from learnkit.data.show import as_pictures, class_colors, draw_pictures
 from learnkit.engine.callback import Periodic, defined_on_class
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
@@ -42,7 +42,10 @@ class ImageVisualizer(Periodic):
     Time('1ep')
     """
 
-    order, run_valid, remove_on_find, remove_on_fetch = 100, True, True, True
+    order = 100
+    run_valid = True
+    remove_on_find = True
+    remove_on_fetch = True
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class ImageVisualizer(Periodic):
             raise OptionError(
                 f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}'
             )
-        self.n, self.mode = check_count('n', n), mode
+        self.n = check_count('n', n)
+        self.mode = mode
         self.images: dict[str, Tensor] = {}  # last images by name
         self._wanted = True  # whether to show the next training batch
 
@@ -68,7 +72,7 @@ class ImageVisualizer(Periodic):
     def before_batch(self) -> None:
         "Check that there are images before the step of the batch."
         if self._is_due():
-            self._input()
+            self._find_input()
 
     def after_batch(self) -> None:
         "Show the batch."
@@ -77,7 +81,7 @@ class ImageVisualizer(Periodic):
         if self.learn.training:
             self._wanted = False
         if self.mode == 'input':
-            self._send('input', as_pictures(self._input()[: self.n]))
+            self._send('input', as_pictures(self._find_input()[: self.n]))
         elif 'pred' in self.learn.__dict__:
             self._send_output()
 
@@ -87,7 +91,7 @@ class ImageVisualizer(Periodic):
             return self._wanted
         return bool(learn.fitting and learn.phase == 'valid' and learn.iter == 0)
 
-    def _input(self) -> Tensor:
+    def _find_input(self) -> Tensor:
         "Return the first input that has the shape of images."
         found = tensors_in(self.learn.xb)
         images = next((t for t in found if t.ndim == 4 or (t.ndim == 3 and t.shape[-2] > 1)), None)
@@ -98,7 +102,8 @@ class ImageVisualizer(Periodic):
         )
 
     def _send_output(self) -> None:
-        pred, targ = self.learn.pred, self.learn.yb[0] if self.learn.yb else None
+        pred = self.learn.pred
+        targ = self.learn.yb[0] if self.learn.yb else None
         if not isinstance(pred, Tensor) or pred.ndim != 4:
             raise BatchError(
                 f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
@@ -106,7 +111,7 @@ class ImageVisualizer(Periodic):
             )
         # with microbatches the prediction has the last samples only
         rows = slice(-len(pred), None)
-        self._send('input', as_pictures(self._input()[rows][: self.n]))
+        self._send('input', as_pictures(self._find_input()[rows][: self.n]))
         if self.mode == 'output':
             return self._send('output', as_pictures(pred[: self.n]))
         self._send('prediction', class_colors(_predict_classes(pred[: self.n])))
@@ -119,7 +124,7 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            if hasattr(cb, 'send_images'):  # a `Logger`
+            if hasattr(type(cb), 'send_images'):  # a `Logger`
                 cb.send_images(name, pictures)
             elif defined_on_class(cb, 'log_images'):
                 cb.log_images(learn.time.ba, name, pictures)
@@ -139,8 +144,7 @@ class ImageVisualizer(Periodic):
         for i, (name, pictures) in enumerate(self.images.items()):
             row = axs[i * n : (i + 1) * n]
             row[0].set_title(name, loc='left', fontsize=9)
-            for ax, picture in zip(row, pictures.permute(0, 2, 3, 1), strict=False):
-                ax.imshow(picture.expand(*picture.shape[:2], max(picture.shape[2], 3)).numpy())
+            draw_pictures(row[: len(pictures)], pictures)
         return axs
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,13 +44,16 @@ class ShowGraph(Callback):
     [10, 20]
     """
 
-    order, run_valid, first_process_only = 65, False, True
+    order = 65
+    run_valid = False
+    first_process_only = True
     remove_on_fetch = remove_on_find = True
 
     def __init__(self) -> None:
         self.valid_losses: dict[str, Points] = {}  # points of the fit, by loader
         self._graph: LossGraph | None = None  # figure of the running fit
-        self._due, self._has_printed = inf, False
+        self._due = inf
+        self._has_printed = False
 
     def before_fit(self) -> None:
         "Create the figure in a notebook; elsewhere print a hint once."
@@ -58,7 +61,8 @@ class ShowGraph(Callback):
             return
         self.valid_losses = {}
         if in_notebook():
-            n, n_epoch = epoch_length(self.learn.dls, self.learn.dls.train)[0], self.learn.n_epoch
+            n = epoch_length(self.learn.dls, self.learn.dls.train)[0]
+            n_epoch = self.learn.n_epoch
             self._graph = LossGraph(n * n_epoch if n and n_epoch else None)
             self._due = perf_counter() + PATIENCE_S
         elif not self._has_printed:
@@ -139,7 +143,8 @@ class LossGraph:
     ) -> None:
         pyplot()  # raises if matplotlib is missing
         self.n_steps, self.area = n_steps, DisplayHandle()
-        self.fig, self.ax = None, None  # type: tuple[Any, Any]
+        self.fig: Any = None
+        self.ax: Any = None
 
     def draw(
         self,

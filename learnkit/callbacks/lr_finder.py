@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,10 @@ from learnkit.callbacks.lr_suggestions import (
     valley,
 )
 from learnkit.callbacks.schedule import ParamScheduler
+from learnkit.core.batch import short_repr
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelFitException,
-    FitError,
     LossError,
     MissingExtraError,
     OptionError,
@@ -35,12 +35,12 @@ from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
-from learnkit.core.validation import check_count, warn_user
+from learnkit.core.validation import is_count, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
-from learnkit.engine.snapshot import restored, undoing
+from learnkit.engine.snapshot import restored, restored_objects
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
@@ -120,6 +120,8 @@ class LRFinder(ParamScheduler):
     (50, 1e-07)
     """
 
+    _undoes_fit = True  # False in `lr_find`, which restores everything itself
+
     def __init__(
         self,
         start_lr: Any = 1e-7,  # first rate, or one per param group
@@ -139,30 +141,31 @@ class LRFinder(ParamScheduler):
         else:
             schedule = SchedExp(float(low[0]), float(high[0]))
         super().__init__({'lr': schedule})
-        try:
-            self.num_it, self.stop_div = (
-                max(check_count('num_it', num_it, 1, FitError), 6),
-                stop_div,
+        if not is_count(num_it):
+            raise OptionError(
+                f'num_it={short_repr(num_it)}: give a whole number, 1 or more. Below 6 count as 6, and '
+                '100 are better.'
             )
-        except FitError as e:
-            raise OptionError(f'{e} Below 6 count as 6, and 100 are better.') from None
+        self.num_it = max(int(num_it), 6)
+        self.stop_div = stop_div
         self._cleanups = ExitStack()
-        self._start()
+        self._clear_search()
 
-    def _start(self) -> None:
+    def _clear_search(self) -> None:
+        "Forget the steps of an earlier search."
         self._pos = 0.0
         self._positions: list[float] = []  # positions in the schedule of steps with a loss
-        self._smooth, self._least = AvgSmoothLoss(), math.inf
+        self._smooth = AvgSmoothLoss()
+        self._least = math.inf
 
     def before_fit(self) -> None:
         super().before_fit()
-        self._start()
-        self._cleanups.enter_context(self._undoing())
-        self._cleanups.enter_context(replacing_yield(self.learn, 'evaluations', NoEvaluations()))
-
-    def _undoing(self) -> AbstractContextManager[Any]:
+        self._clear_search()
         learn = self.learn
-        return undoing(learn, [learn.model, learn.loss_func, learn.opt])
+        if self._undoes_fit:
+            state = [learn.model, learn.loss_func, learn.opt]
+            self._cleanups.enter_context(restored_objects(learn, state))
+        self._cleanups.enter_context(replacing_yield(learn, 'evaluations', NoEvaluations()))
 
     def before_batch(self) -> None:
         self._pos = self.learn.train_iter / self.num_it
@@ -173,15 +176,14 @@ class LRFinder(ParamScheduler):
         if 'loss_grad' in learn.__dict__:
             self._positions.append(self._pos)
             self._smooth.accumulate(learn)
-            if learn.world.any(self._is_over(self._smooth.latest)):
+            loss = self._smooth.latest  # of the losses that have arrived: no wait for the device
+            if learn.world.any(loss is not None and self._ends_search(loss)):
                 raise CancelFitException
         if learn.train_iter >= self.num_it:
             raise CancelFitException
 
-    def _is_over(self, loss: float | None) -> bool:
-        "Return True if the losses that have arrived end the search; do not wait for the device."
-        if loss is None:
-            return False
+    def _ends_search(self, loss: float) -> bool:
+        "Return True if a smoothed loss is not finite or, with `stop_div`, far above the least one so far."
         self._least = min(self._least, loss)
         return not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * self._least)
 
@@ -203,11 +205,11 @@ class LRFinder(ParamScheduler):
 
     def found(self) -> LRSearch:
         "Return the search so far, without losses that arrived from the device after its end."
-        losses, least = [], math.inf
+        losses = []
+        self._least = math.inf
         for loss in self._smooth.smooth:
             losses.append(loss)
-            least = min(least, loss)
-            if not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * least):
+            if self._ends_search(loss):
                 break
         n_sure = len(losses) - UNSURE
         if losses and not math.isfinite(losses[-1]):
@@ -218,15 +220,6 @@ class LRFinder(ParamScheduler):
             for pos in self._positions[: len(losses)]
         ]
         return LRSearch(rates, losses, max(n_sure, 0))
-
-
-class _Finder(LRFinder):
-    "Finder of `lr_find`, which restores everything itself."
-
-    name = 'lr_finder'  # callbacks find it by this name
-
-    def _undoing(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 class NoEvaluations(EvaluationSchedule):
@@ -249,7 +242,8 @@ def lr_find(
 ) -> Any:
     "Train a few batches with a growing rate, undo the training, and return suggested rates."
     funcs = _name_functions(suggest_funcs)
-    finder = _Finder(start_lr, end_lr, num_it, stop_div)
+    finder = LRFinder(start_lr, end_lr, num_it, stop_div)
+    finder._undoes_fit = False
     check_not_running(learn)
     n = epoch_length(learn.dls, learn.dls.train)[0]
     left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
@@ -266,7 +260,10 @@ def lr_find(
     learn.lr_search = search = finder.found()
     suggested = _suggest(search, funcs, finder.num_it) if funcs else None
     if show_plot:
-        _plot(search, ax)
+        try:
+            search.plot(ax=ax)
+        except MissingExtraError as e:
+            warn_user(f'{e}, or pass show_plot=False.')
     return suggested
 
 
@@ -291,17 +288,11 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
         )
     sure = slice(num_it // 10, search.n_sure)
     if len(lrs[sure]) > 1:
-        lrs, losses = lrs[sure], losses[sure]
+        lrs = lrs[sure]
+        losses = losses[sure]
     suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
     search.points = {name: point for name, (_, point) in suggestions.items()}
     search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
     rates = [lr for lr, _ in suggestions.values()]
     named = namedtuple('SuggestedLRs', list(suggestions), rename=True)  # type: ignore[misc]
     return named(*rates)
-
-
-def _plot(search: LRSearch, ax: Any) -> None:
-    try:
-        search.plot(ax=ax)
-    except MissingExtraError as e:
-        warn_user(f'{e}, or pass show_plot=False.')

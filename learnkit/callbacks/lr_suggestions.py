@@ -1,4 +1,4 @@
-"""Suggestions of a learning rate from the curve of a search: functions of the rates and the losses."""
+"""Functions that suggest a learning rate from the rates and losses of a search."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 __all__ = ['SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
@@ -25,13 +23,15 @@ def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     lrs, losses = _floats(lrs), _floats(losses)
     # length of the longest decreasing sequence that ends at each point
     length = [1] * len(losses)
-    start, end = 0, 0
+    start = 0
+    end = 0
     for i, loss in enumerate(losses):
         for j in range(i):
             if losses[j] > loss and length[j] >= length[i]:
                 length[i] = length[j] + 1
             if length[i] > length[end]:
-                start, end = i - length[i], i
+                start = i - length[i]
+                end = i
     third = (end - start) / 3
     i = start + int(third) + int(third / 2)
     return lrs[i], (lrs[i], losses[i])
@@ -51,7 +51,9 @@ def slide(
     low = max(high - lr_diff, 0)
     best = lrs[low]
     while low >= 0 and abs(slopes[high] - slopes[low]) > thresh:
-        best, low, high = lrs[low], low - 1, high - 1
+        best = lrs[low]
+        low -= 1
+        high -= 1
     lr = best * adjust_value
     return lr, (lr, float(np.interp(math.log10(lr), np.log10(lrs), losses)))
 
@@ -65,15 +67,12 @@ def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
 
 def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     "Suggest the rate where the loss falls most steeply over the logarithm of the rate."
-    lrs, losses = (
-        v if isinstance(v, Tensor) else torch.tensor(_floats(v), dtype=torch.float64)
-        for v in (lrs, losses)
-    )
-    i = int((losses.diff() / lrs.log().diff()).argmin())
-    return lrs[i].item(), (lrs[i].item(), losses[i].item())
+    lrs, losses = _floats(lrs), _floats(losses)
+    i = int(np.argmin(np.diff(losses) / np.diff(np.log(lrs))))
+    return lrs[i], (lrs[i], losses[i])
 
 
-def _floats(values: Any) -> Any:
+def _floats(values: Any) -> list[float]:
     return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
 
 

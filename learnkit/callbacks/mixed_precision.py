@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import is_dtensor, local, locals_of, total_norm
+from learnkit.core.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -70,7 +70,8 @@ class MixedPrecision(Callback):
     False
     """
 
-    order, runs_last = 10, ('before_backward',)  # terms that others add to the loss are scaled too
+    order = 10
+    runs_last = ('before_backward',)  # terms that others add to the loss are scaled too
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class MixedPrecision(Callback):
         # gradients kept by a Cancel get the scale of the new ones that are added to them
         for p, grad in self._grads(stepping - self._scaled):
             if is_dtensor(grad):
-                local(grad).mul_(self.scaler.get_scale())
+                local_shard(grad).mul_(self.scaler.get_scale())
             else:
                 p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
@@ -183,7 +184,7 @@ class MixedPrecision(Callback):
         scale = self.scaler.get_scale()
         if scale == before:
             return
-        grads = locals_of(grad for _, grad in self._grads(self._scaled))
+        grads = local_shards(grad for _, grad in self._grads(self._scaled))
         if grads:
             torch._foreach_mul_(grads, scale / before)
 
@@ -193,13 +194,14 @@ class MixedPrecision(Callback):
             return
         grads = [grad for _, grad in self._grads(self._scaled)]
         self._scaled = set()
-        scale, learn = self.scaler.get_scale(), self.learn
+        scale = self.scaler.get_scale()
+        learn = self.learn
         if 'loss_grad' in learn.__dict__:
             learn.loss_grad = learn.loss_grad / scale
         if not grads:
             return
         if total_norm(grads, float('inf')).isfinite():
-            torch._foreach_div_(locals_of(grads), scale)
+            torch._foreach_div_(local_shards(grads), scale)
         else:  # the scale was too high: the step is skipped like any other
             learn.opt.zero_grad()
             self.n_skipped += 1
@@ -243,11 +245,7 @@ class MixedPrecision(Callback):
             return
         self.scaler.load_state_dict(sd['scaler'])
         self.n_skipped = sd['n_skipped']
-        names = sd['is_scaled']
-        if isinstance(names, bool):  # older checkpoints hold a flag instead of names
-            all_names = self.opt.optimizers if self.learn is not None else ['']
-            names = all_names if names else []
-        self._scaled = set(names)
+        self._scaled = set(sd['is_scaled'])
         # a step may come before the first scaled loss, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
             device = model_device(self.learn.model, self.learn.dls)
@@ -258,7 +256,8 @@ class FiniteCheck:
     "Stand-in for an optimizer, which a scaler steps only if all gradients are finite."
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        self.param_groups, self.is_finite = param_groups, False
+        self.param_groups = param_groups
+        self.is_finite = False
 
     def step(self) -> None:
         "Record that all gradients are finite."
@@ -283,18 +282,15 @@ def as_mode(amp_mode: Any) -> AMPMode:
 
 def to_bf16(learn: LearnerLike) -> Any:
     "Compute the forward pass in bfloat16 from now on."
-    return _set_precision(learn, MixedPrecision(AMPMode.BF16))
+    return to_fp32(learn).add_cb(MixedPrecision(AMPMode.BF16))
 
 
 def to_fp16(learn: LearnerLike, **scaler: Any) -> Any:
     "Compute the forward pass in float16 from now on, with scaled gradients."
-    return _set_precision(learn, MixedPrecision(AMPMode.FP16, **scaler))
+    cb = MixedPrecision(AMPMode.FP16, **scaler)  # raises before another callback is removed
+    return to_fp32(learn).add_cb(cb)
 
 
 def to_fp32(learn: LearnerLike) -> Any:
     "Compute everything in the precision of the weights."
     return learn.remove_cb(MixedPrecision)
-
-
-def _set_precision(learn: LearnerLike, cb: MixedPrecision) -> Any:
-    return learn.to_fp32().add_cb(cb)

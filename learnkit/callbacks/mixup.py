@@ -64,7 +64,8 @@ class MixHandler(Callback):
     `BatchError` for a batch that cannot be blended.
     """
 
-    run_valid, needs_events = False, False  # `_check_blended` finds losses that were not blended
+    run_valid = False
+    needs_events = False  # `_check_blended` finds losses that were not blended
     averages_samples = True  # whatever the plain loss averages over
 
     def __init__(
@@ -107,7 +108,8 @@ class MixHandler(Callback):
         "Return True once the fit has reached `until`."
         if self.until is None:
             return False
-        now, begin = self.learn.time, self.learn.evaluations.fit_began
+        now = self.learn.time
+        begin = self.learn.evaluations.fit_began
         if self.until.unit == 'dur':
             return crossings(Timestamp(dur=0.0), Timestamp(dur=now.dur or 0.0), self.until) > 0
         return crossings(Timestamp(), now - begin, self.until) > 0
@@ -169,7 +171,8 @@ class MixHandler(Callback):
         if not self._blends() or not self.stack_y:
             yield
             return
-        learn, plain = self.learn, self.learn.loss_func
+        learn = self.learn
+        plain = self.learn.loss_func
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
         size: Any = learn.microbatch

@@ -15,20 +15,22 @@ import torch
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.dataset import n_samples
-from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
 
 __all__ = ['MLPerf']
 
-START, END, POINT = 'INTERVAL_START', 'INTERVAL_END', 'POINT_IN_TIME'
+START = 'INTERVAL_START'
+END = 'INTERVAL_END'
+POINT = 'POINT_IN_TIME'
 
 
 class MLPerf(Callback):
@@ -64,7 +66,10 @@ class MLPerf(Callback):
 
     run_in = 'fit'
 
-    observer, order, remove_on_find, remove_on_fetch = True, 100, True, True
+    observer = True
+    order = 100
+    remove_on_find = True
+    remove_on_fetch = True
     file: Path | None
 
     def __init__(
@@ -115,12 +120,12 @@ class MLPerf(Callback):
         self._column = ''  # column of `eval_accuracy` in this fit
         self._in_block = False
 
-    # -- a run -------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         "Open the file, and write the header."
         learn = self.learn
-        self._column = self._find()
+        self._column = self._find_column()
         if self.target is not None:
             as_comparison(self.comp, self._column)
         system = self.system or _system_name(learn)
@@ -136,8 +141,8 @@ class MLPerf(Callback):
     def _write_header(self, system: str) -> None:
         learn = self.learn
         if self.cache_cleared:
-            self._put('cache_clear', True, at_ms=self._created_ms)
-        self._put('init_start', event_type=START, at_ms=self._created_ms)
+            self._write('cache_clear', True, at_ms=self._created_ms)
+        self._write('init_start', event_type=START, at_ms=self._created_ms)
         evaluated = [n_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
         batch_size, n_pieces = _step_size(learn)
         for key, value in {
@@ -152,33 +157,33 @@ class MLPerf(Callback):
             'train_samples': n_samples(learn.dls.train),
             'eval_samples': None if None in evaluated else sum(n or 0 for n in evaluated),
         }.items():
-            self._put(key, value)
-        self._put('init_stop', event_type=END)
-        self._put('run_start', event_type=START)
+            self._write(key, value)
+        self._write('init_stop', event_type=END)
+        self._write('run_start', event_type=START)
 
     def before_epoch(self) -> None:
-        "Start a block and an epoch."
-        self._put('block_start', event_type=START, first_epoch_num=self._epoch, epoch_count=1)
+        "Start a block of one epoch."
+        self._write('block_start', event_type=START, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = True
 
     def before_train(self) -> None:
         "Start an epoch."
-        self._put('epoch_start', event_type=START, **self._place)
+        self._write('epoch_start', event_type=START, **self._place)
 
     def after_train(self) -> None:
         "End the epoch."
-        self._put('epoch_stop', event_type=END, **self._place)
+        self._write('epoch_stop', event_type=END, **self._place)
 
     def before_eval(self) -> None:
         "Start an evaluation."
-        self._put('eval_start', event_type=START, **self._place)
+        self._write('eval_start', event_type=START, **self._place)
 
     def after_eval(self) -> None:
         "Write the result of the evaluation; end the run if it has reached its target."
-        value = self._recorder().measured.get(self._column)
+        value = records(self).measured.get(self._column)
         if value is not None:
-            self._put('eval_accuracy', value, **self._place)
-        self._put('eval_stop', event_type=END, **self._place)
+            self._write('eval_accuracy', value, **self._place)
+        self._write('eval_stop', event_type=END, **self._place)
         if value is None or self.target is None:
             return
         if value == self.target or as_comparison(self.comp, self._column)(value, self.target):
@@ -193,19 +198,19 @@ class MLPerf(Callback):
         self._end('success' if self.target is None else 'aborted')
 
     def cleanup(self) -> None:
-        "End a run that did not reach its end."
+        "End a run that was interrupted or failed."
         self._end('aborted')
 
     def _end_block(self) -> None:
         if self._in_block:
-            self._put('block_stop', event_type=END, first_epoch_num=self._epoch, epoch_count=1)
+            self._write('block_stop', event_type=END, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = False
 
     def _end(self, status: str) -> None:
         if self._out is None:
             return
         self._end_block()
-        self._put('run_stop', event_type=END, status=status, **self._place)
+        self._write('run_stop', event_type=END, status=status, **self._place)
         self._out.close()
         self._out = None
 
@@ -213,7 +218,7 @@ class MLPerf(Callback):
         "Return the file, its size so far, and whether the run is open."
         is_on = self._out is not None
         return {
-            'file': kept_path(self.learn, self.file),
+            'file': to_portable_path(self.learn, self.file),
             'in_block': self._in_block,
             'is_on': is_on,
             'size': self.file.stat().st_size if is_on and self.file is not None else 0,
@@ -221,21 +226,23 @@ class MLPerf(Callback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Continue the file of the resumed run."
-        kept = found_path(self.learn, sd['file'], self.folder)
+        kept = from_portable_path(self.learn, sd['file'], self.folder)
         if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']):
             return  # the file was deleted or replaced
         if self._out is not None and self.file is not None:
             self._out.close()
             self.file.unlink()  # the file that `before_fit` began
-        self.file, self._out, self._in_block = kept, None, sd['in_block']
+        self.file = kept
+        self._out = None
+        self._in_block = sd['in_block']
         if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting:
             return
         os.truncate(kept, sd['size'])
         self._out = kept.open('a', encoding='utf-8')
 
-    # -- content -----------------------------------------------------------------------------------
+    # -- lines of the file -------------------------------------------------------------------------
 
-    def _put(
+    def _write(
         self,
         key: str,
         value: Any = None,
@@ -243,6 +250,7 @@ class MLPerf(Callback):
         at_ms: int | None = None,
         **more: Any,
     ) -> None:
+        "Write one line to the file."
         if self._out is None:
             return  # the run is over
         line = {
@@ -261,22 +269,17 @@ class MLPerf(Callback):
         return int(self.learn.epoch) + 1
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
 
-    def _recorder(self) -> Any:
-        return recorder_of(self.learn)
-
-    def _find(self) -> str:
-        "Return the monitored column."
-        recorder = self._recorder()
-        if recorder is None:
-            raise MetricError('MLPerf reads the Recorder, and this Learner has none.')
+    def _find_column(self) -> str:
+        "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation gives it."
+        recorder = records(self)
         names = recorder.evaluated_columns(self.monitor)
         if not names:
             raise MetricError('MLPerf needs an evaluation: give a validation loader.')
         if self.monitor is None:
-            return names[1] if len(recorder._select_metrics('valid')) else names[0]
+            return names[1] if len(recorder.select_metrics('valid')) else names[0]
         if self.monitor in names:
             return self.monitor
         raise MetricError(
@@ -332,9 +335,8 @@ class MLPerf(Callback):
 
 def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
     "Return the number of samples of a step (None if unknown), and the number of its microbatches."
-    train = learn.dls.train
-    bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
-    if not isinstance(bs, int):
+    bs = batch_size_of(learn.dls.train)
+    if bs is None:
         return None, 1
     accumulations = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
     n_batches = max((cb.batches or math.ceil(cb.n_acc / bs) for cb in accumulations), default=1)

@@ -15,16 +15,22 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
 
-from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
+from learnkit.callbacks.hooks import (
+    Hooks,
+    flatten_model,
+    named_layers,
+    run_uncompiled,
+    unwrap_compiled,
+)
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, preserved_modes
-from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -57,7 +63,8 @@ class Layer:
     def cells(self) -> tuple[str, str, str, str, str]:
         "Return the printed cells of the row."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
-        params, trained = '', ''
+        params = ''
+        trained = ''
         if self.is_tied:
             params = 'tied'
         elif self.n_params:
@@ -175,7 +182,7 @@ def _summarize(
         inputs = kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))
         whole.append((_format_shapes(inputs), _format_shapes(out)))
 
-    with undisturbed(inner), uncompiled(model), Hooks(names.values(), record, detach=False):
+    with restored_model(inner), run_uncompiled(model), Hooks(names.values(), record, detach=False):
         handle = inner.register_forward_hook(record_whole, with_kwargs=True)
         try:
             run()
@@ -258,7 +265,7 @@ def _example_batch(learn: LearnerLike) -> Any:
         return learn.batch
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     for dl in loaders:
-        with preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl):
+        with undisturbed_loader(dl):
             iterator = iter(dl)
             if iterator is dl:
                 continue
@@ -273,19 +280,6 @@ def _example_batch(learn: LearnerLike) -> Any:
     )
 
 
-@contextmanager
-def _without_persistent_workers(dl: Any) -> Iterator[None]:
-    "Keep the persistent workers of a loader unchanged: a new iterator starts other workers."
-    has_workers = isinstance(dl, DataLoader)
-    if has_workers:
-        kept, dl._iterator = dl._iterator, None
-    try:
-        yield
-    finally:
-        if has_workers:
-            dl._iterator = kept
-
-
 def _notes(learn: LearnerLike) -> Iterator[str]:
     "Yield lines about optimizer, loss function and callbacks."
     loss_func = (
@@ -297,7 +291,7 @@ def _notes(learn: LearnerLike) -> Iterator[str]:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
     yield '\nCallbacks:'
-    for cb in learn.callbacks.ordered():
+    for cb in learn.callbacks.list_ordered():
         yield f'  - {cb}'
 
 
@@ -345,14 +339,14 @@ def layer_info(
 
     batch = map_tensors(xb, lambda t: t[:1])
     model = unwrap_compiled(learn.model)
-    with undisturbed(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
+    with restored_model(model), Hooks(flatten_model(model), record) as hooks, learn.no_bar():
         options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=_skip_loss)}
         learn.get_preds(dl=[batch], reorder=False, **options)
         return hooks.stored
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def restored_model(model: nn.Module) -> Iterator[None]:
     "Run a model in a context that restores random generators, modes of modules and buffers."
     buffers = [
         (m, name, b, b._version, b.clone())
@@ -394,7 +388,7 @@ def dummy_eval(
     >>> dummy_eval(nn.Conv2d(3, 8, 3), (10, 12)).shape
     torch.Size([1, 8, 8, 10])
     """
-    with undisturbed(m), uncompiled(m):
+    with restored_model(m), run_uncompiled(m):
         if inputs is None:
             inputs = _random_image(m, size)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))

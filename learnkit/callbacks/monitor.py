@@ -43,10 +43,13 @@ class Monitor(Callback):
     True
     """
 
-    order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
+    order = 100
+    observer = True
+    run_valid = False
+    remove_on_find = True
+    remove_on_fetch = True
     metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
     latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
-    machine_dependent: ClassVar[bool] = False  # whether the values differ from run to run
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnkit.callbacks.hooks import Hooks, run_uncompiled
+from learnkit.callbacks.model_summary import restored_model
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
-from learnkit.core.dtensor import grouped, local
+from learnkit.core.dtensor import local_shard, unpack_shards
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
-from learnkit.core.random import preserved_rng
 
 __all__ = [
     'all_finite',
@@ -45,7 +46,7 @@ def all_finite(
     """
     if not tensors:
         return True
-    local_tensors, _, group = grouped(tensors)
+    local_tensors, _, group = unpack_shards(tensors)
     dense = [t._values() if t.is_sparse else t for t in local_tensors]
     device = dense[0].device
     found, one = torch.zeros(1, device=device), torch.ones(1, device=device)
@@ -60,7 +61,7 @@ def all_finite(
 
 def is_finite(value: Any) -> bool:
     "Return True if all floating-point and complex numbers in a nested structure are finite."
-    tensors = [local(t) for t in tensors_in(value)]
+    tensors = [local_shard(t) for t in tensors_in(value)]
     return all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
@@ -102,8 +103,7 @@ def format_few(items: list[Any], most: int = 5) -> str:
 
 def sample_indices(learn: LearnerLike) -> list[int] | None:
     "Return the data-set indices of the current batch, None if unknown."
-    passes = getattr(learn, 'passes', None)
-    return None if passes is None else passes.indices(learn)
+    return learn.passes.indices(learn)
 
 
 # -- origin ----------------------------------------------------------------------------------------
@@ -139,12 +139,9 @@ def describe_samples(learn: LearnerLike) -> str:
 
 def find_bad_data(learn: LearnerLike, indices: list[int] | None) -> list[str]:
     "Return the entries of the batch that are not finite, each with its samples."
-    form = form_of(learn.dls, learn.dl_name)
-    raw = (
-        form.split(learn.batch, predicting=True)
-        if learn.batch is not None
-        else (learn.xb, learn.yb)
-    )
+    raw = learn.xb, learn.yb
+    if learn.batch is not None:  # an overridden `all_batches` does not set it
+        raw = form_of(learn.dls, learn.dl_name).split(learn.batch, predicting=True)
     bad = [name + describe_rows(rows, indices) for name, rows in iter_bad_entries(*raw)]
     if bad:
         return bad
@@ -161,25 +158,19 @@ def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple
         bs = find_bs(xb, yb)
     except BatchError:
         bs = 0
-    entries = [
-        *((f'input {i}', x) for i, x in enumerate(xb)),
-        *((f'target {i}', y) for i, y in enumerate(yb)),
-    ]
-    leaves = (leaf for entry in entries for leaf in iter_leaves(*entry))
-    for name, value in leaves:
-        if is_finite(value):
-            continue
-        if is_sample_list(value, bs):
-            yield name, [i for i, sample in enumerate(value) if not is_finite(sample)]
-            continue
-        has_rows = (
-            isinstance(value, Tensor) and not value.is_sparse and value.ndim and len(value) == bs
-        )
-        if has_rows:
-            is_bad = (~value.isfinite()).reshape(bs, -1).any(1)
-            yield name, is_bad.nonzero().flatten().tolist()
-        else:
-            yield name, []
+    for kind, entries in ('input', xb), ('target', yb):
+        leaves = [leaf for i, o in enumerate(entries) for leaf in iter_leaves(f'{kind} {i}', o)]
+        for name, value in leaves:
+            if is_finite(value):
+                continue
+            has_rows = is_sample_list(value, bs) or (
+                isinstance(value, Tensor)
+                and not value.is_sparse
+                and value.ndim > 0
+                and len(value) == bs
+            )
+            rows = enumerate(value) if has_rows else ()
+            yield name, [i for i, sample in rows if not is_finite(sample)]
 
 
 def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -214,36 +205,20 @@ def find_bad_module(learn: LearnerLike) -> str | None:
     model, found = bare_model(learn.model), list[str]()
     names = {m: name for name, m in model.named_modules()}
 
-    def check_output(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def check_output(module: nn.Module, inputs: Any, out: Any) -> None:
         if found or is_finite(out):
             return
         kind = type(module).__name__
         name = f'{names[module]} ({kind})' if names[module] else f'the model, {kind}'
-        if is_finite((args, kwargs)):
+        if is_finite(inputs):
             found.append(f'the output of {name}')
         else:
             found.append(f'what is given to {name}, made outside of any module')
 
-    hooks = []
-    buffers = [
-        (m, key, b, b.clone())
-        for m in model.modules()
-        for key, b in m._buffers.items()
-        if b is not None
-    ]
-    # the compiled call would be recompiled because of the hooks
-    compiled = vars(model).pop('_compiled_call_impl', None)
     try:
-        hooks += [m.register_forward_hook(check_output, with_kwargs=True) for m in names]
-        with torch.no_grad(), preserved_rng(), learn.contexts('forward'):
-            apply_model(model, learn.xb)
+        with restored_model(model), run_uncompiled(model), Hooks(names, check_output, detach=False):
+            with learn.contexts('forward'):
+                apply_model(model, learn.xb)
     except Exception:
         pass  # the message does without the name of a module
-    finally:
-        if compiled is not None:
-            model._compiled_call_impl = compiled
-        for hook in hooks:
-            hook.remove()
-        for m, key, b, value in buffers:
-            m._buffers[key] = b.copy_(value)
     return found[0] if found else None

@@ -17,6 +17,7 @@ from learnkit.callbacks.nan_diagnosis import (
     explain_nonfinite,
     find_bad_gradients,
     format_few,
+    is_finite,
     named_parameters,
 )
 from learnkit.callbacks.rollback import (
@@ -99,7 +100,9 @@ class GuardNonFinite(Callback):
     """
 
     # order within a step: after SAM, accumulation and unscaling, before clipping
-    order, run_valid, remove_on_find = MixedPrecision.order + 0.5, False, True
+    order = MixedPrecision.order + 0.5
+    run_valid = False
+    remove_on_find = True
 
     def __init__(
         self,
@@ -127,7 +130,8 @@ class GuardNonFinite(Callback):
         self.grads = grads
         self.every = every
         self.max_rollbacks = max_rollbacks
-        self.n_skipped, self.n_rollbacks = 0, 0
+        self.n_skipped = 0
+        self.n_rollbacks = 0
         self._start()
 
     def _start(self) -> None:
@@ -177,7 +181,8 @@ class GuardNonFinite(Callback):
             if learn.world.any(not math.isfinite(value.item())):
                 self._act_on_loss(learn.iter)
             return
-        finite, unseen = value.isfinite().reshape(()), self._unseen
+        finite = value.isfinite().reshape(())
+        unseen = self._unseen
         if unseen and unseen[-1][0] == learn.iter:
             unseen[-1] = learn.iter, unseen[-1][1] & finite
         else:
@@ -216,16 +221,14 @@ class GuardNonFinite(Callback):
 
     def after_batch(self) -> None:
         "Check the losses that are due, and make a copy if one is due."
-        if self._unseen:
-            if self.every is not None:
-                is_due = len(self._unseen) >= self.every
-            else:
-                is_due = not self.grads
-            if is_due and self.every is None:
-                self._check_losses(self._arriving.put(self._unseen.pop()))
-            elif is_due:
-                self._check_unseen()
-        if self._snapshot is not None and self._now() - self._since >= self.snapshot_every.value:
+        if self._unseen and self.every is None and not self.grads:
+            self._check_losses(self._arriving.put(self._unseen.pop()))
+        elif self._unseen and self.every is not None and len(self._unseen) >= self.every:
+            self._check_unseen()
+        if (
+            self._snapshot is not None
+            and self._get_time() - self._since >= self.snapshot_every.value
+        ):
             self._make_snapshot()
 
     def after_train(self) -> None:
@@ -233,11 +236,13 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen, self._unseen = self._unseen, []
+        unseen = self._unseen
+        self._unseen = []
+        arrived = self._arriving.flush()
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
-            unseen = list(zip([i for i, _ in unseen], are_finite, strict=True))
-        self._check_losses([*self._arriving.flush(), *unseen], in_time)
+            arrived += zip([i for i, _ in unseen], are_finite, strict=True)
+        self._check_losses(arrived, in_time)
 
     def _check_losses(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:
@@ -249,20 +254,20 @@ class GuardNonFinite(Callback):
     def _act_on_loss(self, i: int, in_time: bool = True) -> None:
         learn = self.learn
         if not in_time:
-            text = f'The loss was not finite at {self._place(i)} (seen at batch {learn.iter}).'
+            text = f'The loss was not finite at {self._describe_batch(i)} (seen at batch {learn.iter}).'
         elif self._has_warned:
             text = ''  # only the first skipped batch is reported
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
-            text = f'The loss is {value.item()} at {self._place(i)}. {explain_nonfinite(learn)}'
+            text = f'The loss is {value.item()} at {self._describe_batch(i)}. {explain_nonfinite(learn)}'
             if value.isfinite():
-                text = f'The loss of another process is not finite at {self._place(i)}.'
+                text = f'The loss of another process is not finite at {self._describe_batch(i)}.'
         self._act(text, CancelBatchException, in_time)
 
     def _explain_gradients(self) -> str:
         names = format_few(find_bad_gradients(self.learn))
-        place = self._place(self.learn.iter)
-        return f'The gradient of {names} is not finite at {place}.{describe_samples(self.learn)}'
+        batch = self._describe_batch(self.learn.iter)
+        return f'The gradient of {names} is not finite at {batch}.{describe_samples(self.learn)}'
 
     def _act(self, text: str, skip: type[Exception], in_time: bool = True) -> None:
         if self.policy in ('raise', 'stop') and in_time:
@@ -272,7 +277,10 @@ class GuardNonFinite(Callback):
         if self.policy == 'stop':
             print_line(self, f'{text} The fit ends here.')
             raise CancelFitException
-        self._count(text)
+        if self.policy == 'rollback':
+            self._count_rollback(text)
+        else:
+            self._count_skip(text)
         self._is_skipping = True
         if skip is CancelBatchException:
             if self.learn.run.repeating:
@@ -280,16 +288,16 @@ class GuardNonFinite(Callback):
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip
 
-    def _count(self, text: str) -> None:
-        if self.policy == 'rollback':
-            return self._count_rollback(text)
+    def _count_skip(self, text: str) -> None:
+        "Count a skipped batch, and report the first one of the fit."
         self.n_skipped += 1
         if not self._has_warned:
             warn_user(f'{text} It is skipped, and so are others like it in this fit.')
         self._has_warned = True
 
     def _count_rollback(self, text: str) -> None:
-        age = Time(self._now() - self._made, self.snapshot_every.unit)
+        "Count and report a rollback; raise `LossError` after too many to the same copy."
+        age = Time(self._get_time() - self._made, self.snapshot_every.unit)
         if self._in_a_row >= self.max_rollbacks:
             self._roll_back()
             raise LossError(
@@ -314,7 +322,7 @@ class GuardNonFinite(Callback):
         else:
             self._restore_buffers()
 
-    def _place(self, i: int) -> str:
+    def _describe_batch(self, i: int) -> str:
         return f'batch {i} of epoch {self.learn.epoch}'
 
     # -- buffers of a skipped batch ----------------------------------------------------------------
@@ -338,7 +346,7 @@ class GuardNonFinite(Callback):
 
     # -- rollback ----------------------------------------------------------------------------------
 
-    def _now(self) -> float:
+    def _get_time(self) -> float:
         return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
@@ -347,17 +355,15 @@ class GuardNonFinite(Callback):
         if any(p.grad is not None for p in learn.opt.parameters()):
             return
         if not all_finite(list(learn.model.parameters())):
-            if self._snapshot is None:
-                bad = [
-                    name for name, p in named_parameters(learn).items() if not p.isfinite().all()
-                ]
-                raise LossError(
-                    f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
-                )
-            return
+            if self._snapshot is not None:
+                return
+            bad = [name for name, p in named_parameters(learn).items() if not is_finite(p)]
+            raise LossError(
+                f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
+            )
         self._snapshot = None  # free the old copy first: memory may not hold two
         self._snapshot = take_snapshot(learn)
-        self._made = self._since = self._now()
+        self._made = self._since = self._get_time()
         self._in_a_row = 0
 
     def _roll_back(self) -> None:
@@ -367,8 +373,8 @@ class GuardNonFinite(Callback):
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
-                cb._drop()
-        self._since = self._now()
+                cb.drop_gradients()
+        self._since = self._get_time()
 
     def cleanup(self) -> None:
         "Drop losses and copies."
@@ -392,7 +398,9 @@ class GuardNonFinite(Callback):
         self.n_skipped = sd['n_skipped']
         self.n_rollbacks = sd['n_rollbacks']
         self._in_a_row = sd['in_a_row']
-        self._made, self._since, self._snapshot = sd['made'], sd['since'], sd['good']
+        self._made = sd['made']
+        self._since = sd['since']
+        self._snapshot = sd['good']
 
 
 class TerminateOnNaNCallback(GuardNonFinite):

@@ -52,7 +52,8 @@ class OOMObserver(Callback):
     Out of memory: batch 0 of epoch 0, in training, RegModel on cpu
     """
 
-    order, remove_on_find = 100, False
+    order = 100
+    remove_on_find = False
     report: Path | None
 
     def __init__(
@@ -192,7 +193,9 @@ class MemorySnapshot(Callback):
     Time('3ba')
     """
 
-    order, run_valid, remove_on_find = -5, False, True
+    order = -5
+    run_valid = False
+    remove_on_find = True
     interval: Time
     files: list[Path]
 
@@ -210,7 +213,8 @@ class MemorySnapshot(Callback):
         self.skip_batches, self.interval = skip_batches, as_time(interval, 'ba')
         self.folder = check_folder_name(folder)
         self.max_entries = check_count('max_entries', max_entries)
-        self.files, self._is_done = [], False
+        self.files = []
+        self._is_done = False
         self._since: Any = None  # time when recording began; None: not recording
         self._to_skip = 0  # number of batches before recording; -1: no recording in this fit
 
@@ -256,7 +260,9 @@ class MemorySnapshot(Callback):
 
     def _end(self) -> None:
         "Write the record."
-        self._since, self._to_skip, self._is_done = None, -1, True
+        self._since = None
+        self._to_skip = -1
+        self._is_done = True
         try:
             snapshot = torch.cuda.memory._snapshot()
         finally:

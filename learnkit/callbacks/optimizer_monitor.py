@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.core.dtensor import grouped, local, sum_of_parts
+from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
-from learnkit.optim.hyperparams import place_of
+from learnkit.optim.hyperparams import Hypers
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 
@@ -61,7 +61,7 @@ class LRMonitor(Monitor):
         values = {}
         for hyper in ('lr', 'mom') if self.mom else ('lr',):
             for name, group in _named_groups(self.learn.opt):
-                value = _read_hyper(group, hyper)
+                value = Hypers([group], set()).get(hyper)
                 if value is not None:
                     values[f'{hyper}-{name}'] = value
         return values
@@ -75,14 +75,6 @@ def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         title = cls if classes.count(cls) == 1 else f'{cls}-{key}'
         for i, group in enumerate(o.param_groups):
             yield f'{title}/{group.get("name", f"group{i}")}', group
-
-
-def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
-    place = place_of(hyper, group)
-    if place is None:
-        return None
-    key, index = place
-    return group[key] if index is None else group[key][index]
 
 
 class OptimizerMonitor(Monitor):
@@ -156,7 +148,8 @@ class OptimizerMonitor(Monitor):
 
     def measure(self) -> dict[str, float]:
         "Return norms and angles of the measured step, by name."
-        watched, self._watched = self._watched, None
+        watched = self._watched
+        self._watched = None
         return watched.metrics(self.per_parameter) if watched is not None else {}
 
     def cleanup(self) -> None:
@@ -169,24 +162,20 @@ class _WatchedStep:
 
     def __init__(self, learn: LearnerLike) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
-        stepping = learn.opt.optimizers.values() if learn.turn is None else [learn.opt[learn.turn]]
-        pairs = [
-            (p, o)
-            for o in stepping
-            for g in o.param_groups
-            for p in g['params']
-            if p.grad is not None
-        ]
-        self.names = [named.get(id(p), f'outside_{i}') for i, (p, _) in enumerate(pairs)]
-        self.params, self.are_parts, self.group = grouped(p.detach() for p, _ in pairs)
-        self.grads = [_dense(local(p.grad)) for p, _ in pairs]
-        self.owners = pairs
+        params = [p for p in learn.step_parameters if p.grad is not None]
+        self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
+        self.params, self.are_parts, self.group = unpack_shards(p.detach() for p in params)
+        self.grads = [_dense(local_shard(p.grad)) for p in params]
+        # keys of the optimizer's state
+        self.keys = params
+        self.opt = learn.opt
         self.before = [p.clone() for p in self.params]
         self.grad_norms = _norms(self.grads)  # now, as a step may overwrite its gradients
 
     def metrics(self, per_parameter: bool) -> dict[str, float]:
         "Return norms and angles by name; waits for the device."
-        states = [o.state.get(p, {}) for p, o in self.owners]
+        all_states = self.opt.state
+        states = [all_states.get(p, {}) for p in self.keys]
         updates = list(torch._foreach_sub(self.params, self.before)) if self.params else []
         first, second = _find_states(states, FIRST), _find_states(states, SECOND)
         second_norms = {i: v.sum(dtype=_at_least_single(v)).sqrt() for i, v in second.items()}
@@ -197,18 +186,12 @@ class _WatchedStep:
             'moment': dict(zip(first, _norms(list(first.values())), strict=True)),
             'second_moment_sqrt': second_norms,
         }
-        dots = {
-            'update_grad': {
-                i: _dot(u, g)
-                for i, (u, g) in enumerate(zip(updates, self.grads, strict=True))
-                if per_parameter and u.shape == g.shape
-            },
-            'moment_grad': {
-                i: _dot(m, self.grads[i])
-                for i, m in first.items()
-                if per_parameter and m.shape == self.grads[i].shape
-            },
-        }
+        dots: Table[Tensor] = {}
+        if per_parameter:
+            dots = {
+                'update_grad': self._multiply_grads(dict(enumerate(updates))),
+                'moment_grad': self._multiply_grads(first),
+            }
         norms, products = _fetch([rows, dots], self._sum_shards)
         found = {
             f'l2_norm/{kind}/global': math.hypot(*row.values())
@@ -219,6 +202,12 @@ class _WatchedStep:
             found |= self._parameter_norms(norms)
             found |= self._angles(norms, products)
         return found
+
+    def _multiply_grads(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        "Return the scalar products of tensors with gradients of the same shape; a sparse gradient has another one."
+        return {
+            i: _dot(t, self.grads[i]) for i, t in tensors.items() if t.shape == self.grads[i].shape
+        }
 
     def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
         "Reduce norms (table 0) and products of shards to the values of whole tensors."
@@ -276,7 +265,7 @@ def _find_states(states: Iterable[Mapping[str, Any]], keys: tuple[str, ...]) -> 
     for i, state in enumerate(states):
         tensors = [state[k] for k in keys if isinstance(state.get(k), Tensor)]
         if tensors:
-            found[i] = local(tensors[0])
+            found[i] = local_shard(tensors[0])
     return found
 
 

@@ -41,7 +41,9 @@ class OptunaPruning(Callback):
     [0, 1, 2]
     """
 
-    order, run_valid, remove_on_find = TrackerCallback.order + 4, False, True
+    order = TrackerCallback.order + 4
+    run_valid = False
+    remove_on_find = True
     run_in = 'fit'
 
     def __init__(
@@ -97,7 +99,7 @@ class OptunaPruning(Callback):
             self._report((epoch_row(self) or {}).get(self.monitor), self.learn.time.ep - 1)
 
     def _report(self, value: Any, step: int) -> None:
-        "Report a value, and end the fit on all ranks if the trial is pruned; None was not measured."
+        "Report a value unless it is None, and end the fit on all ranks if the trial is pruned."
         learn = self.learn
         if value is None or self._reason:
             return
@@ -110,7 +112,7 @@ class OptunaPruning(Callback):
             learn.run.stopping = True
 
     def after_fit(self) -> None:
-        "End the outer run of this fit, too."
+        "Raise `TrialPruned` in an outer run that started this fit, too."
         if self.learn.fitting and self.learn.run.depth > 1:
             self._raise_pruned()
 
@@ -119,6 +121,7 @@ class OptunaPruning(Callback):
         self._raise_pruned()
 
     def _raise_pruned(self) -> None:
-        reason, self._reason = self._reason, ''
+        reason = self._reason
+        self._reason = ''
         if reason:
             raise import_library('optuna', 'OptunaPruning').TrialPruned(reason)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from learnkit.callbacks.dataset import undisturbed_loader
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
 from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import check_loader, evaluation_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Periodic
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import AsyncToCPU
@@ -80,7 +80,8 @@ class PeriodicData(Periodic):
                 raise CallbackError(f'{name}={f!r}: give a function.')
         self.results: Any = None
         self._given_dl = dl
-        self._on_batch, self._process = on_batch, process_results
+        self._on_batch = on_batch
+        self._process = process_results
 
     def before_fit(self) -> None:
         "Find the loader."
@@ -90,7 +91,8 @@ class PeriodicData(Periodic):
 
     def _loader(self) -> tuple[str, Any]:
         "Return the name of the loader, and the loader."
-        learn, dl = self.learn, self._given_dl
+        learn = self.learn
+        dl = self._given_dl
         if dl is None:
             loaders = evaluation_loaders(learn.dls)
             if loaders:
@@ -125,8 +127,11 @@ class PeriodicData(Periodic):
                 contexts.enter_context(context)
             contexts.callback(setattr, learn.run, 'evaluating', learn.run.evaluating)
             learn.model.eval()
-            learn.run.evaluating, learn.training, learn.phase = True, False, 'valid'
-            learn.dl, learn.dl_name = dl, name
+            learn.run.evaluating = True
+            learn.training = False
+            learn.phase = 'valid'
+            learn.dl = dl
+            learn.dl_name = name
             self.results = self.process_results(self._collect(dl))
 
     def _collect(self, dl: Any) -> Any:

@@ -46,7 +46,11 @@ class TorchProfiler(Callback):
     profile/trace-batch-3.json
     """
 
-    order, run_in, run_valid, remove_on_find, writes_files = -1000, 'fit', False, True, True
+    order = -1000
+    run_in = 'fit'
+    run_valid = False
+    remove_on_find = True
+    writes_files = True
     runs_last = ('after_batch',)  # the work of other callbacks belongs to the batch
 
     def __init__(
@@ -97,7 +101,8 @@ class TorchProfiler(Callback):
     def _begin(self) -> None:
         if torch.autograd._profiler_enabled():
             raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
-        world, first = self.learn.world, self.learn.counters.batches + self.warmup
+        world = self.learn.world
+        first = self.learn.counters.batches + self.warmup
         rank = f'-rank{world.rank}' if world.size > 1 else ''
         self._name = f'trace-batch-{first}{rank}.json'
         self._n_steps = 0
@@ -115,7 +120,7 @@ class TorchProfiler(Callback):
         self.after_batch = self._step  # type: ignore[method-assign]
 
     def _step(self) -> None:
-        "End a batch of the recording, and with the last one the recording."
+        "End a batch of the recording; after the last batch, end the recording."
         self._n_steps += 1
         self._profiler.step()
         if self._n_steps < self.warmup + self.active:
@@ -126,12 +131,13 @@ class TorchProfiler(Callback):
             self.before_draw = self._begin_when_due  # type: ignore[method-assign]
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         del self.after_batch
         profiler.stop()  # writes what was recorded
 
     def after_fit(self) -> None:
-        "End the recording with the fit, also if an outer run goes on; warn if no batch was recorded."
+        "End the recording with the fit, even if an outer run continues; warn if no batch was recorded."
         self._stop()
         if self._begins_at is not None and len(self.files) == self._n_files_before:
             warn_user(
@@ -140,7 +146,7 @@ class TorchProfiler(Callback):
             )
 
     def _stop(self) -> None:
-        "End what is recorded, and wait no longer for a batch."
+        "End a running recording, and begin no other."
         vars(self).pop('before_draw', None)
         if self._profiler is not None:
             self._end()
@@ -155,7 +161,7 @@ class TorchProfiler(Callback):
         self._stop()
 
     def _write(self, profiler: Any) -> None:
-        "Write the trace, and print the table; do nothing if no batch was recorded to its end."
+        "Write the trace, and print the table; do nothing if no recorded batch was completed."
         if self._n_steps <= self.warmup:
             return
         path = unused_path(self.learn.path / self.folder / self._name)
@@ -172,7 +178,7 @@ def _tabulate(
     averages: Any,  # result of `key_averages`
     n_rows: int,
 ) -> str:
-    "Return the operators with the most time of their own on the GPU, or else on the CPU, as text."
+    "Return a table of the operators with the longest self time on the GPU, or without a GPU on the CPU."
     # an operator has the time of its kernels, which have rows as well
     operators = [o for o in averages if o.device_type == DeviceType.CPU]
     times = [(o.self_cpu_time_total, o.self_device_time_total) for o in operators]

@@ -25,6 +25,7 @@ from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import format_place
+from learnkit.engine.resume import list_checkpoint_folders
 
 __all__ = [
     'ProgressCallback',
@@ -219,7 +220,8 @@ class AboveBar:
         stream: TextIO,  # stream to write to
         display: TerminalDisplay,  # display with the bar
     ) -> None:
-        self.stream, self.display = stream, display
+        self.stream = stream
+        self.display = display
 
     def write(self, text: str) -> int:
         "Write above the bar."
@@ -282,7 +284,8 @@ class TerminalDisplay(Display):
         self._restore_streams()
         if self.bar is None:
             return
-        self.bar.leave, self.bar.delay = stopped_at is not None, 0
+        self.bar.leave = stopped_at is not None
+        self.bar.delay = 0
         self.bar.close()
         self.bar = None  # whoever has kept a replaced stream writes to it as to the stream itself
 
@@ -378,7 +381,9 @@ class RunProgress:
         "Show the final state, once."
         bar = self.bar if self.stopped else None
         display = self.display
-        self.display, self.due = Display(), inf  # a second call shows nothing
+        # a second call shows nothing
+        self.display = Display()
+        self.due = inf
         self.bar = self.train = None
         if bar:
             bar.label = f'stopped at {bar.label}'
@@ -405,7 +410,8 @@ class ProgressCallback(Callback):
         0  ...
     """
 
-    order, first_process_only = 60, True
+    order = 60
+    first_process_only = True
     _shown = RunProgress(Display())  # outside a run nothing is ever due
 
     def before_fit(self) -> None:
@@ -461,10 +467,12 @@ class ProgressCallback(Callback):
 
     def after_eval(self) -> None:
         "Show a row for an evaluation within an epoch, with the fraction of the epoch trained."
-        learn, shown = self.learn, self._shown
+        learn = self.learn
+        shown = self._shown
         if not shown.train or not shown.has_logger or learn.logger != self._write or self._nested():
             return
-        n, total = shown.n_trained, shown.train.total
+        n = shown.n_trained
+        total = shown.train.total
         epoch = f'{learn.epoch + n / total:.2f}' if total else f'{learn.epoch}+{n}'
         recorder: Any = self.recorder
         values = {
@@ -491,9 +499,9 @@ class ProgressCallback(Callback):
         text = f'Stopped by Ctrl-C ({format_place(learn)}).'
         if not learn.fitting:
             return text
-        saving = [cb for cb in learn.cbs if hasattr(cb, 'checkpoint_folder')]
-        if saving:
-            return f'{text} `fit(..., resume=True)` resumes from {saving[0].checkpoint_folder()}.'
+        folders = list_checkpoint_folders(learn)
+        if folders:
+            return f'{text} `fit(..., resume=True)` resumes from {folders[0]}.'
         return f'{text} The weights are lost: with `Checkpoint()` among the callbacks, a fit can be resumed.'
 
     def after_fit(self) -> None:
@@ -509,7 +517,8 @@ class ProgressCallback(Callback):
         return bool(self.learn.run.depth > 1)
 
     def _start(self, name: str, first: int = 0) -> None:
-        learn, shown = self.learn, self._shown
+        learn = self.learn
+        shown = self._shown
         n_epoch = f'/{learn.n_epoch}' if learn.n_epoch else ''
         has_epochs = learn.fitting and learn.create_mbar
         epoch = f'epoch {learn.epoch + 1}{n_epoch} ' if has_epochs else ''
@@ -528,7 +537,8 @@ class ProgressCallback(Callback):
 
     def _note(self) -> str:
         "Return the latest smoothed loss, and the remaining time of a fit of several epochs."
-        learn, parts = self.learn, []
+        learn = self.learn
+        parts = []
         if learn.fitting and learn.training:
             loss = learn.recorder.smooth_loss.latest if hasattr(learn, 'recorder') else None
             if loss is not None:

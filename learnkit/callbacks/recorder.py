@@ -30,7 +30,7 @@ from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
 from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plain import storable
+from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
@@ -93,7 +93,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     ['epoch', 'fit', 'time', 'train_loss', 'valid_loss']
     """
 
-    remove_on_fetch, order, nondeterministic_state = True, 50, ('seconds',)
+    remove_on_fetch = True
+    order = 50
+    nondeterministic_state = ('seconds',)
     needs_events = False
     history: History
 
@@ -111,12 +113,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
-        self.history, self.n_fits = History(), 0
+        self.history = History()
+        self.n_fits = 0
         # one dict per evaluation, over all fits, including evaluations within an epoch
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
         self._microbatches: list[Microbatch] = []  # microbatches of the current batch
-        self._frames = [EpochMetrics()]  # measurements by depth of the run, outermost first
+        self._metrics_by_depth = [
+            EpochMetrics()
+        ]  # measurements by depth of the run, outermost first
         self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
         self._hidden_names: set[str] = set()  # logged names that are not printed
@@ -152,9 +157,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def before_fit(self) -> None:
         learn, depth = self.learn, max(self.learn.run.depth, 1)
-        del self._frames[depth - 1 :]  # frames of runs that have ended
-        self._frames += [EpochMetrics() for _ in range(len(self._frames), depth - 1)]
-        self._frames.append(EpochMetrics(own=depth > 1))
+        del self._metrics_by_depth[depth - 1 :]  # measurements of runs that have ended
+        self._metrics_by_depth += [
+            EpochMetrics() for _ in range(len(self._metrics_by_depth), depth - 1)
+        ]
+        self._metrics_by_depth.append(EpochMetrics(own=depth > 1))
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:
@@ -163,7 +170,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.n_fits += 1
         self._logged_after_row = None
         self._logged_names, self._hidden_names = [], set()
-        self._train = [clone_metric(m, learn) for m in self._select_metrics('train')]
+        self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
         if learn.metrics or contains_activation(learn.loss_func):
             self.before_backward = self._check_once  # type: ignore[method-assign]
@@ -172,7 +179,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             measure = self._keep_microbatch if keeps_predictions else self._measure_microbatch
             self.after_loss = measure  # type: ignore[method-assign]
 
-    def _select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
+    def select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
         metrics = self.learn.metrics if metrics is None else metrics
         default = self.train_metrics if phase == 'train' else self.valid_metrics
@@ -182,20 +189,23 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return the metrics of a validation loader, or the Learner's if it defines none."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
         if evaluator is None or evaluator.metrics is None:
-            metrics = self._select_metrics('valid')
+            metrics = self.select_metrics('valid')
         else:
-            metrics = self._select_metrics('valid', evaluator.as_metrics(as_metrics))
+            metrics = self.select_metrics('valid', evaluator.as_metrics(as_metrics))
         return [self.loss, *metrics] if self.valid_metrics else metrics
 
     @property
-    def _frame(self) -> EpochMetrics:
-        return self._frames[min(max(self.learn.run.depth, 1), len(self._frames)) - 1]
+    def epoch_metrics(self) -> EpochMetrics:
+        "Measurements of the current epoch, or of the current evaluation inside another run."
+        depth = max(self.learn.run.depth, 1)
+        innermost = len(self._metrics_by_depth)
+        return self._metrics_by_depth[min(depth, innermost) - 1]
 
     def _check_once(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
         del self.before_backward
         warn_of_activation(self.learn)
-        values = check_metrics(self.learn, self._train, self._select_metrics('valid'))
+        values = check_metrics(self.learn, self._train, self.select_metrics('valid'))
         for name, value in values.items():
             self._metric_columns.add(name, value, self._names())
 
@@ -217,8 +227,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._microbatches.append(Microbatch(learn))
 
     def before_epoch(self) -> None:
-        frame = self._frame
-        frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
+        current = self.epoch_metrics
+        current.values, current.started, current.n_valid = {}, perf_counter(), 0
         if self.learn.fitting:
             self._end_row()
             self._begin_losses(self.smooth_loss.count)
@@ -235,7 +245,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             m.reset()
 
     def before_eval(self) -> None:
-        self._frame.measured = {}
+        self.epoch_metrics.measured = {}
 
     def before_validate(self) -> None:
         if self.learn.phase == 'predict':
@@ -275,7 +285,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return 1  # the number of samples is unknown
 
     def _measure(self, metrics: list[Metric]) -> None:
-        self._frame.n_valid += 1
+        self.epoch_metrics.n_valid += 1
         for m in metrics:
             m.accumulate(self.learn)
 
@@ -288,10 +298,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             and learn.yb
             and 'pred' in learn.__dict__
         ):
-            self._measure(self._select_metrics('valid'))
+            self._measure(self.select_metrics('valid'))
 
     def after_train(self) -> None:
-        values, n = self._frame.values, self.smooth_loss.count - self._n_before
+        values = self.epoch_metrics.values
+        n = self.smooth_loss.count - self._n_before
         measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
         if states:
             self._merge_losses(states)
@@ -314,16 +325,17 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def after_validate(self) -> None:
         if self.learn.phase == 'predict':
             return
-        frame, dl = self._frame, self.learn.dl_name
+        current = self.epoch_metrics
+        dl = self.learn.dl_name
         metrics = list(self._valid_mets)
-        measured, _ = read_metrics(metrics, frame.n_valid, self.learn)
+        measured, _ = read_metrics(metrics, current.n_valid, self.learn)
         values: dict[str, Any] = {}
         for m, value in zip(metrics, measured, strict=True):
             values |= self._named_values(m, value, dl)
-        frame.values.update(values)
-        frame.measured.update(values)
-        frame.n_valid = 0
-        self.log = L(self.learn.epoch, *frame.values.values())
+        current.values.update(values)
+        current.measured.update(values)
+        current.n_valid = 0
+        self.log = L(self.learn.epoch, *current.values.values())
 
     def after_eval(self) -> None:
         learn = self.learn
@@ -333,7 +345,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def measured(self) -> dict[str, Any]:
         "Values of the current or latest evaluation, by column."
-        return dict(self._frame.measured)
+        return dict(self.epoch_metrics.measured)
 
     def receive_log(
         self,
@@ -347,13 +359,13 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         check_column(name)
         late = self._logged_after_row if self._has_row() else None
-        frame = late or self._frame
-        if name not in frame.logged and name not in self._logged_names:
+        current = late or self.epoch_metrics
+        if name not in current.logged and name not in self._logged_names:
             self._check_new_column(name)
-        mean = frame.logged.setdefault(name, Mean())
+        mean = current.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
-            frame.latest.add(name)
+            current.latest.add(name)
         elif (
             self.learn.is_open('train') or self.learn.is_open('validate')
         ) and not self.learn.strategy.has_samples:
@@ -368,7 +380,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _check_new_column(self, name: str) -> None:
         "Raise `MetricError` for the name of a metric."
-        if name in self._columns():
+        if name in self.list_columns():
             raise MetricError(
                 f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
             )
@@ -388,7 +400,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _end_row(self) -> None:
         "Merge what the ranks have logged since the row of the epoch was written."
-        late, self._logged_after_row = self._logged_after_row, None
+        late = self._logged_after_row
+        self._logged_after_row = None
         if late is None or self.learn.world.size == 1:
             return
         states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
@@ -401,13 +414,15 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._end_row()
 
     def after_epoch(self) -> None:
-        frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
+        current = self.epoch_metrics
+        learn = self.learn
+        seconds = perf_counter() - current.started
         if not learn.fitting and learn.phase == 'predict':
-            return frame.clear()  # nothing was measured
+            return current.clear()  # nothing was measured
         if learn.world.size > 1:
             seconds = self._merge_logged(seconds)
-        values = frame.collect()
-        frame.clear()
+        values = current.collect()
+        current.clear()
         if learn.fitting:
             self._is_epoch_open = False
         else:
@@ -416,7 +431,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         if not values:
             return  # the epoch was skipped
-        names = self._columns()[1:]
+        names = self.list_columns()[1:]
         learn.final_record = L(
             values[n] for n in names if n in values and n not in self._hidden_names
         )
@@ -434,7 +449,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     # -- several ranks -----------------------------------------------------------------------------
 
     def _check_mergeable(self) -> None:
-        metrics = self._select_metrics('train')
+        metrics = self.select_metrics('train')
         for dl_name, _ in evaluation_loaders(self.learn.dls):
             metrics += self._metrics_of_loader(dl_name)
         for m in {id(m): m for m in metrics}.values():
@@ -459,22 +474,22 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."
-        frame = self._frame
+        current = self.epoch_metrics
         local = {
-            'frame': frame.state_dict(),
+            'frame': current.state_dict(),
             'names': self._logged_names,
             'unshown': self._hidden_names,
             'seconds': seconds,
         }
         states = gather_on_host(self.learn.world, local, 'logged values')
-        frame.merge_logged([sd['frame'] for sd in states])
+        current.merge_logged([sd['frame'] for sd in states])
         self._logged_names = list(dict.fromkeys(name for sd in states for name in sd['names']))
         self._hidden_names = set().union(*(sd['unshown'] for sd in states))
         return float(states[0]['seconds'])
 
     def cleanup(self) -> None:
         "Discard the state of an interrupted run."
-        self._frames = self._frames[:1]
+        self._metrics_by_depth = self._metrics_by_depth[:1]
         self._microbatches = []
         self._is_epoch_open = False
         if self.learn.fitting:
@@ -489,15 +504,16 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        names = [name for name in self._columns() if name not in self._hidden_names]
+        names = [name for name in self.list_columns() if name not in self._hidden_names]
         if self.add_time:
             names.append('time')
         return L(names)
 
-    def _columns(self) -> list[str]:
+    def list_columns(self) -> list[str]:
+        "Return the names of the history's columns, in order."
         train_columns = [
             column
-            for m in self._select_metrics('train')
+            for m in self.select_metrics('train')
             for column in self._metric_columns.columns(m.name)
         ]
         train = ['train_loss', *map(self._train_column, train_columns)]
@@ -571,13 +587,14 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     @property
     def _valid_mets(self) -> list[Metric]:
-        frame, name = self._frame, self.learn.dl_name
-        if name not in frame.valid:
+        current = self.epoch_metrics
+        name = self.learn.dl_name
+        if name not in current.valid:
             metrics = self._metrics_of_loader(name)
-            if frame.own:
+            if current.own:
                 metrics = [clone_metric(m, self.learn) for m in metrics]
-            frame.valid[name] = metrics
-        return frame.valid[name]
+            current.valid[name] = metrics
+        return current.valid[name]
 
     # -- per step ----------------------------------------------------------------------------------
 
@@ -610,12 +627,13 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        frame, learn = self._frames[0], self.learn
+        current = self._metrics_by_depth[0]
+        learn = self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
-            'history': [storable(row) for row in self.history],
+            'history': [to_storable(row) for row in self.history],
             'n_fits': self.n_fits,
-            'evaluations': [storable(row) for row in self.evaluations],
+            'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
             'values': pack_rows(self.values),
@@ -623,18 +641,19 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'logged_names': list(self._logged_names),
             'unshown': sorted(self._hidden_names),
             'steps': self._steps.state_dict(),
-            'final_record': None if final is None else storable(list(final)),
+            'final_record': None if final is None else to_storable(list(final)),
             'open': {
-                **frame.state_dict(),
+                **current.state_dict(),
                 'n_before': self._n_before if self._is_epoch_open else 0,
                 'metrics': metric_states(self._train) if self._is_epoch_open else None,
             },
-            'seconds': perf_counter() - frame.started if self._is_epoch_open else 0.0,
+            'seconds': perf_counter() - current.started if self._is_epoch_open else 0.0,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the records; inside a fit, also the measurements of the epoch in progress."
-        self.history, self.n_fits = History(map(dict, sd['history'])), sd['n_fits']
+        self.history = History(map(dict, sd['history']))
+        self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values = L(map(L, unpack_rows(sd['values'])))
         self.iters = L(list(sd['iters']))
@@ -644,7 +663,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
-        self._frames[0].load_state_dict(sd['open'])  # outside a fit: the frame of the last fit
+        self._metrics_by_depth[0].load_state_dict(
+            sd['open']
+        )  # outside a fit: the measurements of the last fit
         if self.learn is None:
             return
         final = sd['final_record']
@@ -655,10 +676,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Continue the measurements of the epoch in progress."
-        frame = self._frames[0]
-        frame.started = perf_counter() - seconds
+        current = self._metrics_by_depth[0]
+        current.started = perf_counter() - seconds
         self._begin_losses(sd['n_before'])
-        self.log = L(self.learn.epoch, *frame.values.values())
+        self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
 

@@ -72,7 +72,9 @@ class Replay(Callback):
     True
     """
 
-    order, remove_on_find, remove_on_fetch = 10_000, True, True  # after all other callbacks
+    order = 10_000  # after all other callbacks
+    remove_on_find = True
+    remove_on_fetch = True
     name = 'replay_callback'  # `learn.replay` is a method
 
     def __init__(self) -> None:
@@ -80,21 +82,21 @@ class Replay(Callback):
 
     def _reset(self) -> None:
         self._drawn: dict[bool, Drawn] = {}  # last batch of training (True) and evaluation (False)
-        self._current: bool | None = None  # key of the current batch in `_drawn`
-        self._failed: bool | None = None  # key of the batch in which the run failed
-        self._why = ''  # notes of the exception
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._present: list[Any] = []  # callbacks of the run
+        self._current_key: bool | None = None  # key of the current batch in `_drawn`
+        self._failed_key: bool | None = None  # key of the batch in which the run failed
+        self._error_notes = ''  # notes of the exception that ended the run
+        self._modes: list[tuple[nn.Module, bool]] = []  # modules, with True for training mode
+        self._run_callbacks: list[Any] = []  # callbacks of the run
         self._indices: list[Any] | None = None  # data-set indices of the failed batch
 
     def before_fit(self) -> None:
-        "Drop the batches of the fit before."
+        "Drop the batches of the previous fit."
         if self.learn.run.depth > 1:
             return  # a nested run
         if self.learn.fitting:
             self._reset()
-        self._current = self._failed = self._indices = None
-        self._why = ''
+        self._current_key = self._failed_key = self._indices = None
+        self._error_notes = ''
         self.learn.replay_source = self
 
     def before_train(self) -> None:
@@ -103,7 +105,7 @@ class Replay(Callback):
     def after_draw(self) -> None:
         "Keep the batch."
         learn, own = self.learn, vars(self.learn)
-        self._current = learn.training
+        self._current_key = learn.training
         others = [cb for cb in learn.callbacks if cb is not self]
         counts = [(cb, {k: v for k, v in vars(cb).items() if type(v) in ATOMS}) for cb in others]
         self._drawn[learn.training] = Drawn(
@@ -115,18 +117,19 @@ class Replay(Callback):
         )
 
     def after_batch(self) -> None:
-        self._current = None
+        self._current_key = None
 
     def after_error(self) -> None:
         "Keep the state that the end of the run resets."
         self._record_run()
-        self._failed = self._current
-        self._why = ' '.join(getattr(self.learn.error, '__notes__', ()))
-        self._indices = sample_indices(self.learn) if self._current else None
+        self._failed_key = self._current_key
+        self._error_notes = ' '.join(getattr(self.learn.error, '__notes__', ()))
+        self._indices = sample_indices(self.learn) if self._current_key else None
 
     def _record_run(self) -> None:
+        "Keep the training modes of the modules, and the callbacks."
         self._modes = [(m, m.training) for m in self.learn.model.modules()]
-        self._present = list(self.learn.cbs)
+        self._run_callbacks = list(self.learn.cbs)
 
     def close(self) -> None:
         "Drop all batches."
@@ -146,7 +149,9 @@ def replay(
             'There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
             'fit again: it keeps the last batch until the next fit.'
         )
-    drawn = source._drawn[source._failed if source._failed is not None else max(source._drawn)]
+    drawn = source._drawn[
+        source._failed_key if source._failed_key is not None else max(source._drawn)
+    ]
     if learn.logger is not noop:
         print(announce(source, drawn))
     with (
@@ -167,7 +172,7 @@ def announce(source: Replay, drawn: Drawn) -> str:
     text = (
         f'Repeating batch {state["iter"]} of epoch {state["epoch"]} ({state["dl_name"]}){samples}.'
     )
-    is_other = source._why and source._failed is None
+    is_other = source._error_notes and source._failed_key is None
     return f'{text} The run failed outside of a batch; this is the last one.' if is_other else text
 
 
@@ -181,13 +186,13 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
         is_needed = not getattr(cb, 'remove_on_find', False) or getattr(
             cb, 'follows_weights', False
         )
-        return is_needed or f'in {type(cb).__name__}.' in source._why
+        return is_needed or f'in {type(cb).__name__}.' in source._error_notes
 
     # by name: a notebook may have defined a class again
     names = {(type(cb).__module__, type(cb).__qualname__) for cb in learn.cbs}
     removed = [
         cb
-        for cb in source._present
+        for cb in source._run_callbacks
         if all(cb is not o for o in learn.cbs)
         and takes_part(cb)
         and (type(cb).__module__, type(cb).__qualname__) not in names
@@ -199,7 +204,7 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
 
 
 def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
-    "Enter the levels of the loop, run the batch, and clean up as after an interrupted run."
+    "Open the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
     learn.whole_step = None  # a compiled step has no events inside

@@ -25,18 +25,11 @@ class ModelResetter(Callback):
     """
 
     def before_train(self) -> None:
-        self._reset()
-
-    def before_validate(self) -> None:
-        self._reset()
-
-    def after_fit(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
         reset = getattr(self.learn.model, 'reset', None)
         if reset is not None:
             reset()
+
+    before_validate = after_fit = before_train
 
 
 class RNNCallback(Callback):
@@ -87,7 +80,8 @@ class RNNRegularizer(Callback):
     1.0
     """
 
-    order, run_valid = RNNCallback.order + 1, False
+    order = RNNCallback.order + 1
+    run_valid = False
 
     def __init__(
         self,
@@ -97,7 +91,8 @@ class RNNRegularizer(Callback):
         for name, value in (('alpha', alpha), ('beta', beta)):
             if not is_number(value) or value < 0:
                 raise bad_option(self, 'a weight, 0 or more', **{name: value})
-        self.alpha, self.beta = alpha, beta
+        self.alpha = alpha
+        self.beta = beta
 
     def before_fit(self) -> None:
         has_outputs = any(isinstance(cb, RNNCallback) for cb in self.learn.cbs)
@@ -116,7 +111,8 @@ class RNNRegularizer(Callback):
                 f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
                 'Return (output, raw outputs, outputs).'
             )
-        penalty, h = self.alpha * rnn.out.float().pow(2).mean(), rnn.raw_out
+        penalty = self.alpha * rnn.out.float().pow(2).mean()
+        h = rnn.raw_out
         if self.beta and h.shape[1] > 1:
             penalty = penalty + self.beta * (h[:, 1:] - h[:, :-1]).float().pow(2).mean()
         self.learn.loss_grad = self.learn.loss_grad + penalty

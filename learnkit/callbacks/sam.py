@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
-from learnkit.core.dtensor import locals_of, total_norm
+from learnkit.core.dtensor import local_shards, total_norm
 from learnkit.core.errors import OptionError
 from learnkit.core.validation import check_count, is_number
 from learnkit.engine.callback import Callback
@@ -44,7 +44,8 @@ class SAM(Callback):
     """
 
     # first callback of a step: unscaling and clipping act on the second gradient
-    order, run_valid = 5, False
+    order = 5
+    run_valid = False
     run_in = 'fit'
 
     def __init__(
@@ -55,8 +56,9 @@ class SAM(Callback):
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        check_count('interval', interval)
-        self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
+        self.rho = float(rho)
+        self.adaptive = adaptive
+        self.interval = check_count('interval', interval)
         self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed
         self._weights: list[tuple[Tensor, Tensor]] = []
@@ -122,7 +124,7 @@ class SAM(Callback):
     @torch.no_grad()
     def _perturb(self, params: list[Any]) -> None:
         "Move the weights by `rho` along the gradient."
-        weights, grads = locals_of(params), locals_of(p.grad for p in params)
+        weights, grads = local_shards(params), local_shards(p.grad for p in params)
         if not self.adaptive:
             direction, norm = grads, total_norm(p.grad for p in params)
         else:
@@ -137,7 +139,8 @@ class SAM(Callback):
             p.copy_(value)
         for m, key, buffer, value in self._buffers:
             m._buffers[key] = buffer.copy_(value)
-        self._weights, self._buffers = [], []
+        self._weights = []
+        self._buffers = []
 
     def cleanup(self) -> None:
         self._restore()

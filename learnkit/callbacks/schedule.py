@@ -71,7 +71,9 @@ class ParamScheduler(Callback):
     [0.5, 0.375, 0.25, 0.125]
     """
 
-    order, run_valid, remove_on_find = 60, False, True
+    order = 60
+    run_valid = False
+    remove_on_find = True
     run_in = 'fit'
 
     def __init__(
@@ -98,7 +100,7 @@ class ParamScheduler(Callback):
 
     def before_fit(self) -> None:
         for name, f in self.scheds.items():
-            self._values(name, f(min(self.learn.pct_train, 1.0)))
+            self._list_values(name, f(min(self.learn.pct_train, 1.0)))
         others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]
         if 'lr' in self.scheds and others:
             warn_user(
@@ -121,7 +123,7 @@ class ParamScheduler(Callback):
                 for group, key, index, _ in locations:
                     set_value(group, key, index, value)
             else:
-                values = self._values(name, value, least)
+                values = self._list_values(name, value, least)
                 for group, key, index, i in locations:
                     set_value(group, key, index, values[i])
 
@@ -148,9 +150,10 @@ class ParamScheduler(Callback):
         least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
         self._plan = [(name, f, least[name], locations[name]) for name, f in self.scheds.items()]
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
-        self._n_groups, self._opt = len(hypers), opt
+        self._n_groups = len(hypers)
+        self._opt = opt
 
-    def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
+    def _list_values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return a schedule's value as one Python number per group, without NumPy types."
         # the usual case, an array in the allowed range, is checked faster here
         if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
@@ -163,7 +166,10 @@ class ParamScheduler(Callback):
         )
 
     def cleanup(self) -> None:
-        self._opt, self._known, self._plan = None, [], []  # they hold parameters
+        # they hold parameters
+        self._opt = None
+        self._known = []
+        self._plan = []
 
 
 def fit_one_cycle(

@@ -45,7 +45,9 @@ class _TimedMonitor(Monitor):
 
     machine_dependent = True
     nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
-    _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_since`
+    # over all fits, up to `_since`
+    _train_s = 0.0
+    _eval_s = 0.0
     _since: float | None = None  # last reading of the clock; None: no fit is running
     _paused: int | None = None  # depth of the run that evaluates; None: training
 
@@ -63,7 +65,8 @@ class _TimedMonitor(Monitor):
         "Start the clock."
         super().before_fit()
         if self.learn.fitting:
-            self._since, self._paused = perf_counter(), None
+            self._since = perf_counter()
+            self._paused = None
 
     def before_eval(self) -> None:
         "Count evaluation from now on."
@@ -77,7 +80,8 @@ class _TimedMonitor(Monitor):
         if self._paused == self.learn.run.depth:
             self._resume()
 
-    before_predict, after_predict = before_eval, after_eval
+    before_predict = before_eval
+    after_predict = after_eval
 
     def before_train(self) -> None:
         "Count training after an evaluation that a Cancel exception ended."
@@ -103,7 +107,8 @@ class _TimedMonitor(Monitor):
 
     def _stop(self) -> None:
         self._read()
-        self._since, self._paused = None, None
+        self._since = None
+        self._paused = None
 
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
@@ -114,7 +119,8 @@ class _TimedMonitor(Monitor):
         "Restore the seconds so far."
         super().load_state_dict(sd)
         self._read()  # seconds since the last reading belong to another run
-        self._train_s, self._eval_s = sd['train_s'], sd['eval_s']
+        self._train_s = sd['train_s']
+        self._eval_s = sd['eval_s']
 
 
 class SpeedMonitor(_TimedMonitor):
@@ -157,7 +163,8 @@ class SpeedMonitor(_TimedMonitor):
         'time/val': 'time spent in evaluation and prediction during fits',
         'time/total': 'the sum of both',
     }
-    latest, nondeterministic_state = ('time/',), (*_TimedMonitor.nondeterministic_state, 'point.0')
+    latest = ('time/',)
+    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'point.0')
     _flops_per_batch: Any = None
     _resumed = False  # whether the first point is from the checkpoint
     _peak: float | None = None
@@ -197,7 +204,8 @@ class SpeedMonitor(_TimedMonitor):
 
     def after_batch(self) -> None:
         "Record time and counts of this batch, and log if due."
-        learn, done = self.learn, self.learn.counters
+        learn = self.learn
+        done = self.learn.counters
         flops = self._flops_per_batch
         if callable(flops):
             flops = _check_flops(learn.model, flops(learn.batch))
@@ -212,7 +220,8 @@ class SpeedMonitor(_TimedMonitor):
 
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        train_s, unit = self._read(), self._unit_s
+        train_s = self._read()
+        unit = self._unit_s
         times = {
             'train': train_s / unit,
             'val': self._eval_s / unit,
@@ -253,7 +262,8 @@ class SpeedMonitor(_TimedMonitor):
         if sd['point'] is None:
             return
         self._points.append(tuple(sd['point']))
-        self._flops, self._resumed = sd['point'][-1], True
+        self._flops = sd['point'][-1]
+        self._resumed = True
 
     def cleanup(self) -> None:
         "Stop the clock, and drop the reference to the model."
@@ -316,7 +326,8 @@ class _Evaluations:
 
     def add(self, seconds: float, at: float) -> None:
         if not self.n:
-            self.first_s, self.first_at = seconds, at
+            self.first_s = seconds
+            self.first_at = at
         self.n += 1
         self.total_s += seconds
         self.last_at = at
@@ -327,7 +338,8 @@ class _Evaluations:
             gap = (self.last_at - self.first_at) / (self.n - 1)
             cost = (self.total_s - self.first_s) / (self.n - 1)
         else:
-            gap, cost = self.first_at - start, self.first_s
+            gap = self.first_at - start
+            cost = self.first_s
         # rounded up, as the fit ends with an evaluation
         return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.0
 
@@ -385,14 +397,14 @@ class RuntimeEstimator(_TimedMonitor):
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._measured()
+        seconds, share = self._get_progress()
         if self._at is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
         rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # without rounding errors
         evaluations_s = sum(e.remaining_s(self._start) for e in self._evals.values())
         return seconds / share * rest + evaluations_s
 
-    def _measured(self) -> tuple[float, float]:
+    def _get_progress(self) -> tuple[float, float]:
         "Return the seconds of training, and their share of the fit."
         seconds, share = self._before
         if self._base is None or self._at is None:
@@ -409,16 +421,21 @@ class RuntimeEstimator(_TimedMonitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base, self._before = None, (0.0, 0.0)
-        self._skip, self._evals = self.skip_batches, {}
-        self._n_last, self._at, self._has_start = None, None, False
+        self._base = None
+        self._before = (0.0, 0.0)
+        self._skip = self.skip_batches
+        self._evals = {}
+        self._n_last = None
+        self._at = None
+        self._has_start = False
 
     def before_train(self) -> None:
         "Record the position of the epoch."
         super().before_train()
         self._epoch_at = self.learn.pct_train
         if not self._has_start:
-            self._start, self._has_start = self._epoch_at, True
+            self._start = self._epoch_at
+            self._has_start = True
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
@@ -460,7 +477,7 @@ class RuntimeEstimator(_TimedMonitor):
 
     def state_dict(self) -> dict[str, Any]:
         "Return rates, costs and positions of this fit."
-        seconds, share = self._measured()
+        seconds, share = self._get_progress()
         return {
             **super().state_dict(),
             'seconds': seconds,
@@ -474,8 +491,11 @@ class RuntimeEstimator(_TimedMonitor):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore rates, costs and positions."
         super().load_state_dict(sd)
-        self._before, self._base = (sd['seconds'], sd['share']), None
+        self._before = (sd['seconds'], sd['share'])
+        self._base = None
         self._skip = self.skip_batches
-        self._start, self._has_start = sd['start'], True
-        self._at, self._n_last = sd['at'], sd['n_last']
+        self._start = sd['start']
+        self._has_start = True
+        self._at = sd['at']
+        self._n_last = sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

@@ -40,7 +40,9 @@ class FixedStopper(Callback):
     (25, 3)
     """
 
-    order, run_valid, remove_on_find = 63, False, True
+    order = 63
+    run_valid = False
+    remove_on_find = True
     run_in = 'fit'
     at: Time
 
@@ -65,7 +67,8 @@ class FixedStopper(Callback):
 
     def after_train(self) -> None:
         "Check epochs and iterations including this one, so that its evaluation counts as the last."
-        learn, now = self.learn, self.learn.time
+        learn = self.learn
+        now = self.learn.time
         if self.at.unit not in ('ep', 'iter'):
             return
         if now.replace(ep=now.ep + 1, iter=now.iter + learn.ends_iteration()) >= self.at:
@@ -118,7 +121,8 @@ class ThresholdStopper(TrackerCallback):
             raise OptionError(f'threshold={threshold!r}: give a number.')
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         super().__init__(monitor, as_comparison(comp, name))
-        self.threshold, self.value = threshold, None
+        self.threshold = threshold
+        self.value = None
 
     def after_eval(self) -> None:
         "Check the values of the evaluation."

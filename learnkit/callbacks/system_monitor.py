@@ -36,7 +36,7 @@ class SystemMonitor(Monitor):
         'cpu_percentage': 'load of all CPU cores, 0 to 100',
         'cpu_memory_percent': 'share of the RAM in use, 0 to 100',
         'cpu_memory_used': 'bytes of RAM in use',
-        'cpu_memory_available': 'bytes of RAM that can be had',
+        'cpu_memory_available': 'bytes of RAM that are available',
         'disk_memory_percent': 'share of the disk in use, 0 to 100',
         'disk_memory_used': 'bytes of the disk in use',
         'disk_memory_free': 'bytes of the disk that are free',
@@ -88,9 +88,9 @@ class SystemMonitor(Monitor):
         }
         if net is not None:
             found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
-        return {**found, **self._gpu()}
+        return {**found, **self._measure_gpu()}
 
-    def _gpu(self) -> dict[str, float]:
+    def _measure_gpu(self) -> dict[str, float]:
         device = model_device(self.learn.model, self.learn.dls)
         if device.type != 'cuda':
             return {}

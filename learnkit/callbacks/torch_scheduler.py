@@ -1,4 +1,4 @@
-"""Learning rate schedulers of torch in a fit."""
+"""Callback that steps a learning rate scheduler of torch during a fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class LRScheduler(Callback):
     [0.5, 0.25, 0.125]
     """
 
-    order, run_valid, remove_on_find, sets_lr = 60, False, True, True
+    order = 60
+    run_valid = False
+    remove_on_find = True
+    sets_lr = True
     run_in = 'fit'
 
     def __init__(
@@ -62,15 +65,17 @@ class LRScheduler(Callback):
             raise OptionError(
                 f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
             )
-        self.by, self.monitor = by, monitor
+        self.by = by
+        self.monitor = monitor
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
         self._view: Any = None  # param groups as the scheduler sees them
-        # loaded state, until the next fit has its scheduler
+        # loaded state, until a fit has a scheduler that can load it
         self._loaded: dict[str, Any] | None = None
         # number of optimizer steps at the last check; None: unknown until the next batch
         self._n_steps: int | None = 0
-        self._first_epoch, self._wants_value = 0, False
+        self._first_epoch = 0
+        self._wants_value = False
         self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
@@ -79,25 +84,32 @@ class LRScheduler(Callback):
         )
         self._begin()
         self._warn_of_steps()
-        if self._factory is not None and not self._wants_value:
-            self._skip(self._first_epoch)
-        if self._loaded is not None:
-            self._load(self._loaded)
 
     def _begin(self) -> None:
-        "Make the scheduler, or connect a ready one to its groups."
+        "Make the scheduler, or connect a ready one to its groups; restore a loaded state."
         if self._factory is None:
             self._bind()
         else:
-            self._make(self._factory)
-        self._n_steps, self._has_begun = self.learn.opt.n_steps, True
+            view = _GroupView(self.learn.opt)
+            scheduler = self._factory(view)
+            _check_scheduler('LRScheduler: the factory gave', scheduler)
+            self.scheduler = scheduler
+            self._view = view
+        self._n_steps = self.learn.opt.n_steps
+        self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
+        if self._factory is not None and not self._wants_value:
+            self._skip(self._first_epoch)
+        self._view.write()
+        if self._loaded is not None:
+            self._load(self._loaded)
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
-        total, n_epoch = getattr(self.scheduler, 'total_steps', None), self.learn.n_epoch
+        total = getattr(self.scheduler, 'total_steps', None)
+        n_epoch = self.learn.n_epoch
         if self.by == 'batch' or self._factory is None or total is None or not n_epoch:
             return
         if total > n_epoch:
@@ -107,20 +119,10 @@ class LRScheduler(Callback):
             )
 
     def _catch_up(self) -> None:
-        "Begin if the callback was added during a fit, from the rates of that moment."
-        if self._has_begun:
-            return
-        self._first_epoch = 0
-        self._begin()
-        if self._loaded is not None:
-            self._load(self._loaded)
-
-    def _make(self, factory: Any) -> None:
-        view = _GroupView(self.learn.opt)
-        scheduler = factory(view)
-        _check_scheduler('LRScheduler: the factory gave', scheduler)
-        self.scheduler, self._view = scheduler, view
-        view.write()
+        "Begin with the current rates, if the callback was added during a fit."
+        if not self._has_begun:
+            self._first_epoch = 0
+            self._begin()
 
     def _bind(self) -> None:
         "Connect a ready scheduler to the groups that it was made for, and restore its rates."
@@ -136,7 +138,6 @@ class LRScheduler(Callback):
             s.optimizer = self._view
         for group, rate in zip(self._view.param_groups, rates, strict=True):
             group['lr'] = rate
-        self._view.write()
 
     def _skip(self, n_epoch: int) -> None:
         dls = self.learn.dls
@@ -148,7 +149,6 @@ class LRScheduler(Callback):
             )
         for _ in range(n_epoch * per_epoch):
             self.scheduler.step()
-        self._view.write()
 
     def _check_monitor(self) -> None:
         name, kind = self._column(), type(self.scheduler).__name__
@@ -163,28 +163,22 @@ class LRScheduler(Callback):
     def _column(self) -> str:
         return self.monitor or 'valid_loss'
 
-    def before_train(self) -> None:
-        self._catch_up()
-        self._n_steps = self.learn.opt.n_steps
-
     def before_batch(self) -> None:
         self._catch_up()
         if self._n_steps is None:
             self._n_steps = self.learn.opt.n_steps
 
     def after_batch(self) -> None:
+        if self.by != 'batch':
+            return
         self._catch_up()
-        if self.by == 'batch':
-            self._advance_if_stepped()
-
-    def after_train(self) -> None:
-        if self.by == 'batch':
-            self._advance_if_stepped()  # accumulated samples left over had their step now
-
-    def _advance_if_stepped(self) -> None:
-        before, self._n_steps = self._n_steps, self.learn.opt.n_steps
+        before = self._n_steps
+        self._n_steps = self.learn.opt.n_steps
         if before is not None and self._n_steps != before:
             self._advance()
+
+    def after_train(self) -> None:
+        self.after_batch()  # accumulated samples that were left over are stepped with by now
 
     def after_epoch(self) -> None:
         self._catch_up()
@@ -193,14 +187,10 @@ class LRScheduler(Callback):
         if not self._wants_value:
             self._advance()
             return
-        value = self._monitored_value()
+        row, column = epoch_row(self), self._column()
+        value = None if row is None else as_number(self, column, row.get(column))
         if value is not None:
             self._advance(value)
-
-    def _monitored_value(self) -> float | None:
-        "Return this epoch's value, or None."
-        row = epoch_row(self)
-        return None if row is None else as_number(self, self._column(), row.get(self._column()))
 
     def _advance(self, *value: float) -> None:
         self._view.read()
@@ -232,7 +222,8 @@ class LRScheduler(Callback):
 
     def _load(self, sd: dict[str, Any]) -> None:
         # the optimizer's count of steps may be restored after this
-        self._loaded, self._n_steps = None, None
+        self._loaded = None
+        self._n_steps = None
         # a copy: some schedulers change the state that they load
         self.scheduler.load_state_dict(_plain(sd['scheduler']))
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
@@ -254,7 +245,9 @@ class _GroupView(torch.optim.Optimizer):
         own: Any = None,  # optimizer that a ready scheduler was made with
         n: int | None = None,  # number of param groups of that optimizer
     ) -> None:
-        self.opt, self.own, self._by_split = opt, own, True
+        self.opt = opt
+        self.own = own
+        self._by_split = True
         self.defaults = dict((opt[0] if own is None else own).defaults)
         # torch warns of a scheduler step before the first optimizer step: the callback prevents it
         self._opt_called = True
@@ -272,17 +265,15 @@ class _GroupView(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def _hypers(self) -> list[Hypers]:
-        "Return the current groups of the view: loading a state replaces them."
-        opt, own = self.opt, None if self.own is self.opt else self.own
+        "Return the optimizer's current groups, one for each group of the view."
+        opt = self.opt
+        own = None if self.own is self.opt else self.own
         if not self._by_split:
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [
             h
-            for h, places in zip(opt.hypers, opt._places, strict=True)
+            for h, places in zip(opt.hypers, opt.positions, strict=True)
             if own is None or places[0][0] is own
         ]
 

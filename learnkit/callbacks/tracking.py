@@ -21,7 +21,7 @@ from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_takes
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
 __all__ = [
@@ -59,7 +59,9 @@ class TrackerCallback(Callback):
     True
     """
 
-    order, remove_on_fetch, remove_on_find = 60, True, True
+    order = 60
+    remove_on_fetch = True
+    remove_on_find = True
     run_in = 'fit'
     monitor: Monitor
     reset_on_fit: bool
@@ -94,9 +96,11 @@ class TrackerCallback(Callback):
         self._lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
-        self.monitor, self.reset_on_fit = monitor, reset_on_fit
+        self.monitor = monitor
+        self.reset_on_fit = reset_on_fit
         self.min_delta = -min_delta if self._lower else min_delta
-        self.best, self.new_best = None, False
+        self.best = None
+        self.new_best = False
         self.idx: int | None = None  # index of the column in `recorder.values[-1]`
 
     def before_fit(self) -> None:
@@ -119,7 +123,7 @@ class TrackerCallback(Callback):
         row = self._row()
         if row is None:
             return
-        measured = self.monitor(self.learn) if callable(self.monitor) else self._measured(row)
+        measured = self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
         value = self._number(measured)
         self.new_best = value is not None and self._is_better(value)
         if self.new_best:
@@ -160,7 +164,7 @@ class TrackerCallback(Callback):
         number = as_number(self, self.monitor, value)
         return self.learn.world.broadcast(number) if callable(self.monitor) else number
 
-    def _measured(self, row: dict[str, Any]) -> Any:
+    def _get_value(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         values = self._records().values[-1]
         if self.idx is not None:  # a metric that returns a dict may have added columns
@@ -181,7 +185,8 @@ class TrackerCallback(Callback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best value."
-        self.best, self.new_best = sd['best'], sd['new_best']
+        self.best = sd['best']
+        self.new_best = sd['new_best']
 
 
 def _comparison(name: str) -> Compare:
@@ -246,7 +251,8 @@ class _Patient(TrackerCallback):
             as_time(patience, 'ep')
         except TimeError as e:
             raise TimeError(f'patience={patience!r}: {e}') from None
-        self.patience, self.wait = patience, 0  # number of epochs waited
+        self.patience = patience
+        self.wait = 0  # number of epochs waited
         self._since = Timestamp()  # time of the last improvement
 
     def before_fit(self) -> None:
@@ -275,7 +281,8 @@ class _Patient(TrackerCallback):
         "Act after the last epoch of patience; subclasses override this method."
 
     def _restart_wait(self) -> None:
-        self.wait, self._since = 0, self.learn.time
+        self.wait = 0
+        self._since = self.learn.time
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), 'wait': self.wait, 'since': self._since.state_dict()}
@@ -322,7 +329,8 @@ class ReduceLROnPlateau(_Patient):
     0.0
     """
 
-    order, sets_lr = TrackerCallback.order + 2, True
+    order = TrackerCallback.order + 2
+    sets_lr = True
     factor: float
     min_lr: float
 
@@ -343,7 +351,8 @@ class ReduceLROnPlateau(_Patient):
             )
         if not isinstance(min_lr, Real) or not min_lr >= 0:
             raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
-        self.factor, self.min_lr = factor, min_lr
+        self.factor = factor
+        self.min_lr = min_lr
 
     def lose_patience(self) -> None:
         "Lower the rates, and restart the wait."
@@ -420,7 +429,9 @@ class SaveModelCallback(TrackerCallback):
         self._check_own_file()
         if self.reset_on_fit:
             self._best_path = None
-        self._watching, self._compared, self._has_begun = True, False, True
+        self._watching = True
+        self._compared = False
+        self._has_begun = True
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
@@ -463,7 +474,8 @@ class SaveModelCallback(TrackerCallback):
         if not self._watching:
             return
         if self.at_end:
-            self._watching, self._best_path = False, None
+            self._watching = False
+            self._best_path = None
             self._save(self.fname)
         else:
             self._load_best()
@@ -494,7 +506,7 @@ class SaveModelCallback(TrackerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and the paths of the best and the last file."
-        paths = (kept_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
+        paths = (to_portable_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
         return {
             **super().state_dict(),
             **dict(zip(_PATHS, paths, strict=True)),
@@ -505,6 +517,6 @@ class SaveModelCallback(TrackerCallback):
         "Restore the best value and its file."
         super().load_state_dict(sd)
         folder = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
-        paths = [found_path(self.learn, sd[key], folder) for key in _PATHS]
+        paths = [from_portable_path(self.learn, sd[key], folder) for key in _PATHS]
         self.last_saved_path, self._best_path = paths
         self._compared = sd['compared']

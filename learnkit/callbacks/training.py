@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from learnkit.core.batch import map_tensors, short_repr
-from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
+from learnkit.core.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
@@ -44,7 +44,7 @@ def bad_option(
     return OptionError(f'{type(cb).__name__}({name}={short_repr(value)}): give {need}.')
 
 
-# ---------------------------------------------------------------------------------------- gradients
+# -- gradients -------------------------------------------------------------------------------------
 
 
 class GradientClip(Callback):
@@ -80,7 +80,9 @@ class GradientClip(Callback):
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
         if any(map(is_dtensor, grads)):
-            self.total_norm = clip_sharded_grads(grads, self.max_norm, self.norm_type)
+            self.total_norm = total_norm(grads, self.norm_type)
+            scale = (self.max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(local_shards(grads), scale)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
@@ -91,13 +93,6 @@ class GradientClip(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the norm of the last step."
         self.total_norm = sd['total_norm']
-
-
-def clip_sharded_grads(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
-    "Scale sharded gradients down to a norm of at most `max_norm`; return their norm before."
-    norm = total_norm(grads, norm_type)
-    torch._foreach_mul_(locals_of(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 class GradientValueClip(Callback):
@@ -123,11 +118,11 @@ class GradientValueClip(Callback):
         params = self.learn.step_parameters
         if self.learn.world.size == 1:
             return clip_grad_value_(params, self.max_value)
-        for g in locals_of(p.grad for p in params if p.grad is not None):
+        for g in local_shards(p.grad for p in params if p.grad is not None):
             g.clamp_(-self.max_value, self.max_value)
 
 
-# ------------------------------------------------------------------------------------------ batches
+# -- batches ---------------------------------------------------------------------------------------
 
 
 class CastToTensor(Callback):
@@ -171,7 +166,7 @@ def before_batch_cb(
     return Callback(before_batch=before_batch)
 
 
-# ------------------------------------------------------------------------------------------- layers
+# -- layers ----------------------------------------------------------------------------------------
 
 
 class ChannelsLast(Callback):
@@ -271,7 +266,7 @@ def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
             yield m
 
 
-# ------------------------------------------------------------------------------------------- epochs
+# -- epochs ----------------------------------------------------------------------------------------
 
 
 class ShortEpochCallback(Callback):
@@ -288,7 +283,8 @@ class ShortEpochCallback(Callback):
     0.1
     """
 
-    order, remove_on_find = 1000, True  # after all other callbacks have seen the batch
+    order = 1000  # after all other callbacks have seen the batch
+    remove_on_find = True
 
     def __init__(
         self,
@@ -297,7 +293,8 @@ class ShortEpochCallback(Callback):
     ) -> None:
         if not is_number(pct) or not 0 <= pct <= 1:
             raise bad_option(self, 'a share from 0 to 1', pct=pct)
-        self.pct, self.short_valid = pct, short_valid
+        self.pct = pct
+        self.short_valid = short_valid
 
     def before_fit(self) -> None:
         if not self.learn.fitting:

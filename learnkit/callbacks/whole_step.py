@@ -98,7 +98,9 @@ class Plan:
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
 
         self.rows: list[Row] = []
-        params, states, rows = [], [], []
+        params = []
+        states = []
+        rows = []
         for group in groups:
             for p in group['params']:
                 if not p.requires_grad:
@@ -201,7 +203,9 @@ class Row:
     "Numbers for the parameters that share a param group and a count of steps."
 
     def __init__(self, rule: Rule, group: dict[str, Any], step: int) -> None:
-        self.rule, self.group, self.step = rule, group, step
+        self.rule = rule
+        self.group = group
+        self.step = step
         self.read = itemgetter(*rule.options)
         self.values = self.read(group)
         self.flags = rule.flags(*self.values)

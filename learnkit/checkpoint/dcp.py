@@ -21,7 +21,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local
+from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local_shard
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -147,7 +147,7 @@ class Writers:
 
     def _save(self, parts: Parts, path: Path) -> tuple[list[Any], list[int]]:
         "Write this rank's shards; return size and digest of the file, and the length of each shard."
-        shards = {name: local(t) for name, t in parts.items()}
+        shards = {name: local_shard(t) for name, t in parts.items()}
         write_state(path, shards, {})
         return describe_file(path), [len(shard) for shard in shards.values()]
 
@@ -244,7 +244,8 @@ def _find_rows_in_shard(
 ) -> tuple[int, int]:
     "Return the range of the needed rows within the shard that `rank` has written."
     start, stop = _find_rows(entry, mesh)
-    first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
+    first = sum(entry['lengths'][:rank])
+    length = entry['lengths'][rank]
     return max(0, start - first), min(length, stop - first)
 
 
@@ -259,5 +260,5 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
     if mesh is None:
         return rows
     t = empty_on_host(size, dtype, mesh)
-    local(t).copy_(rows)
+    local_shard(t).copy_(rows)
     return t

@@ -23,13 +23,13 @@ from learnkit.engine.callback_state import collect_nondeterministic_state
 
 __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
 
-# entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp at any place
+# entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp in any entry
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
 
 # sections of a checkpoint in the order of differences: the most useful first, random generators last
 SECTIONS = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'callbacks', 'loop', 'position')
 
-Place = tuple[Any, ...]  # keys that lead to a value
+KeyPath = tuple[Any, ...]  # keys that lead to a value
 Patterns = frozenset[tuple[str, ...]]  # excluded places, relative to the current value
 
 
@@ -42,7 +42,7 @@ def digest(
     The digest depends on the keys of a dict, not on their order, and on the dtype, shape and bytes of a tensor, not on
     its device or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy
     scalars are treated as Python numbers. Of a checkpoint's state, times are excluded, and the names that the entry
-    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any
+    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the keys, for a value of any
     other type.
 
     >>> a, b = torch.ones(2), torch.ones(2)
@@ -63,7 +63,7 @@ def differences(
     leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude, as for `digest`
     limit: int = 20,  # maximum number of lines
 ) -> list[str]:
-    """Return a line for each place in which two states differ, the model's first.
+    """Return a line for each entry in which two states differ, the model's first.
 
     The list is empty if the digests are equal. Raises `OptionError` for a `limit` below 1.
 
@@ -78,7 +78,7 @@ def differences(
     leave_out = tuple(leave_out)
     patterns = _make_patterns(first, leave_out) | _make_patterns(second, leave_out)
     found = sorted(_compare(first, second, (), patterns), key=lambda line: _rank_section(line[0]))
-    lines = [_format_line(place, text) for place, text in found]
+    lines = [_format_line(key_path, text) for key_path, text in found]
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
 
@@ -118,7 +118,7 @@ def _make_patterns(state: Any, leave_out: Iterable[str]) -> Patterns:
     "Return the excluded places, with those in a checkpoint's entry `nondeterministic_state`."
     if isinstance(leave_out, str):
         raise OptionError(f'leave_out={leave_out!r}: give a list of places.')
-    patterns = {tuple(place.split('.')) for place in leave_out}
+    patterns = {tuple(key_path.split('.')) for key_path in leave_out}
     listed = (
         state.get('nondeterministic_state') if patterns and isinstance(state, Mapping) else None
     )
@@ -150,39 +150,39 @@ def _select_keys(
 # -- digests ---------------------------------------------------------------------------------------
 
 
-def _encode_pieces(value: Any, place: Place, patterns: Patterns) -> Iterator[Any]:
+def _encode_pieces(value: Any, key_path: KeyPath, patterns: Patterns) -> Iterator[Any]:
     "Yield bytes that are unique to a value: each piece begins with the value's kind and its length."
     if isinstance(value, Tensor):
-        yield from _encode_tensor(value, place)
+        yield from _encode_tensor(value, key_path)
     elif isinstance(value, Mapping):
-        entries = _encode_keys(value, place, patterns)
+        entries = _encode_keys(value, key_path, patterns)
         yield _make_head(b'D', len(entries))
         for code, (k, inner) in sorted(entries.items()):
             yield code
-            yield from _encode_pieces(value[k], (*place, k), inner)
+            yield from _encode_pieces(value[k], (*key_path, k), inner)
     elif isinstance(value, (list, tuple)):
         selected = _select_keys(value, patterns)
         yield _make_head(b'L' if isinstance(value, list) else b'T', len(selected))
         for i, inner in selected.items():
-            yield from _encode_pieces(value[i], (*place, i), inner)
+            yield from _encode_pieces(value[i], (*key_path, i), inner)
     else:
-        kind, content = _encode_scalar(value, place)
+        kind, content = _encode_scalar(value, key_path)
         yield _make_head(kind, len(content)) + content
 
 
-def _encode(value: Any, place: Place) -> bytes:
-    return b''.join(_encode_pieces(value, place, frozenset()))
+def _encode(value: Any, key_path: KeyPath) -> bytes:
+    return b''.join(_encode_pieces(value, key_path, frozenset()))
 
 
 def _encode_keys(
-    state: Mapping[Any, Any], place: Place, patterns: Patterns
+    state: Mapping[Any, Any], key_path: KeyPath, patterns: Patterns
 ) -> dict[bytes, tuple[Any, Patterns]]:
     "Return `_select_keys` by the keys' bytes, in which 1, 1.0 and True differ."
     selected = _select_keys(state, patterns)
-    return {_encode(k, (*place, k)): (k, inner) for k, inner in selected.items()}
+    return {_encode(k, (*key_path, k)): (k, inner) for k, inner in selected.items()}
 
 
-def _encode_scalar(value: Any, place: Place) -> tuple[bytes, bytes]:
+def _encode_scalar(value: Any, key_path: KeyPath) -> tuple[bytes, bytes]:
     "Return the kind and the content of a value that contains no other values."
     if isinstance(value, np.generic):
         value = value.item()
@@ -202,7 +202,7 @@ def _encode_scalar(value: Any, place: Place) -> tuple[bytes, bytes]:
         case bytes():
             return b'Y', value
     raise OptionError(
-        f'{_format_place(place)} is a {type(value).__name__}, which has no digest. Keep tensors, '
+        f'{_format_keys(key_path)} is a {type(value).__name__}, which has no digest. Keep tensors, '
         'numbers, strings, and lists, tuples or dicts of them.'
     )
 
@@ -211,19 +211,19 @@ def _make_head(kind: bytes, length: int) -> bytes:
     return kind + struct.pack('<q', length)
 
 
-def _encode_tensor(t: Tensor, place: Place) -> Iterator[Any]:
-    t = _copy_to_host(t, place)
+def _encode_tensor(t: Tensor, key_path: KeyPath) -> Iterator[Any]:
+    t = _copy_to_host(t, key_path)
     if t.is_sparse:
         yield from _encode_pieces(
-            (b'sparse', list(t.shape), t.indices(), t.values()), place, frozenset()
+            (b'sparse', list(t.shape), t.indices(), t.values()), key_path, frozenset()
         )
         return
     content = _view_bytes(t).reshape(-1)
-    yield _make_head(b'A', len(content)) + _encode((_get_dtype(t), list(t.shape)), place)
+    yield _make_head(b'A', len(content)) + _encode((_get_dtype(t), list(t.shape)), key_path)
     yield content.numpy()
 
 
-def _copy_to_host(t: Tensor, place: Place) -> Tensor:
+def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
     "Return a contiguous or coalesced tensor on the CPU. Raises `OptionError` for tensors without readable values."
     problem = ''
     if is_lazy(t) or t.is_meta:
@@ -233,7 +233,7 @@ def _copy_to_host(t: Tensor, place: Place) -> Tensor:
     elif t.layout not in (torch.strided, torch.sparse_coo):
         problem = f'is {t.layout}'
     if problem:
-        raise OptionError(f'{_format_place(place)} is a tensor that {problem}: it has no digest.')
+        raise OptionError(f'{_format_keys(key_path)} is a tensor that {problem}: it has no digest.')
     t = t.detach().cpu()
     return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
 
@@ -241,57 +241,61 @@ def _copy_to_host(t: Tensor, place: Place) -> Tensor:
 # -- differences -----------------------------------------------------------------------------------
 
 
-def _compare(a: Any, b: Any, place: Place, patterns: Patterns) -> Iterator[tuple[Place, str]]:
-    "Yield the place and a description of each difference between two values."
-    if place[:1] == ('rng',) and len(place) == 2:  # the numbers of a generator's state mean nothing
+def _compare(
+    a: Any, b: Any, key_path: KeyPath, patterns: Patterns
+) -> Iterator[tuple[KeyPath, str]]:
+    "Yield the keys and a description of each difference between two values."
+    if (
+        key_path[:1] == ('rng',) and len(key_path) == 2
+    ):  # the numbers of a generator's state mean nothing
         if digest(a) != digest(b):
-            yield place, 'differs'
+            yield key_path, 'differs'
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        yield from _compare_dicts(a, b, place, patterns)
+        yield from _compare_dicts(a, b, key_path, patterns)
     elif (
         isinstance(a, (list, tuple))
         and isinstance(b, (list, tuple))
         and isinstance(a, list) == isinstance(b, list)
     ):
-        yield from _compare_lists(a, b, place, patterns)
+        yield from _compare_lists(a, b, key_path, patterns)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
-        text = _compare_tensors(_copy_to_host(a, place), _copy_to_host(b, place))
+        text = _compare_tensors(_copy_to_host(a, key_path), _copy_to_host(b, key_path))
         if text:
-            yield place, text
-    elif _encode(a, place) != _encode(b, place):
-        yield place, _describe_values(a, b)
+            yield key_path, text
+    elif _encode(a, key_path) != _encode(b, key_path):
+        yield key_path, _describe_values(a, b)
 
 
 def _compare_dicts(
-    a: Mapping[Any, Any], b: Mapping[Any, Any], place: Place, patterns: Patterns
+    a: Mapping[Any, Any], b: Mapping[Any, Any], key_path: KeyPath, patterns: Patterns
 ) -> Iterator[Any]:
-    a_keys = _encode_keys(a, place, patterns)
-    b_keys = _encode_keys(b, place, patterns)
+    a_keys = _encode_keys(a, key_path, patterns)
+    b_keys = _encode_keys(b, key_path, patterns)
     for code, (k, inner) in a_keys.items():
         if code in b_keys:
-            yield from _compare(a[k], b[k], (*place, k), inner)
+            yield from _compare(a[k], b[k], (*key_path, k), inner)
         else:
-            yield (*place, k), f'only in the first: {_format_place((*place, k))}'
+            yield (*key_path, k), f'only in the first: {_format_keys((*key_path, k))}'
     for code, (k, _) in b_keys.items():
         if code not in a_keys:
-            yield (*place, k), f'only in the second: {_format_place((*place, k))}'
+            yield (*key_path, k), f'only in the second: {_format_keys((*key_path, k))}'
 
 
 def _compare_lists(
-    a: Sequence[Any], b: Sequence[Any], place: Place, patterns: Patterns
-) -> Iterator[tuple[Place, str]]:
+    a: Sequence[Any], b: Sequence[Any], key_path: KeyPath, patterns: Patterns
+) -> Iterator[tuple[KeyPath, str]]:
     "Yield a line for different lengths, and a single line for all entries that differ, as lists are long."
     if len(a) != len(b):
-        yield place, f'{len(a)} and {len(b)} entries'
+        yield key_path, f'{len(a)} and {len(b)} entries'
     selected = _select_keys(a[: len(b)], patterns)
-    firsts = [next(_compare(a[i], b[i], (*place, i), p), None) for i, p in selected.items()]
+    firsts = [next(_compare(a[i], b[i], (*key_path, i), p), None) for i, p in selected.items()]
     found = [first for first in firsts if first is not None]
     if len(found) == 1:
         yield found[0]
     elif found:
         entry, text = found[0]
-        first_line = _format_line(entry[len(place) :], text)
-        yield place, f'{len(found)} of {len(selected)} entries differ, first {first_line}'
+        first_line = _format_line(entry[len(key_path) :], text)
+        yield key_path, f'{len(found)} of {len(selected)} entries differ, first {first_line}'
 
 
 def _compare_tensors(a: Tensor, b: Tensor) -> str:
@@ -351,17 +355,17 @@ def _get_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
 
 
-def _rank_section(place: Place) -> int:
-    "Return the rank of a place's section in the order of differences."
-    section = place[0] if place else ''
+def _rank_section(key_path: KeyPath) -> int:
+    "Return the rank of a section in the order of differences."
+    section = key_path[0] if key_path else ''
     return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS) + (section == 'rng')
 
 
-def _format_line(place: Place, text: str) -> str:
-    return text if text.startswith('only in') else f'{_format_place(place)}: {text}'
+def _format_line(key_path: KeyPath, text: str) -> str:
+    return text if text.startswith('only in') else f'{_format_keys(key_path)}: {text}'
 
 
-def _format_place(place: Place) -> str:
+def _format_keys(key_path: KeyPath) -> str:
     "Return the keys that lead to a value: strings separated by dots, other keys in brackets."
-    text = ''.join(f'.{key}' if isinstance(key, str) else f'[{key!r}]' for key in place)
+    text = ''.join(f'.{key}' if isinstance(key, str) else f'[{key!r}]' for key in key_path)
     return text.removeprefix('.') or 'the state'

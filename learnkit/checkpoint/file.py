@@ -209,7 +209,8 @@ def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:
     stop = 0
     entries = {}
     for name, t in packer.tensors.items():
-        start, stop = stop, stop + t.nbytes
+        start = stop
+        stop = stop + t.nbytes
         entries[name] = {
             'dtype': _DTYPE_NAMES[t.dtype],
             'shape': [*t.shape],
@@ -393,7 +394,9 @@ def _check_tensors(entries: dict[str, Any], n_bytes: int) -> dict[str, _Entry]:
     tensors = {}
     stop = 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1]['data_offsets']):
-        dtype, shape, offsets = _DTYPES[entry['dtype']], entry['shape'], entry['data_offsets']
+        dtype = _DTYPES[entry['dtype']]
+        shape = entry['shape']
+        offsets = entry['data_offsets']
         is_shape = len(shape) <= MAX_DIMS and all(
             type(n) is int and n >= 0 for n in (*shape, *offsets)
         )

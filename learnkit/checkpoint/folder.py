@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 # suffixes of a checkpoint's file, and of the folders of shards and of callbacks next to it
-SUFFIX, PARTS, OWN_FILES = '.ckpt', '.parts', '.files'
+SUFFIX = '.ckpt'
+PARTS = '.parts'
+OWN_FILES = '.files'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
 # path of a checkpoint's file, its state, and the file's `info`

@@ -93,7 +93,8 @@ class ResumeCheck:
 class _StopAt(Callback):
     "Callback that keeps the checkpoint state after one batch, and ends the fit."
 
-    order, state_key = 10_000, '_stop_at'
+    order = 10_000
+    state_key = '_stop_at'
 
     def __init__(self, n: int) -> None:
         self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()

@@ -40,7 +40,7 @@ from learnkit.core.model import (
     has_weights,
     preserved_modes,
 )
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
@@ -89,7 +89,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
     if with_opt is not False and learn.opt is not None:
         state = {
             'model': state,
-            'opt': whole_state(plain(learn.opt.state_dict(), "The optimizer's state")),
+            'opt': whole_state(to_plain(learn.opt.state_dict(), "The optimizer's state")),
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)

@@ -37,7 +37,7 @@ from learnkit.core.dtensor import (
     distribute_like,
     host_mesh,
     is_dtensor,
-    local,
+    local_shard,
     mesh_of,
     on_host,
     whole_state,
@@ -45,13 +45,13 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, identify_memory, is_dense, plain
+from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.resume import LOOP_PLACES, ResumeState
+from learnkit.engine.resume import SAVE_POINTS, ResumeState, list_checkpoint_folders
 
 __all__ = [
     'begin_resume',
@@ -106,12 +106,12 @@ def load_checkpoint_state(
     restore_state(learn, r)
 
 
-def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
-    "Return the state of a checkpoint at a place of the loop. Its tensors are not copied."
+def collect_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+    "Return the state of a checkpoint at a point of the loop. Its tensors are not copied."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
     named = bare_model(learn.model).named_parameters()
-    within_epoch = LOOP_PLACES.get(place) == 'batch'
+    within_epoch = SAVE_POINTS.get(point) == 'batch'
     state = {
         **_collect_trained(learn),
         'buffers': _collect_loose_buffers(learn.model),
@@ -122,9 +122,9 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
             'names': [name for name, p in named if not p.requires_grad],
             'frozen_idx': getattr(opt, 'frozen_idx', 0),
         },
-        'loop': _collect_loop_state(learn, place),
+        'loop': _collect_loop_state(learn, point),
         'rng': capture_rng(),
-        'position': learn.passes.state_dict(learn, within_epoch) if place else None,
+        'position': learn.passes.state_dict(learn, within_epoch) if point else None,
         'callbacks': learn.callback_states(),
         'nondeterministic_state': collect_nondeterministic_state(learn),
     }
@@ -134,21 +134,22 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
 
 def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
-    opt, loss_func = learn.opt, learn.loss_func
+    opt = learn.opt
+    loss_func = learn.loss_func
     return {
         'model': collect_module_state(learn.model),
         'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-        'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state"),
+        'optimizer': None if opt is None else to_plain(opt.state_dict(), "The optimizer's state"),
     }
 
 
-def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
-    "Return the counters of the loop; `place` names the point of the loop, as in `LOOP_PLACES`."
+def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
+    "Return the counters of the loop; `point` names the point of the loop, as in `SAVE_POINTS`."
     loss = getattr(learn, 'loss', None)
-    n_drawn = learn.iter + 1 if LOOP_PLACES.get(place) == 'batch' else learn.passes.n_drawn
+    n_drawn = learn.iter + 1 if SAVE_POINTS.get(point) == 'batch' else learn.passes.n_drawn
     return {
         **{name: getattr(learn, name) for name in COUNTERS},
-        'place': place,
+        'place': point,
         'n_drawn': n_drawn,
         'stage': learn.run.stage,
         'n_iter': learn.n_iter,
@@ -159,7 +160,7 @@ def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
         'fitting_size': learn.auto_microbatch,
-        'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
+        'evaluations': learn.evaluations.state_dict(before=point in ('within', 'evaluation')),
     }
 
 
@@ -179,8 +180,7 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
     if isinstance(resume, Mapping):
         r = ResumeState(check_state(resume), restore_state)
     else:
-        getters = [getattr(cb, 'checkpoint_folder', None) for cb in learn.cbs]
-        folders = [get() for get in getters if get is not None]
+        folders = list_checkpoint_folders(learn)
         folder = folders[0] if folders else learn.path / 'checkpoints'
         found = find(resume, folder, learn.world.is_first)
         if found is None:
@@ -234,7 +234,8 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
 
 def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
-    loop, n = r.loop, r.loop['n_epoch']
+    loop = r.loop
+    n = r.loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
     if n != learn.n_epoch and not was_over:
         warn_user(
@@ -258,7 +259,8 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
 
 def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
-    loop, n = r.loop, learn.n_epoch
+    loop = r.loop
+    n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
     if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
         return f'after epoch {i - 1}, its last.'
@@ -393,7 +395,7 @@ def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
 def _compute_share(learn: LearnerLike, loop: Mapping[str, Any]) -> float:
     "Return the completed share of this fit if its length differs from the checkpoint's."
     epoch_share = 1.0
-    if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch':
+    if loop['n_iter'] and SAVE_POINTS[loop['place']] == 'batch':
         epoch_share = loop['n_drawn'] / loop['n_iter']
     share: float = (loop['epoch'] + epoch_share) / learn.n_epoch
     return share
@@ -464,7 +466,7 @@ def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
         if type(value) is int:  # first, because Python's random state has 625 of them
             return value
         if is_dtensor(value):
-            return on_host(value, copy(local(value)))
+            return on_host(value, copy(local_shard(value)))
         if isinstance(value, Tensor):
             key = identify_memory(value)
             if key not in copies:

@@ -25,7 +25,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from learnkit.checkpoint.file import refers_too_often
 from learnkit.core.errors import WeightsError
 
-__all__ = ['read_torch_file', 'damage']
+__all__ = ['read_torch_file', 'find_damage']
 
 MAX_PICKLE = 64 << 20  # bytes; tensors are in separate records
 # lists, tuples, dicts and calls in a pickle: one byte each in the file, sixty in memory
@@ -88,7 +88,7 @@ def read_torch_file(
     other_kind = _detect_other_kind(path)
     if other_kind:
         raise WeightsError(f'{path} is {other_kind} Nothing was loaded.')
-    problem = damage(path)
+    problem = find_damage(path)
     if problem:
         raise WeightsError(f'{path} is damaged: {problem}. Nothing was loaded.')
     try:
@@ -115,7 +115,7 @@ def read_torch_file(
 # -- the archive -----------------------------------------------------------------------------------
 
 
-def damage(path: str | Path) -> str | None:
+def find_damage(path: str | Path) -> str | None:
     """Return a description of what is wrong with an archive of `torch.save`, or None if it is undamaged.
 
     Every byte of a record is read and compared with its checksum. Files in another format, for

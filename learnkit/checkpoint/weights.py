@@ -18,11 +18,11 @@ from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.file import is_state_file, read_state
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
-from learnkit.core.dtensor import distribute_like, full_tensor, local, mesh_of
+from learnkit.core.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device
-from learnkit.core.plain import identify_memory, is_dense, plain
+from learnkit.core.plain import identify_memory, is_dense, to_plain
 
 __all__ = [
     'Stored',
@@ -114,7 +114,10 @@ def _split_state(state: Any, path: Path) -> Stored:
 
     The layouts are: weights with optimizer (also fastai's), checkpoint, weights with configuration, and state dict.
     """
-    model, opt, loss_func, config = state, None, None, None
+    model = state
+    opt = None
+    loss_func = None
+    config = None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
             model, opt, loss_func = state['model'], state['opt'], state.get('loss_func')
@@ -210,7 +213,7 @@ def _identify_memory(t: Any) -> Any:
     "Return address and layout of a tensor, which are equal for tied tensors; None if it has no memory."
     if not isinstance(t, Tensor) or not is_dense(t):
         return None
-    t = local(t)
+    t = local_shard(t)
     return identify_memory(t) if t.numel() else None
 
 
@@ -373,7 +376,7 @@ def collect_module_state(model: nn.Module) -> dict[str, Any]:
     state = bare_model(model).state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            state[name] = plain(value, name)
+            state[name] = to_plain(value, name)
     return state
 
 

@@ -1,4 +1,4 @@
-"""Activations that loss functions contain: what turns the outputs of a model into probabilities."""
+"""Activations and decoders of loss functions: from a model's outputs to probabilities and to predicted targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from learnkit.core.model import unwrap_partial
 
-__all__ = ['find_activation']
+__all__ = ['find_activation', 'find_decoder']
 
 
 def find_activation(
@@ -31,25 +31,61 @@ def find_activation(
     if hasattr(loss_func, 'activation'):
         own: Callable[[Any], Any] = loss_func.activation
         return own
+    entry = _find_entry(loss_func)
+    return noop if entry is None else partial(_apply, entry[0])
+
+
+def find_decoder(
+    loss_func: Any,  # loss function of learnkit, of torch, or any other
+) -> Callable[[Any], Any]:
+    """Return the function that turns probabilities into predicted targets, or `noop` if the loss has no such function.
+
+    `loss_func.decodes` comes first. torch's cross-entropy and negative log likelihood decode to the most probable class
+    of dimension 1, its binary cross-entropies to True for each label with a probability above 0.5.
+
+    >>> find_decoder(nn.CrossEntropyLoss())(torch.tensor([[0.2, 0.8], [0.7, 0.3]]))
+    tensor([1, 0])
+    """
+    if hasattr(loss_func, 'decodes'):
+        own: Callable[[Any], Any] = loss_func.decodes
+        return own
+    entry = _find_entry(loss_func)
+    return noop if entry is None else partial(_apply, entry[1])
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _find_entry(loss_func: Any) -> tuple[Function, Function] | None:
+    "Return the activation and the decoder of one of torch's losses of classification, or None."
     loss_func = unwrap_partial(loss_func)
-    for classes, functions, activate in _ACTIVATIONS:
+    for classes, functions, activate, decode in _TORCH_LOSSES:
         if isinstance(loss_func, classes) or loss_func in functions:
-            return partial(_activate, activate)
-    return noop
+            return activate, decode
+    return None
+
+
+def _apply(f: Function, x: Any) -> Any:
+    return f(x) if isinstance(x, Tensor) and x.ndim and x.is_floating_point() else x
 
 
 def _softmax(x: Tensor) -> Tensor:
     return x.softmax(min(1, x.ndim - 1))
 
 
-def _activate(f: Callable[[Tensor], Tensor], x: Any) -> Any:
-    return f(x) if isinstance(x, Tensor) and x.ndim and x.is_floating_point() else x
+def _argmax(x: Tensor) -> Tensor:
+    return x.argmax(min(1, x.ndim - 1))
 
 
-# torch's losses of classification, as modules and as functions, each with its activation
-_ACTIVATIONS: list[tuple[Any, Any, Callable[[Tensor], Tensor]]] = [
-    (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax),
-    (nn.NLLLoss, (F.nll_loss,), torch.exp),
-    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), torch.sigmoid),
-    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), torch.sigmoid),
+def _exceeds_half(x: Tensor) -> Tensor:
+    return x > 0.5
+
+
+# torch's losses of classification, as modules and as functions, each with its activation and its decoder
+_TORCH_LOSSES: list[tuple[type, tuple[Any, ...], Function, Function]] = [
+    (nn.CrossEntropyLoss, (F.cross_entropy,), _softmax, _argmax),
+    (nn.NLLLoss, (F.nll_loss,), torch.exp, _argmax),
+    (nn.BCELoss, (F.binary_cross_entropy,), noop, _exceeds_half),
+    (nn.BCEWithLogitsLoss, (F.binary_cross_entropy_with_logits,), torch.sigmoid, _exceeds_half),
+    (nn.MultiLabelSoftMarginLoss, (F.multilabel_soft_margin_loss,), torch.sigmoid, _exceeds_half),
 ]

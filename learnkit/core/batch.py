@@ -1,7 +1,7 @@
-"""Operations on batches: splitting, moving, detaching, counting, joining, cutting, and calling the model.
+"""Operations on batches: split, move, detach, count, join and cut a batch, and pass it to the model.
 
 A batch is a tensor, tuple, list, named tuple, dict or other mapping, dataclass, or any nesting of these. Containers are
-rebuilt with their own type. Functions on the path of each batch check the common case first, a plain tuple or list."""
+rebuilt with the same type. Functions on the path of each batch check for a plain tuple or list first."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
     'describe',
     'short_repr',
     'children_of',
-    'rebuilt',
+    'rebuild',
 ]
 
 # default names of targets in mappings and dataclasses
@@ -78,7 +78,7 @@ def split_batch(
     if (kind is list or kind is tuple) and len(batch) == 2 and (n_inp is None or n_inp == 1):
         return (batch[0],), (batch[1],)
 
-    named = _named(batch)
+    named = _read_fields(batch)
     if named is not None:
         if not named:
             raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
@@ -117,24 +117,24 @@ class BatchForm:
 
     n_inp: int | None = None  # number of inputs in a tuple
     targets: tuple[str, ...] | None = None  # names of the targets in a mapping
-    strict: bool = True  # whether `n_inp` with a mapping is an error
+    strict: bool = True  # raise an error for `n_inp` with a mapping
 
     def split(
         self,
         batch: Any,  # batch of the loader
-        predicting: bool = False,  # whether a batch without any target is accepted
+        predicting: bool = False,  # accept a batch without targets
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
-        "Split a batch into inputs and targets; raise `BatchError` for a batch of another form."
+        "Split a batch into inputs and targets; raise `BatchError` for a batch that lacks declared entries."
         if self.targets is not None:
             return self._split_named(batch, self.targets, predicting)
-        if self.strict or self.n_inp is None or _named(batch) is None:
+        if self.strict or self.n_inp is None or _read_fields(batch) is None:
             return split_batch(batch, self.n_inp)
         return split_batch(batch)
 
     def _split_named(
         self, batch: Any, targets: tuple[str, ...], predicting: bool
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        named = _named(batch)
+        named = _read_fields(batch)
         missing = [name for name in targets if named is None or name not in named]
         if predicting and len(missing) == len(targets):
             return split_batch(batch)[0], ()
@@ -150,7 +150,7 @@ def form_of(
     dls: Any,  # `DataLoaders` or a similar object
     name: str = 'train',  # name of the loader
 ) -> BatchForm:
-    "Return the form of a loader's batches."
+    "Return how the batches of a loader are split into inputs and targets."
     batch_form = getattr(type(dls), 'batch_form', None)
     if batch_form is not None:
         return batch_form(dls, name)
@@ -161,9 +161,9 @@ def to_device(
     batch: Any,  # any nesting of tensors and other objects
     device: torch.device | str,  # target device
 ) -> Any:  # `batch` itself if no tensor has to be moved
-    """Move every tensor in `batch` to `device`, with `non_blocking=True` if `device` is a GPU.
+    """Move every tensor in `batch` to `device`, with `non_blocking=True` if `device` is a CUDA device.
 
-    Any other object with a `to` method (a PackedSequence, a graph) is moved by that method.
+    Other objects with a `to` method, such as a PackedSequence or a graph, are moved with that method.
 
     >>> batch = (torch.zeros(2), 'text')
     >>> to_device(batch, torch.device('cpu')) is batch
@@ -185,9 +185,9 @@ def to_device(
 def to_detach(
     b: Any,  # any nesting of tensors
     cpu: bool = True,  # also move the tensors to the CPU
-    gather: bool = True,  # ignored, for fastai's code: nothing is gathered over processes
+    gather: bool = True,  # ignored: accepted for compatibility with fastai
 ) -> Any:
-    """Detach every tensor in `b` from its graph.
+    """Detach every tensor in `b` from the autograd graph.
 
     >>> to_detach({'loss': torch.ones(1, requires_grad=True)})
     {'loss': tensor([1.])}
@@ -217,11 +217,12 @@ def find_bs(
 
     1. `size_func` is given: its return value.
     2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: the number of its sequences; an
-       object with `num_graphs`: that number. Entries are ordered, inputs before targets. Entries of mappings,
-       dataclasses and named tuples are entries of the batch.
+       object with `num_graphs`: that number. Inputs come before targets. Entries of nested mappings, dataclasses and
+       named tuples count as entries of the batch.
     3. The first entry with a size is a list or tuple of m tensors, dicts or other containers, the first with n rows:
-       either m samples, or m inputs of n samples. The last other entry that fits only one of both numbers decides, so
-       that targets take precedence: a tensor of n rows, a list of m strings or dicts, a list of m tensors.
+       either m samples, or m inputs of n samples. Another entry decides if its size matches only one of m and n: a
+       tensor of n rows, a list of m strings or dicts, a list of m tensors. The last such entry wins, so that targets
+       take precedence.
     4. No other entry decides: m, one entry per sample.
     5. No entry holds a tensor with a dimension: the length of the first list of numbers, strings, dicts or tensors.
 
@@ -235,18 +236,11 @@ def find_bs(
     >>> find_bs(([torch.zeros(64, 9), torch.zeros(64, 5)],), (torch.zeros(64),))  # two inputs
     64
     """
-    if (
-        size_func is None
-        and type(b) is tuple
-        and b
-        and type(b[0]) is Tensor
-        and (shape := b[0].shape)
-    ):
-        return shape[0]
-
     if size_func is not None:
         return int(size_func(b, yb))
-    return _count_and_certainty(b, yb)[0]
+    if type(b) is tuple and b and type(b[0]) is Tensor and b[0].ndim:
+        return b[0].shape[0]
+    return _count_with_certainty(b, yb)[0]
 
 
 def count_samples(
@@ -259,7 +253,7 @@ def count_samples(
 def batch_counter(
     learn: LoopLike,  # a Learner
 ) -> Callable[[Any], int]:
-    "Return a function that counts the samples of a loader's batch as `count_samples` does for the current batch."
+    "Return a function that splits a batch of the training loader and counts its samples like `count_samples`."
     form = form_of(learn.dls)
     size_func = getattr(learn, 'size_func', None)
     return lambda batch: find_bs(*form.split(batch), size_func)
@@ -276,35 +270,35 @@ def count_stacked(
         raise BatchError(
             f'The inputs {describe(xb)} have a list with one entry a sample: stack them into a tensor.'
         )
-    return next(_tensor_sizes(xb))
+    return next(_iter_tensor_sizes(xb))
 
 
 def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
-    """Return False if only case 4 of `find_bs` determines the size, so that a list could also be stacked inputs.
+    """Return False if `find_bs` counts by case 4 and the entries of the list could also be stacked inputs.
 
-    Tensors of different first dimension are samples, and so are images (C, H, W) with 1, 3 or 4 channels.
+    Tensors with different first dimensions are samples. Images (C, H, W) with 1, 3 or 4 channels are samples too.
 
     >>> views = [torch.zeros(64, 9), torch.zeros(64, 9)]
     >>> has_certain_size((views,), ()), has_certain_size((views,), (torch.zeros(64),))
     (False, True)
     """
     if isinstance(xb, tuple) and xb and type(xb[0]) is Tensor and xb[0].ndim:
-        return True  # its rows are the samples
-    return _count_and_certainty(xb, yb)[1]
+        return True
+    return _count_with_certainty(xb, yb)[1]
 
 
 def concat(
-    items: list[Any],  # one nested structure per batch, equal in all batches
+    items: list[Any],  # one nested structure per batch, the same structure for all batches
     dim: int = 0,  # dimension along which tensors are joined; 0-dim tensors are stacked
     sizes: list[int] | None = None,  # number of samples of each item, if known
-    listed: bool = False,  # whether samples are in lists, see `has_listed_samples`
+    listed: bool = False,  # result of `has_listed_samples` for the batches
 ) -> Any:
-    """Join batches of predictions, targets or inputs to one nested structure.
+    """Join batches of predictions, targets or inputs into one nested structure.
 
-    Tensors whose other dimensions differ become a flat list of samples. Lists with one entry per sample are chained:
-    lists of dicts, strings or other objects, and lists and tuples of the lengths in `sizes`. Batches of graphs become
-    a list of graphs. Any other object becomes a list with one entry per batch. Raises `BatchError` for an empty list
-    and for different structures.
+    Tensors are concatenated; tensors that differ in a dimension other than `dim` become a flat list of samples. Lists
+    with one entry per sample are chained: lists of dicts, strings or other objects, and lists and tuples of the
+    lengths in `sizes`. Batches of graphs become a list of graphs. Any other object becomes a list with one entry per
+    batch. Raises `BatchError` for an empty list and for different structures.
 
     >>> concat([(torch.tensor([1, 2]), ['a', 'b']), (torch.tensor([3]), ['c'])])
     (tensor([1, 2, 3]), ['a', 'b', 'c'])
@@ -320,21 +314,23 @@ def concat(
         return [sample for o in items for sample in o]
     if any(type(o) is not type(first) for o in items):
         return list(items)
-    if _graph_count(first) is not None and hasattr(first, 'to_data_list'):
+    if _count_graphs(first) is not None and hasattr(first, 'to_data_list'):
         return [graph for o in items for graph in o.to_data_list()]
 
     if isinstance(first, list) and (
-        _is_sample_list(first) or any(len(o) != len(first) for o in items)
+        _holds_objects(first) or any(len(o) != len(first) for o in items)
     ):
         return [sample for o in items for sample in o]
     children = [children_of(o) for o in items]
     if children[0] is None:
         return list(items)
-    if any(_keys(o) != _keys(first) for o in items):
-        raise BatchError(
-            f'Batches of different structure cannot be joined: {_describe_difference(items)}.'
-        )
-    return rebuilt(
+    for o in items:
+        if _list_keys(o) != _list_keys(first):
+            raise BatchError(
+                'Batches of different structure cannot be joined: '
+                f'{describe(first)} and {describe(o)}.'
+            )
+    return rebuild(
         first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
     )
 
@@ -347,8 +343,8 @@ def microbatches(
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each microbatch
     """Cut a batch into microbatches of at most `size` samples, without copying.
 
-    Tensors whose first dimension is the batch size are cut, and lists or tuples with one entry per sample. Every
-    microbatch gets all other objects uncut. A batch of at most `size` samples is returned as the only microbatch.
+    Tensors whose first dimension is the batch size are cut, and so are lists or tuples with one entry per sample.
+    Other objects are passed to every microbatch uncut. A batch of at most `size` samples is the only microbatch.
     Raises `BatchError` for a batch that cannot be cut, see `cut_batch`.
 
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
@@ -371,25 +367,25 @@ def cut_batch(
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
     """Cut a batch into pieces with the given samples.
 
-    Raises `BatchError` with the number of the entry for a PackedSequence or another object that cannot be cut, for
-    inputs without an entry per sample, and for tensor targets without an entry per sample.
+    Raises `BatchError` for an entry that cannot be cut, such as a PackedSequence; the message has the entry's number.
+    Also raises `BatchError` if no input has one entry per sample, or if tensor targets do not.
 
     >>> cut_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
     [((tensor([2, 0]),), (['c', 'a'],))]
     """
     listed = has_listed_samples((*xb, *yb), n)
-    cut = [
+    batches = [
         (_cut_entries('input', xb, n, rows, listed), _cut_entries('target', yb, n, rows, listed))
         for rows in pieces
     ]
-    for name, whole, parts in (('inputs', xb, cut[0][0]), ('targets', yb, cut[0][1])):
+    for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
         is_cut = any(a is not b for a, b in zip(whole, parts, strict=True))
-        if not is_cut and (name == 'inputs' or next(_tensor_sizes(whole), None) is not None):
+        if not is_cut and (name == 'inputs' or next(_iter_tensor_sizes(whole), None) is not None):
             raise BatchError(
                 f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
                 f'for each: they cannot be cut. Give a tensor of {n} rows or a list of {n} entries.'
             )
-    return cut
+    return batches
 
 
 def _cut_entries(
@@ -400,13 +396,13 @@ def _cut_entries(
     listed: bool,
 ) -> tuple[Any, ...]:
     "Return the samples `rows` of each entry; an error names the entry that cannot be cut."
-    cut = []
+    selected = []
     for i, entry in enumerate(entries):
         try:
-            cut.append(take_rows(entry, n, rows, listed))
+            selected.append(take_rows(entry, n, rows, listed))
         except BatchError as e:
             raise BatchError(f'{name} {i}: {e}') from None
-    return tuple(cut)
+    return tuple(selected)
 
 
 def apply_model(
@@ -430,10 +426,10 @@ def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, .
     "Return the keys of a single mapping or dataclass to pass by keyword, or None to pass `xb` unchanged."
     if len(xb) != 1 or type(xb[0]) is Tensor:
         return None
-    fields = _named(xb[0])
+    fields = _read_fields(xb[0])
     if not fields:
         return None
-    names, takes_any = _parameters(model)
+    names, takes_any = _get_parameters(model)
     if takes_any and all(isinstance(k, str) for k in fields):
         return tuple(fields)
     return tuple(k for k in fields if k in names) or None
@@ -445,15 +441,15 @@ def call_by_name(
     "Call the model with the entries `names` of its single input as keywords, or with `xb` if `names` is None."
     if names is None:
         return model(*xb)
-    fields = _named(xb[0]) or {}
+    fields = _read_fields(xb[0]) or {}
     return model(**{k: fields[k] for k in names})
 
 
 def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
     """Split the output of a model into the prediction and the loss, if the model computed one.
 
-    Of a mapping or dataclass with `loss` or `logits`, or another object with a `loss`, the prediction is `logits`, or
-    all entries but the loss if there is no `logits`. Any other output is the prediction.
+    The output is split if it is a mapping or dataclass with `loss` or `logits`, or another object with a `loss`. The
+    prediction is `logits`, or all entries except the loss if there is no `logits`. Any other output is the prediction.
 
     >>> unpack_output({'loss': 0.5, 'logits': [1, 2]})
     ([1, 2], 0.5)
@@ -462,7 +458,7 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
     """
     if isinstance(out, (Tensor, tuple, list)):
         return out, None
-    named = _named(out)
+    named = _read_fields(out)
     if named is None:
         # `logits` alone does not mark a model output: torch's distributions have `logits` too
         if getattr(out, 'loss', None) is None:
@@ -470,11 +466,11 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
         named = {'loss': out.loss, 'logits': getattr(out, 'logits', None)}
 
     loss, logits = named.get('loss'), named.get('logits')
-    return (_without_loss(out) if logits is None else logits), loss
+    return (_drop_loss(out) if logits is None else logits), loss
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a value on one short line, for messages; tensors and batches of them are described.
+    """Return a one-line description of a value for messages: its repr, or types and shapes of tensors and containers.
 
     >>> short_repr('adam'), short_repr(torch.zeros(64, 4))
     ("'adam'", 'Tensor[64, 4] float32')
@@ -486,7 +482,7 @@ def short_repr(value: Any) -> str:
 
 
 def describe(batch: Any) -> str:
-    """Return a short description of a batch's types and shapes, for messages.
+    """Return the types and shapes of a batch as a short string for messages.
 
     >>> describe((torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.int64)))
     '(Tensor[8, 1, 28, 28] float32, Tensor[8] int64)'
@@ -505,11 +501,11 @@ def describe(batch: Any) -> str:
         len(children) > 3
         and len(kinds) == 1
         and isinstance(batch, (list, tuple))
-        and _is_sample_list(children)
+        and _holds_objects(children)
     ):
         parts = [f'{len(children)} x {kinds.pop()}']
     else:
-        parts = _parts(batch, children)
+        parts = _describe_children(batch, children)
 
     if isinstance(batch, Mapping):
         return '{' + ', '.join(parts) + '}'
@@ -519,14 +515,16 @@ def describe(batch: Any) -> str:
     return f'{name}({", ".join(parts)}{"," if not name and len(children) == 1 else ""})'
 
 
-def _parts(batch: Any, children: list[Any]) -> list[str]:
+def _describe_children(batch: Any, children: list[Any]) -> list[str]:
     "Describe each of the first eight children."
-    template = '{!r}: {}' if isinstance(batch, Mapping) else '{}={}'
-    named = isinstance(batch, Mapping) or _is_record(batch)
-    shown = [
-        template.format(k, describe(o)) if named else describe(o)
-        for k, o in zip(_keys(batch), children[:8], strict=False)
-    ]
+    if isinstance(batch, Mapping):
+        template = '{!r}: {}'
+    elif _is_dataclass(batch) or hasattr(batch, '_fields'):
+        template = '{}={}'
+    else:
+        template = '{1}'
+    keys = _list_keys(batch)
+    shown = [template.format(k, describe(o)) for k, o in zip(keys, children[:8], strict=False)]
     return shown + ['...'] * (len(children) > 8)
 
 
@@ -537,12 +535,8 @@ def _is_dataclass(o: Any) -> bool:
     return dataclasses.is_dataclass(o) and not isinstance(o, type)
 
 
-def _is_record(o: Any) -> bool:
-    return _is_dataclass(o) or (isinstance(o, tuple) and hasattr(o, '_fields'))
-
-
-def _keys(o: Any) -> list[Any]:
-    "Return the keys of a mapping, the field names of a record, or the indices of a tuple or list."
+def _list_keys(o: Any) -> list[Any]:
+    "Return the keys of a mapping, the field names of a dataclass or named tuple, or the indices of a tuple or list."
     if isinstance(o, Mapping):
         return list(o.keys())
     if _is_dataclass(o):
@@ -551,7 +545,7 @@ def _keys(o: Any) -> list[Any]:
 
 
 def children_of(o: Any) -> list[Any] | None:
-    "Return the values in a container in the order of `_keys`, or None for a leaf."
+    "Return the values of a container, ordered as its keys or fields, or None for an object that is not a container."
     if isinstance(o, (tuple, list)):
         return list(o)
     if isinstance(o, Mapping):
@@ -561,41 +555,44 @@ def children_of(o: Any) -> list[Any] | None:
     return None
 
 
-def rebuilt(like: Any, children: list[Any]) -> Any:
-    "Return a container with the type and keys of `like` and other children."
+def rebuild(like: Any, children: list[Any]) -> Any:
+    "Return a container with the type and keys of `like` and the given values."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
     if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
         return type(like)(dict(zip(like, children, strict=True)))  # type: ignore[call-arg]
 
-    new = copy(like)  # keeps attributes of a subclass, such as the factory of a defaultdict
+    new = copy(like)  # keeps attributes such as the factory of a defaultdict
     if isinstance(like, list):
         new[:] = children
     elif isinstance(like, MutableMapping):
         for k, v in zip(list(like), children, strict=True):
             new[k] = v
     else:
-        for k, v in zip(_keys(like), children, strict=True):
-            object.__setattr__(new, k, v)  # a frozen dataclass has no `__setattr__`
+        for k, v in zip(_list_keys(like), children, strict=True):
+            object.__setattr__(new, k, v)  # `setattr` raises an error for a frozen dataclass
     return new
 
 
 def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
-    "Apply `f` to each tensor and `own` to each object with a `to` method; return `b` itself if nothing changed."
-    if type(b) is int:  # fast path: the state of Python's random generator holds 625 ints
+    """Apply `f` to each tensor of a nested structure, and return `b` itself if no tensor changed.
+
+    With `own`, also apply `own` to other objects with a `to` method, and `f` to numeric NumPy arrays as tensors.
+    """
+    if type(b) is int:  # the state of Python's random generator holds 625 ints
         return b
     if isinstance(b, Tensor):
         return f(b)
     if own is not None and isinstance(b, np.ndarray) and b.dtype.kind in 'biufc':
         return f(torch.tensor(b))
-    # the `to` of a UserDict (BatchEncoding of transformers) would change the loader's own object
+    # `to` of a UserDict, such as a BatchEncoding of transformers, would change the loader's object in place
     if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict):
         return own(b)
     children = children_of(b)
     if children is None:
         return b
     new = [map_tensors(o, f, own) for o in children]
-    return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuilt(b, new)
+    return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuild(b, new)
 
 
 def tensors_in(b: Any) -> list[Tensor]:
@@ -609,15 +606,15 @@ def tensors_in(b: Any) -> list[Tensor]:
     return [t for o in children_of(b) or () for t in tensors_in(o)]
 
 
-def _named(o: Any) -> Mapping[Any, Any] | None:
-    "Return the entries of a mapping or the fields of a dataclass by name, or None for anything else."
+def _read_fields(o: Any) -> Mapping[Any, Any] | None:
+    "Return the entries of a mapping, the fields of a dataclass as a dict, or None for any other object."
     if isinstance(o, Mapping):
         return o
-    return dict(zip(_keys(o), children_of(o) or (), strict=True)) if _is_dataclass(o) else None
+    return dict(zip(_list_keys(o), children_of(o) or (), strict=True)) if _is_dataclass(o) else None
 
 
-def _is_sample_list(o: Iterable[Any]) -> bool:
-    "Return True if a list has one entry per sample because it holds dicts or leaves other than tensors."
+def _holds_objects(o: Iterable[Any]) -> bool:
+    "Return True if a list holds only dicts, strings or other objects, and so has one entry per sample."
     return not any(isinstance(c, (Tensor, np.ndarray, tuple, list)) for c in o)
 
 
@@ -625,65 +622,69 @@ def _is_sample_list(o: Iterable[Any]) -> bool:
 
 
 def _is_list(o: Any) -> bool:
-    "Return True for a list, or a tuple without names."
+    "Return True for a list, or a tuple that is not a named tuple."
     return isinstance(o, list) or (
         isinstance(o, tuple) and not hasattr(o, '_fields') and not isinstance(o, PackedSequence)
     )
 
 
-def _graph_count(o: Any) -> int | None:
-    "Return the number of graphs of a batch of graphs, or None."
+def _count_graphs(o: Any) -> int | None:
+    "Return the number of graphs in a batch of graphs, or None for any other object."
     n = getattr(o, 'num_graphs', None)
     return n if isinstance(n, int) else None
 
 
-def _entries(b: Any) -> Iterator[Any]:
-    "Yield the entries of a batch, also of nested mappings, dataclasses and named tuples, but not of lists."
+def _iter_entries(b: Any) -> Iterator[Any]:
+    "Yield the entries of a batch, and of nested mappings, dataclasses and named tuples; a nested list is one entry."
     children = (
-        None if isinstance(b, PackedSequence) or _graph_count(b) is not None else children_of(b)
+        None if isinstance(b, PackedSequence) or _count_graphs(b) is not None else children_of(b)
     )
     for o in [b] if children is None else children:
         if o is b or _is_list(o):
             yield o
         else:
-            yield from _entries(o)
+            yield from _iter_entries(o)
 
 
-def _tensor_sizes(b: Any) -> Iterator[int]:
+def _iter_tensor_sizes(b: Any) -> Iterator[int]:
     "Yield the batch size of each tensor, array or batch of graphs in `b`, in order."
     if isinstance(b, PackedSequence):
         yield int(b.batch_sizes[0])
     elif isinstance(b, (Tensor, np.ndarray)):
         if b.ndim:
             yield b.shape[0]
-    elif (n := _graph_count(b)) is not None:
+    elif (n := _count_graphs(b)) is not None:
         yield n
     else:
         for o in children_of(b) or ():
-            yield from _tensor_sizes(o)
+            yield from _iter_tensor_sizes(o)
 
 
-def _list_sizes(b: Any, is_entry: bool = False) -> Iterator[int]:
-    "Yield the length of each innermost list in `b`, in order; of entries also of tuples and lists of dicts."
+def _iter_list_sizes(b: Any, is_entry: bool = False) -> Iterator[int]:
+    "Yield the length of each list of leaves in `b`, in order; a nested list may also be a tuple or hold dicts."
     children = children_of(b) or []
     holds_samples = all(_is_leaf(o) or (is_entry and not _is_list(o)) for o in children)
     if children and holds_samples and (_is_list(b) if is_entry else isinstance(b, list)):
         yield len(b)
     for o in children:
-        yield from _list_sizes(o, is_entry=True)
+        yield from _iter_list_sizes(o, is_entry=True)
 
 
 def _is_leaf(o: Any) -> bool:
     return children_of(o) is None
 
 
-def _count_and_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
-    "Return the number of samples by cases 2 to 5 of `find_bs`, and False if only case 4 decided."
-    for o in chain(_entries(xb), _entries(yb)):
-        n = next(_tensor_sizes(o), None)
+def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
+    "Return the number of samples by cases 2 to 5 of `find_bs`, and whether it is certain, see `has_certain_size`."
+    for o in chain(_iter_entries(xb), _iter_entries(yb)):
+        n = next(_iter_tensor_sizes(o), None)
         if n is not None:
-            return _count_listed(o, [*_entries(xb), *_entries(yb)]) if _is_list(o) else (n, True)
-    for n in chain(_list_sizes(xb), _list_sizes(yb)):
+            return (
+                _count_listed(o, [*_iter_entries(xb), *_iter_entries(yb)])
+                if _is_list(o)
+                else (n, True)
+            )
+    for n in chain(_iter_list_sizes(xb), _iter_list_sizes(yb)):
         return n, True
     raise BatchError(
         f'The batch has no size: there is no tensor with a dimension in {describe(xb)}. Give a tensor '
@@ -693,49 +694,51 @@ def _count_and_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
 
 
 def _count_listed(counted: Any, entries: list[Any]) -> tuple[int, bool]:
-    "Return the same for a batch whose first entry with a size is the list `counted` (cases 3 and 4)."
-    candidates = {len(counted), *_sizes_of_first(counted)}
+    "Return the number of samples by cases 3 and 4, and whether it is certain; `counted` is the first list with a size."
+    candidates = {len(counted), *_list_first_sizes(counted)}
     for other in reversed(entries):
-        fitting = candidates.intersection(_possible_sizes(other)) if other is not counted else ()
+        fitting = (
+            candidates.intersection(_list_possible_sizes(other)) if other is not counted else ()
+        )
         if len(fitting) == 1:
             return next(iter(fitting)), True
-    return len(counted), len(candidates) == 1 or _are_surely_samples(counted)
+    return len(counted), len(candidates) == 1 or _must_be_samples(counted)
 
 
-def _possible_sizes(o: Any) -> list[int]:
-    "Return the possible numbers of samples of an entry: of a list of tensors, its length or the tensors' rows."
+def _list_possible_sizes(o: Any) -> list[int]:
+    "Return the possible numbers of samples of an entry: for a list of tensors, its length and the tensors' rows."
     if not _is_list(o):
-        return list(_tensor_sizes(o))[:1]
-    return [len(o)] if _holds_dicts(o) else [len(o), *_sizes_of_first(o)]
+        return list(_iter_tensor_sizes(o))[:1]
+    return [len(o)] if _holds_dicts(o) else [len(o), *_list_first_sizes(o)]
 
 
-def _sizes_of_first(o: Any) -> list[int]:
-    "Return the possible numbers of samples of the first entry with a size in a list."
+def _list_first_sizes(o: Any) -> list[int]:
+    "Return the possible numbers of samples by the first entry of a list that has a size."
     for c in o:
-        sizes = [len(c), *_sizes_of_first(c)] if _is_list(c) else list(_tensor_sizes(c))[:1]
-        if sizes:
+        if sizes := _list_possible_sizes(c):
             return sizes
     return []
 
 
-def _are_surely_samples(o: Any) -> bool:
-    "Return True if a list cannot be a list of stacked inputs: it holds dicts, images, or tensors of different sizes."
-    return _holds_dicts(o) or _are_images(o) or len(set(_tensor_sizes(o))) > 1
+def _must_be_samples(o: Any) -> bool:
+    "Return True if a list holds dicts, images or tensors of different sizes, which stacked inputs cannot be."
+    return _holds_dicts(o) or _are_images(o) or len(set(_iter_tensor_sizes(o))) > 1
 
 
 def _holds_dicts(o: Any) -> bool:
-    "Return True if a list holds a container other than a list or tuple."
+    "Return True if a list holds a mapping, dataclass or named tuple."
     return any(not _is_leaf(c) and not _is_list(c) for c in o)
 
 
 def _are_images(o: Any) -> bool:
+    "Return True if a list holds only image tensors (C, H, W)."
     return all(isinstance(c, Tensor) and c.ndim == 3 and len(c) in (1, 3, 4) for c in o)
 
 
 def is_sample_list(
     o: Any,
     n: int,  # number of samples of the batch
-    listed: bool = False,  # whether samples are in lists, if `o` could also be n stacked tensors
+    listed: bool = False,  # treat n tensors of n rows, which is ambiguous, as samples
 ) -> bool:
     """Return True if a list or tuple has one entry for each of `n` samples.
 
@@ -745,21 +748,22 @@ def is_sample_list(
     """
     if not _is_list(o) or len(o) != n:
         return False
-    return listed or _is_sample_list(o) or _are_images(o) or set(_tensor_sizes(o)) != {n}
+    return listed or _holds_objects(o) or _are_images(o) or set(_iter_tensor_sizes(o)) != {n}
 
 
 def has_listed_samples(b: Any, n: int) -> bool:
-    """Return True if a batch of `n` samples certainly has its samples in a list of tensors or dicts.
+    """Return True if a batch of `n` samples has a list of tensors or dicts with one entry per sample.
 
     >>> has_listed_samples((torch.zeros(2, 3), [{'a': 1}, {'a': 2}]), 2), has_listed_samples((['a', 'b'],), 2)
     (True, False)
     """
     if type(b) is tuple and all(type(o) is Tensor for o in b):
         return False
-    return any(is_sample_list(o, n) and not all(map(_is_text, o)) for o in _entries(b))
+    return any(is_sample_list(o, n) and not all(map(_is_plain_leaf, o)) for o in _iter_entries(b))
 
 
-def _is_text(o: Any) -> bool:
+def _is_plain_leaf(o: Any) -> bool:
+    "Return True for a string, number or other object that is neither a container nor an array."
     return _is_leaf(o) and not isinstance(o, (Tensor, np.ndarray))
 
 
@@ -778,20 +782,20 @@ def take_rows(
     o: Any,
     n: int,  # number of samples of the batch
     rows: slice | list[int],  # sample indices
-    listed: bool = False,  # whether samples are in lists, see `has_listed_samples`
+    listed: bool = False,  # result of `has_listed_samples` for the batches
 ) -> Any:
-    "Select samples of each object in `o` that has `n` samples."
+    "Return `o` with the selected samples of each tensor and list that has `n` samples; other objects are unchanged."
     if isinstance(o, PackedSequence):
         raise BatchError(
             'A PackedSequence cannot be cut into microbatches, or shared out: pad the sequences.'
         )
     if isinstance(o, (Tensor, np.ndarray)):
         return o[rows] if o.ndim and o.shape[0] == n else o
-    if _graph_count(o) is not None:
+    if _count_graphs(o) is not None:
         return _take_graphs(o, rows)
     if is_sample_list(o, n, listed):
         indices = range(n)[rows] if isinstance(rows, slice) else rows
-        return type(o)(o[i] for i in indices)  # a copy, also for all rows
+        return type(o)(o[i] for i in indices)  # a copy, even if all rows are selected
     children = children_of(o)
     if children is None:
         if callable(getattr(o, 'to', None)):
@@ -801,11 +805,11 @@ def take_rows(
             )
         return o
     new = [take_rows(c, n, rows, listed) for c in children]
-    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuilt(o, new)
+    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuild(o, new)
 
 
 def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
-    "Return a batch of the selected graphs."
+    "Return a batch with the selected graphs."
     if not hasattr(o, 'to_data_list') or not hasattr(type(o), 'from_data_list'):
         raise BatchError(
             f'{type(o).__name__} cannot be cut into microbatches, or shared out: it has num_graphs, but '
@@ -819,9 +823,9 @@ def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
     "Concatenate tensors along `dim`, stack 0-dim tensors, and return a list of samples for different shapes."
-    ndim = items[0].ndim
-    if ndim == 0 and all(t.ndim == 0 for t in items):
+    if all(t.ndim == 0 for t in items):
         return torch.stack(items)
+    ndim = items[0].ndim
     if all(t.ndim == ndim for t in items):
         d = dim % ndim
         if len({(*t.shape[:d], *t.shape[d + 1 :]) for t in items}) == 1:
@@ -829,30 +833,24 @@ def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
     return [sample for t in items for sample in (t.unbind(dim) if t.ndim else (t,))]
 
 
-def _describe_difference(items: list[Any]) -> str:
-    "Describe the first item and the first item of another structure."
-    other = next(o for o in items if _keys(o) != _keys(items[0]))
-    return f'{describe(items[0])} and {describe(other)}'
-
-
 # -- calling the model -----------------------------------------------------------------------------
 
-_known_parameters: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDictionary()
+_parameter_cache: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDictionary()
 
 
-def _parameters(model: Any) -> tuple[frozenset[str], bool]:
-    "Return the parameter names of the model's forward, and True if forward takes only `**kwargs`."
+def _get_parameters(model: Any) -> tuple[frozenset[str], bool]:
+    "Return the cached parameter names of a model's forward, and True if forward takes only `**kwargs`."
     try:
-        known = _known_parameters.get(model)
+        known = _parameter_cache.get(model)
         if known is None:
-            known = _known_parameters[model] = _read_parameters(model)
+            known = _parameter_cache[model] = _read_parameters(model)
         return known
     except TypeError:
-        return _read_parameters(model)  # an unhashable object, or one without weak references
+        return _read_parameters(model)  # the model is not hashable or has no weak references
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
-    "Read the signature of a model's forward, or of the model inside a wrapper (data parallel, compiled)."
+    "Read the signature of a model's forward; the wrappers of DDP and torch.compile are unwrapped if it has no names."
     try:
         ps = inspect.signature(
             model.forward if isinstance(model, nn.Module) else model
@@ -862,7 +860,7 @@ def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
     names = frozenset(p.name for p in ps if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     inner = getattr(model, 'module', getattr(model, '_orig_mod', None))
     if not names and isinstance(inner, nn.Module):
-        return _parameters(inner)
+        return _get_parameters(inner)
 
     needed = any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in ps
@@ -870,8 +868,8 @@ def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
     return names, not needed and any(p.kind is p.VAR_KEYWORD for p in ps)
 
 
-def _without_loss(out: Any) -> Any:
-    "Return a model's output without its loss."
+def _drop_loss(out: Any) -> Any:
+    "Return a model's output without the loss."
     if isinstance(out, Mapping):
         if 'loss' not in out:
             return out

@@ -174,7 +174,8 @@ class Comm:
         """
         if self.size == 1:
             return f()
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = f()
         except Exception as e:
@@ -293,7 +294,8 @@ class Comm:
 
     def reset(self, **values: float) -> None:
         "Reset all slots for a new run, to 0 or to `values`, which are equal on all ranks."
-        self._pending, self.n_steps = None, 0
+        self._pending = None
+        self.n_steps = 0
         self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._agreed)
 
@@ -324,7 +326,9 @@ class Comm:
 
         for name in self.variables:
             os.environ.pop(name, None)
-        group, self.control, self._pending = self.control, None, None
+        group = self.control
+        self.control = None
+        self._pending = None
         if group is None or not dist.is_initialized():
             return
         if self.is_ours:

@@ -176,7 +176,9 @@ class Unknown(Denominator):
         name: str,  # name of the loss function
         why: str = '',  # reason why the denominator is not the number of samples
     ) -> None:
-        self.name, self.why, self.has_warned = name, why, False
+        self.name = name
+        self.why = why
+        self.has_warned = False
 
     def look(self, yb: tuple[Any, ...]) -> None:
         if self.has_warned or not (self.why or has_ignored(yb)):
@@ -214,13 +216,15 @@ def denominator_of(loss_func: Any) -> Denominator:
         return ClassTargets(loss_func)
     if isinstance(loss_func, ELEMENT_LOSSES) and has_forward_of(loss_func, ELEMENT_LOSSES):
         return Elements()
-    func, keywords = loss_func, {}
+    func = loss_func
+    keywords = {}
     if (
         isinstance(loss_func, partial)
         and not loss_func.args
         and set(loss_func.keywords) <= KEYWORDS
     ):
-        func, keywords = loss_func.func, loss_func.keywords
+        func = loss_func.func
+        keywords = loss_func.keywords
     if func in CLASS_FUNCTIONS:
         return ClassTargets(keywords)
     if func in ELEMENT_FUNCTIONS and keywords.get('weight') is None:
@@ -323,7 +327,9 @@ def check_is_mean(
     The loss of the batch is compared with the losses of its halves. A function that says `reduction = 'sum'`, in an
     attribute, is added up.
     """
-    loss_func, weights, yb = learn.loss_func, learn.loss_weights, learn.yb
+    loss_func = learn.loss_func
+    weights = learn.loss_weights
+    yb = learn.yb
     is_unknown = isinstance(weights.denominator(learn), Unknown) and learn.weight_func is None
     if loss_func is None or not is_unknown or weights.is_sum(learn):
         return

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     'is_dtensor',
-    'local',
-    'locals_of',
+    'local_shard',
+    'local_shards',
     'full_tensor',
     'whole_state',
     'distribute_like',
@@ -31,7 +31,7 @@ __all__ = [
     'open_hosts',
     'close_hosts',
     'mesh_of',
-    'grouped',
+    'unpack_shards',
     'total_norm',
     'sum_of_parts',
 ]
@@ -60,7 +60,7 @@ def _is_dtensor(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def local(t: Any) -> Any:
+def local_shard(t: Any) -> Any:
     "Return this rank's shard of a DTensor, sharing memory; return any other tensor unchanged."
     if not is_dtensor(t):
         return t
@@ -68,9 +68,13 @@ def local(t: Any) -> Any:
         return t.to_local()
 
 
-def locals_of(tensors: Iterable[Any]) -> list[Any]:
+def local_shards(tensors: Iterable[Any]) -> list[Any]:
     "Return this rank's shards of tensors, for elementwise operations, which are faster on shards."
-    return list(map(local, tensors)) if 'torch.distributed.tensor' in sys.modules else list(tensors)
+    return (
+        list(map(local_shard, tensors))
+        if 'torch.distributed.tensor' in sys.modules
+        else list(tensors)
+    )
 
 
 def cut_again(model: nn.Module) -> None:
@@ -115,10 +119,10 @@ def distribute_like(
     if not is_dtensor(own):
         return full_tensor(value).to(own.device) if is_dtensor(value) else value
     if is_dtensor(value):
-        shard = local(value)
+        shard = local_shard(value)
     else:
         shard = part_of(value, own.device_mesh, own.placements)
-    shard = shard.detach().to(local(own).device, copy=True)
+    shard = shard.detach().to(local_shard(own).device, copy=True)
     return _make_dtensor(shard, own.device_mesh, own)
 
 
@@ -204,7 +208,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 # -- norms -----------------------------------------------------------------------------------------
 
 
-def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
+def unpack_shards(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
     "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
     tensors = list(tensors)
     are_parts = [is_dtensor(t) for t in tensors]
@@ -212,13 +216,13 @@ def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
     if any(are_parts):
         first = tensors[are_parts.index(True)]
         group = first.device_mesh.get_group()
-    return locals_of(tensors), are_parts, group
+    return local_shards(tensors), are_parts, group
 
 
 def sum_of_parts(
     numbers: Tensor,  # one number per tensor, computed from this rank's shard
     are_parts: list[bool],  # True for each sharded tensor
-    group: Any,  # process group, as `grouped` returns it
+    group: Any,  # process group, as `unpack_shards` returns it
     largest: bool = False,  # reduce by the maximum instead of the sum
 ) -> Tensor:
     "Reduce numbers of sharded tensors over ranks. All ranks must call it."
@@ -243,7 +247,7 @@ def total_norm(
     >>> total_norm([torch.tensor([3.]), torch.tensor([4.])])
     tensor(5.)
     """
-    own, are_parts, group = grouped(tensors)
+    own, are_parts, group = unpack_shards(tensors)
     if mine is None:
         mine = own
     if group is None:

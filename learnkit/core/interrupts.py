@@ -60,7 +60,8 @@ class deferred_interrupts:
 
     def __exit__(self, *exc_info: object) -> None:
         self._uninstall()
-        self._acts, self._outside = False, None
+        self._acts = False
+        self._outside = None
         if self._waits:
             self._stop_waiting()
             raise KeyboardInterrupt

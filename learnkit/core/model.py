@@ -1,4 +1,6 @@
-"""The model inside of wrappers, its device and its modes; models that take whole batches."""
+"""Helpers for models: unwrapping, devices, training modes, and calls of models with Composer's interface.
+
+A model with Composer's interface receives a whole batch, inputs and targets, and computes the loss from it."""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ __all__ = [
     'loss_of_batch',
 ]
 
-# methods of a model that takes whole batches: `forward(batch)` and `loss(outputs, batch)`
+# methods that Composer's `ComposerModel` has in addition to `forward(batch)`, such as `loss(outputs, batch)`
 _BATCH_METHODS = ('loss', 'eval_forward', 'update_metric', 'get_metrics')
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    "Return the model inside of wrappers that prefix parameter names: torch.compile, DataParallel and DDP."
-    while (inner := _inner(model)) is not None:
+    "Return the model inside of wrappers that add a prefix to parameter names: torch.compile, DataParallel and DDP."
+    while (inner := _unwrap_once(model)) is not None:
         model = inner
     return model
 
@@ -41,32 +43,33 @@ def bare_model(model: nn.Module) -> nn.Module:
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
     "Return the wrappers around the bare model, outermost first."
     wrappers = []
-    while (inner := _inner(model)) is not None:
+    while (inner := _unwrap_once(model)) is not None:
         wrappers.append(model)
         model = inner
     return wrappers
 
 
-def _inner(model: nn.Module) -> nn.Module | None:
+def _unwrap_once(model: nn.Module) -> nn.Module | None:
+    "Return the module inside of a wrapper, or None for a module that is not a wrapper."
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return model.module
     return getattr(model, '_orig_mod', None)
 
 
 def has_weights(o: Any) -> bool:
-    "Return True for a module with parameters, and False for a function, such as a loss function."
+    "Return True for a module with parameters; False for any other module or object, such as a loss function."
     return isinstance(o, nn.Module) and next(o.parameters(), None) is not None
 
 
 def model_device(model: nn.Module, dls: Any) -> torch.device:
-    "Return the device of the model's first parameter, or the device of the data for a model without parameters."
+    "Return the device of the model's first parameter, or of the data for a model without parameters."
     for p in model.parameters():
         return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 
 def move_to_device(learn: LearnerLike) -> None:
-    "Move the model, and a loss function that is a module, to the device of the data, if it has one."
+    "Move the model, and a loss function that is a module, to the device of `learn.dls`; do nothing without a device."
     device = getattr(learn.dls, 'device', None)
     if device is None:
         return
@@ -108,13 +111,13 @@ def unwrap_partial(f: Any) -> Any:
     return f
 
 
-# -- models that take whole batches, such as Composer's `ComposerModel` ----------------------------
+# -- models with Composer's interface --------------------------------------------------------------
 
 
 def takes_batches(
     model: nn.Module,  # model, or a wrapper around one
 ) -> bool:
-    """Return True for a model with the methods of a `ComposerModel`, which takes whole batches.
+    """Return True for a model with the methods of a `ComposerModel`, which is called with whole batches.
 
     >>> takes_batches(nn.Linear(1, 1))
     False
@@ -126,7 +129,7 @@ def takes_batches(
 def whole_batch(
     learn: LoopLike,  # Learner with a current batch
 ) -> Any:
-    "Return the batch, or the microbatch, as one object: inputs and targets of a tuple, else the input."
+    "Return the batch or microbatch as one object: a tuple of inputs and targets, or the only input of another batch."
     if isinstance(learn.batch, (tuple, list)):
         return (*learn.xb, *learn.yb)
     return learn.xb[0]
@@ -136,7 +139,7 @@ def predict_batch(
     learn: LoopLike,  # Learner with a current batch
     model: nn.Module,  # its model, or the wrapper that is called in training
 ) -> tuple[Any, Any]:  # prediction, and loss or None
-    "Call a model with the whole batch; in validation its loss is computed with the same outputs."
+    "Call the model with the whole batch; in validation, also compute the loss of the same outputs."
     batch = whole_batch(learn)
     if learn.training:
         return model(batch), None
@@ -144,20 +147,20 @@ def predict_batch(
     if learn.phase == 'predict':
         return bare.eval_forward(batch), None
     outputs = model(batch)
-    loss = _total(bare.loss(outputs, batch))
+    loss = _reduce_losses(bare.loss(outputs, batch))
     return bare.eval_forward(batch, outputs), loss
 
 
 def loss_of_batch(
     learn: LoopLike,  # Learner with a current batch and its prediction
 ) -> Any:
-    "Return the model's loss of the prediction and the whole batch."
+    "Return the model's own loss of the current prediction and the whole batch."
     model: Any = bare_model(learn.model)
-    return _total(model.loss(learn.pred, whole_batch(learn)))
+    return _reduce_losses(model.loss(learn.pred, whole_batch(learn)))
 
 
-def _total(loss: Any) -> Any:
-    "Return a loss as one tensor, or as a dict whose total has the name `loss`."
+def _reduce_losses(loss: Any) -> Any:
+    "Return the losses of a model as one loss; in a dict of losses, rename the entry `total` to `loss`."
     if isinstance(loss, Mapping) and 'total' in loss:
         return {'loss' if name == 'total' else name: part for name, part in loss.items()}
     if isinstance(loss, (tuple, list)):

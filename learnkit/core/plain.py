@@ -20,8 +20,8 @@ __all__ = [
     'clone_view',
     'identify_memory',
     'is_dense',
-    'plain',
-    'storable',
+    'to_plain',
+    'to_storable',
 ]
 
 # types without parts, and the conversion of their subclasses (members of an enum, for example)
@@ -49,7 +49,7 @@ def as_atom(value: Any) -> Any:
     return value
 
 
-def plain(
+def to_plain(
     value: Any,  # state or configuration
     where: str,  # name of the value in errors
 ) -> Any:
@@ -58,7 +58,7 @@ def plain(
     NumPy scalars become Python numbers, and subclasses of tensors plain tensors. Raises `OptionError`, which names the
     path, for any other object.
 
-    >>> plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
+    >>> to_plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
     {'lr': 0.5, 'sizes': [1, 2]}
     """
     if isinstance(value, np.generic):
@@ -68,9 +68,9 @@ def plain(
     if isinstance(value, ATOMS):
         return as_atom(value)
     if isinstance(value, Mapping):
-        return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
+        return {k: to_plain(v, f'{where}[{k!r}]') for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        entries = [plain(v, f'{where}[{i}]') for i, v in enumerate(value)]
+        entries = [to_plain(v, f'{where}[{i}]') for i, v in enumerate(value)]
         return entries if isinstance(value, list) else tuple(entries)
     raise OptionError(
         f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
@@ -105,10 +105,10 @@ def as_plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor)
 
 
-def storable(value: Any) -> Any:
+def to_storable(value: Any) -> Any:
     """Convert a metric's value to plain data: arrays to tensors, and unsupported objects to None.
 
-    >>> storable({'per class': np.array([0.5, 1.]), 'figure': object()})
+    >>> to_storable({'per class': np.array([0.5, 1.]), 'figure': object()})
     {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
     """
     if isinstance(value, np.generic):
@@ -120,9 +120,9 @@ def storable(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
         return torch.tensor(value)
     if isinstance(value, Mapping):
-        return {k: storable(v) for k, v in value.items() if type(k) in ATOMS}
+        return {k: to_storable(v) for k, v in value.items() if type(k) in ATOMS}
     if isinstance(value, (list, tuple)):
-        entries = map(storable, value)
+        entries = map(to_storable, value)
         return list(entries) if isinstance(value, list) else tuple(entries)
     return None
 

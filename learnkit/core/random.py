@@ -136,7 +136,9 @@ _LEAVES = frozenset(
 )
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
 # limits of the search: depth including containers, number of objects, entries of a container
-_DEEPEST, _MOST, _LONGEST = 7, 200, 32
+_DEEPEST = 7
+_MOST = 200
+_LONGEST = 32
 
 
 def own_generators(
@@ -152,7 +154,8 @@ def own_generators(
     ['generator']
     """
     found: dict[str, Any] = {}
-    seen, objects = {id(dl)}, [('', dl)]
+    seen = {id(dl)}
+    objects = [('', dl)]
     kinds = _generator_types()
     for _ in range(_DEEPEST):
         inner: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Checks of options and of predictions against targets, hints for torch's errors, and warnings."""
+"""Checks of options, predictions and targets; hints for errors that torch raises; warnings."""
 
 from __future__ import annotations
 
@@ -48,26 +48,77 @@ __all__ = [
     'check_class_numbers',
 ]
 
-
-# folders of code that calls or is called by the package, skipped to find the user's line
+# `warn_user` skips frames of these files to find the line of user code
 _INTERNAL_PATHS = (
     str(Path(__file__).parents[1]),
     contextlib.__file__,
     str(Path(torch.__file__).parent),
 )
 
+# metric of classes: the metric of several labels that an error suggests instead
+_LABEL_METRICS = {
+    'accuracy': 'accuracy_multi',
+    'error_rate': 'accuracy_multi',
+    'top_k_accuracy': 'accuracy_multi',
+    'brier_score_loss': 'BrierScoreMulti',
+    **{
+        name: f'{name}Multi'
+        for name in (
+            'F1Score',
+            'FBeta',
+            'HammingLoss',
+            'Jaccard',
+            'MatthewsCorrCoef',
+            'Precision',
+            'Recall',
+            'RocAuc',
+        )
+    },
+    'RocAucBinary': 'RocAucMulti',
+    'APScoreBinary': 'APScoreMulti',
+}
+
+_OTHER_LOSSES = (
+    'For numbers use `MSELoss()`; for yes or no `BCEWithLogitsLoss()`; for one class of several, give the model an '
+    'output for each class and whole numbers as targets.'
+)
+
+# parameter names that users give to targets and to predictions
+_TARGETS = {'y_true', 'true', 'target', 'targets', 'targ', 'targs', 'label', 'labels', 'gt', 'y'}
+_PREDICTIONS = {
+    'y_pred',
+    'pred',
+    'preds',
+    'prediction',
+    'predictions',
+    'output',
+    'outputs',
+    'out',
+    'logits',
+    'y_hat',
+    'yhat',
+    'scores',
+}
+
+F = TypeVar('F', bound=Callable[..., Any])
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
 
 def warn_user(text: str) -> None:
-    "Warn at the line of user code that called the package."
-    frame, level = sys._getframe(1), 2
+    "Issue a warning with the location of the user code that called the package."
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warn(text, stacklevel=level)
 
 
 def warn_of_nan(
     learn: LearnerLike,
-    losses: list[float],  # loss of each step of the fit
+    losses: list[float],  # training loss of each step of the fit
     n_before: int,  # number of steps before this epoch
 ) -> None:
     "Warn if this epoch is the first with NaN losses, unless a callback handles NaN losses."
@@ -77,15 +128,35 @@ def warn_of_nan(
     if first < n_before or is_handled or not learn.world.is_first:
         return
     if any(vars(cb).get('scaler') is not None for cb in learn.cbs):
-        return  # the gradient scaler's callback warns itself
+        return  # the callback of the gradient scaler issues a warning
     warn_user(
         f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
         'fit ends there, and reports what became nan first. A lower learning rate may help.'
     )
 
 
+def warn_of_order(
+    f: Callable[..., Any],  # loss function or metric, called with predictions and targets
+) -> None:
+    "Warn about a function that takes targets before predictions by its parameter names, such as `f(y_true, y_pred)`."
+    f = unwrap_partial(f)
+    if str(getattr(f, '__module__', '')).startswith('torch.'):
+        return  # torch's order is known, and reading a signature takes longer than a small batch
+    try:
+        names = list(signature(getattr(f, 'forward', f)).parameters)[:2]
+    except (TypeError, ValueError):
+        return  # functions written in C have no signature
+    if len(names) == 2 and names[0] in _TARGETS and names[1] in _PREDICTIONS:
+        warn_user(
+            f'{name_of(f)}({", ".join(names)}) is called with predictions first, then targets. Exchange its parameters.'
+        )
+
+
+# -- hints for torch's errors ----------------------------------------------------------------------
+
+
 def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
-    """Return a hint for a known error of a model's forward pass, else an empty string.
+    """Return a hint for a known error of a model's forward pass, or an empty string.
 
     >>> model_hint((torch.zeros(1, 4),), nn.BatchNorm1d(4), ValueError('Expected more than 1 value per channel ...'))
     ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
@@ -104,7 +175,7 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
 
 
 def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
-    "Return a hint for inputs that the model's forward does not take, else an empty string."
+    "Return a hint for inputs that do not match the parameters of forward, or an empty string."
     if not isinstance(xb, (tuple, list)) or not isinstance(e, (TypeError, AttributeError)):
         return ''
     error, forward = str(e), getattr(model.forward, '__qualname__', '')
@@ -118,16 +189,16 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
             )
     if len(xb) != 1:
         return ''
-    only, kind = xb[0], type(xb[0]).__name__
+    entry, kind = xb[0], type(xb[0]).__name__
     is_missing = error.startswith(f'{forward}() missing')
     if not is_missing and not re.search(rf'\b{kind}\b', error):
         return ''
-    if type(only) in (tuple, list):
+    if type(entry) in (tuple, list):
         return (
-            f': the {kind} of {len(only)} entries is one input. For several inputs, let the loader give flat batches '
-            f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(only)})` counts the inputs'
+            f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader give flat batches '
+            f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(entry)})` counts the inputs'
         )
-    if children_of(only) is not None and passed_names(model, tuple(xb)) is None:
+    if children_of(entry) is not None and passed_names(model, tuple(xb)) is None:
         parameters = ', '.join(signature(model.forward).parameters)
         return (
             f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '
@@ -145,7 +216,7 @@ def _count_positional(f: Callable[..., Any]) -> int:
 
 
 def precision_hint(b: Any, model: nn.Module) -> str:
-    """Return a hint for float64 inputs from NumPy with a float32 model, else an empty string.
+    """Return a hint for float64 inputs from NumPy with a float32 model, or an empty string.
 
     >>> precision_hint((torch.zeros(2, 3, dtype=torch.float64),), nn.Linear(3, 1))
     ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
@@ -161,7 +232,7 @@ def precision_hint(b: Any, model: nn.Module) -> str:
 
 
 def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
-    """Return a hint for a known error of a loss function, else an empty string.
+    """Return a hint for a known error of a loss function, or an empty string.
 
     >>> error = RuntimeError('expected target dtype to be Long or Byte, but got Float')
     >>> loss_hint(nn.CrossEntropyLoss(), torch.zeros(2, 3), (torch.zeros(2),), error)
@@ -225,7 +296,7 @@ def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
 
 
 def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
-    """Return the range of targets and the number of classes for an out-of-bounds error, else an empty string.
+    """Return the range of targets and the number of classes for an out-of-bounds error, or an empty string.
 
     >>> error = IndexError('Target 9 is out of bounds.')
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
@@ -245,16 +316,19 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
     return f': targets from {low} to {high} for {pred.shape[axis]} classes'
 
 
+# -- signatures ------------------------------------------------------------------------------------
+
+
 def takes_alone(f: Any) -> str:
-    "Return 'only' if a function takes one positional argument, 'also' if it takes one or two, else ''."
+    "Return 'only' if a function takes one positional argument, 'also' if it takes one or two, or an empty string."
     try:
-        params = signature(f.forward if isinstance(f, nn.Module) else f)
+        sig = signature(f.forward if isinstance(f, nn.Module) else f)
     except (TypeError, ValueError):
-        return ''  # functions written in C, which are not losses of one argument
+        return ''  # functions written in C have no signature; none is a loss of one argument
 
     def accepts(n: int) -> bool:
         try:
-            params.bind(*[f] * n)
+            sig.bind(*[f] * n)
         except TypeError:
             return False
         return True
@@ -265,7 +339,7 @@ def takes_alone(f: Any) -> str:
 
 
 def takes(f: Any, name: str) -> bool:
-    "Return True if a function takes a keyword, or if its signature is unknown."
+    "Return True if a function takes the keyword `name`, or if its signature is unknown."
     try:
         params = signature(f).parameters.values()
     except (TypeError, ValueError):
@@ -273,71 +347,63 @@ def takes(f: Any, name: str) -> bool:
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)
 
 
-F = TypeVar('F', bound=Callable[..., Any])
-
-# metrics of several labels, which are suggested instead of metrics of classes
-_LABEL_METRICS = {
-    'accuracy': 'accuracy_multi',
-    'error_rate': 'accuracy_multi',
-    'top_k_accuracy': 'accuracy_multi',
-    'brier_score_loss': 'BrierScoreMulti',
-    **{
-        name: f'{name}Multi'
-        for name in (
-            'F1Score',
-            'FBeta',
-            'HammingLoss',
-            'Jaccard',
-            'MatthewsCorrCoef',
-            'Precision',
-            'Recall',
-            'RocAuc',
-        )
-    },
-    'RocAucBinary': 'RocAucMulti',
-    'APScoreBinary': 'APScoreMulti',
-}
+# -- options ---------------------------------------------------------------------------------------
 
 
-_OTHER_LOSSES = (
-    'For numbers use `MSELoss()`; for yes or no `BCEWithLogitsLoss()`; for one class of several, give the model an '
-    'output for each class and whole numbers as targets.'
-)
+def is_number(value: object) -> bool:
+    """Return True for a real number other than NaN or a boolean.
+
+    >>> is_number(2), is_number(float('inf')), is_number(True), is_number('2')
+    (True, True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
-def warn_of_order(
-    f: Callable[..., Any],  # loss function or metric, called with predictions and targets
-) -> None:
-    "Warn of a function whose parameters are named as targets and predictions, in this order: `f(y_true, y_pred)`."
-    f = unwrap_partial(f)
-    if str(getattr(f, '__module__', '')).startswith('torch.'):
-        return  # reading a signature takes longer than a small batch
+def is_count(value: object, least: int = 1) -> bool:
+    """Return True for an integer of `least` or more, other than a boolean.
+
+    >>> is_count(2), is_count(0), is_count(2.0), is_count(True)
+    (True, False, False, False)
+    """
     try:
-        names = list(signature(getattr(f, 'forward', f)).parameters)[:2]
-    except (TypeError, ValueError):
-        return  # some builtins have no signature
-    if len(names) == 2 and names[0] in _TARGETS and names[1] in _PREDICTIONS:
-        warn_user(
-            f'{name_of(f)}({", ".join(names)}) is called with predictions first, then targets. Exchange its parameters.'
-        )
+        # raises TypeError for a value that is not an integer
+        return not isinstance(value, bool) and operator.index(value) >= least  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
-# names of parameters, as users choose them
-_TARGETS = {'y_true', 'true', 'target', 'targets', 'targ', 'targs', 'label', 'labels', 'gt', 'y'}
-_PREDICTIONS = {
-    'y_pred',
-    'pred',
-    'preds',
-    'prediction',
-    'predictions',
-    'output',
-    'outputs',
-    'out',
-    'logits',
-    'y_hat',
-    'yhat',
-    'scores',
-}
+def check_number(
+    name: str,  # name of the option
+    value: object,
+    above: float = 0.0,  # lower bound, excluded
+    below: float = math.inf,  # upper bound, excluded
+    error: type[LearnkitError] = OptionError,
+) -> None:
+    "Raise `error` if `value` is not a number between two bounds."
+    if is_number(value) and above < value < below:  # type: ignore[operator]
+        return
+    limit = '' if below == math.inf else f' and below {below:g}'
+    raise error(f'{name}={short_repr(value)}: give a number above {above:g}{limit}.')
+
+
+def check_count(
+    name: str,  # name of the option
+    value: Any,
+    least: int = 1,
+    error: type[LearnkitError] = OptionError,
+) -> int:
+    """Return `value` as an int; raise `error` if it is not a whole number, or below `least`.
+
+    >>> check_count('n_epoch', -1, 0)
+    Traceback (most recent call last):
+    learnkit.core.errors.OptionError: n_epoch=-1: give a whole number, 0 or more.
+    """
+    if is_count(value, least):
+        return operator.index(value)
+    raise error(f'{name}={short_repr(value)}: give a whole number, {least} or more.')
+
+
+# -- predictions and targets of losses -------------------------------------------------------------
 
 
 def check_pairing(
@@ -347,8 +413,8 @@ def check_pairing(
 ) -> None:
     """Raise `LossError` if a loss compares each prediction with every target, as for shapes (n, 1) and (n,).
 
-    Only shapes that torch would broadcast are checked. The loss is computed for other numbers: a mean over all pairs
-    does not change when the targets are shifted.
+    Only shapes that torch would broadcast are checked. The check computes the loss of test values: a mean over all
+    pairs does not change when the targets are shifted.
 
     >>> check_pairing(torch.nn.functional.mse_loss, torch.zeros(8, 1), (torch.zeros(8),))
     Traceback (most recent call last):
@@ -373,9 +439,9 @@ def check_class_scores(
     pred: Any,  # predictions of a batch, (B, C, ...)
     yb: tuple[Any, ...],  # targets of the batch
 ) -> None:
-    """Raise `LossError` if cross-entropy gets a single class, and warn of targets that are numbers in place of classes.
+    """Raise `LossError` if cross-entropy gets a single class; warn about targets that are not class probabilities.
 
-    Torch computes both without an error. The loss of one class is always 0, and nothing is trained.
+    torch computes the loss of both without an error. The loss of a single class is always 0, so nothing is trained.
 
     >>> check_class_scores(nn.CrossEntropyLoss(), torch.zeros(8, 1), (torch.zeros(8, 1),))
     Traceback (most recent call last):
@@ -407,7 +473,7 @@ def _warn_of_numbers(
     targ: Tensor,  # targets with an entry for each class
     axis: int,  # class dimension
 ) -> None:
-    "Warn of targets that are not probabilities: negative, or with a sum other than 1 (or 0, to ignore a sample)."
+    "Warn about targets that are not probabilities: negative, or with a sum other than 1, or 0 for an ignored sample."
     total = targ.detach().float().sum(axis)
     is_sum = (total - 1).abs() < 1e-2
     if bool(((is_sum | (total == 0)).all() & (targ >= 0).all()).cpu()):
@@ -422,7 +488,7 @@ def shape_fix(
     pred: Tensor,  # predictions
     targ: Tensor,  # targets, as many as predictions
 ) -> str:
-    """Return a fix that gives predictions and targets one shape.
+    """Return advice that gives predictions and targets the same shape.
 
     >>> shape_fix(torch.zeros(8, 1), torch.zeros(8))
     'Give the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'
@@ -435,7 +501,7 @@ def shape_fix(
 
 
 def _would_broadcast(pred: Tensor, targ: Tensor) -> bool:
-    "Return True if torch would broadcast predictions and as many targets to more elements."
+    "Return True if torch would broadcast predictions and the same number of targets to more elements."
     if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex():
         return False
     try:
@@ -465,57 +531,7 @@ def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) ->
     return bool(torch.isclose(loss, shifted_loss, rtol=0.01))
 
 
-def is_number(value: object) -> bool:
-    """Return True for real numbers other than NaN and booleans.
-
-    >>> is_number(2), is_number(float('inf')), is_number(True), is_number('2')
-    (True, True, False, False)
-    """
-    return isinstance(value, Real) and not isinstance(value, bool) and value == value
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Return True for integers of `least` or more, other than booleans.
-
-    >>> is_count(2), is_count(0), is_count(2.0), is_count(True)
-    (True, False, False, False)
-    """
-    try:
-        # the annotation is ignored because `operator.index` is the check itself
-        return not isinstance(value, bool) and operator.index(value) >= least  # type: ignore[arg-type]
-    except TypeError:
-        return False
-
-
-def check_number(
-    name: str,  # name of the option
-    value: object,
-    above: float = 0.0,  # lower bound, excluded
-    below: float = math.inf,  # upper bound, excluded
-    error: type[LearnkitError] = OptionError,
-) -> None:
-    "Raise `error` unless `value` is a number between two bounds."
-    if is_number(value) and above < value < below:  # type: ignore[operator]
-        return
-    limit = '' if below == math.inf else f' and below {below:g}'
-    raise error(f'{name}={short_repr(value)}: give a number above {above:g}{limit}.')
-
-
-def check_count(
-    name: str,  # name of the option
-    value: Any,
-    least: int = 1,
-    error: type[LearnkitError] = OptionError,
-) -> int:
-    """Return `value` as an int; raise `error` if it is not a whole number, or below `least`.
-
-    >>> check_count('n_epoch', -1, 0)
-    Traceback (most recent call last):
-    learnkit.core.errors.OptionError: n_epoch=-1: give a whole number, 0 or more.
-    """
-    if is_count(value, least):
-        return operator.index(value)
-    raise error(f'{name}={short_repr(value)}: give a whole number, {least} or more.')
+# -- predictions and targets of metrics ------------------------------------------------------------
 
 
 def check_choice(
@@ -544,13 +560,13 @@ def check_choice(
 
 
 def needs_class_indices(f: F) -> F:
-    "Mark a function whose targets `check_class_numbers` checks."
+    "Mark a metric function whose targets are class indices, for `check_class_numbers`; used as a decorator."
     vars(f)['needs_class_indices'] = True
     return f
 
 
 def takes_class_numbers(
-    metric: Any,  # metric of learnkit, or a wrapper of one
+    metric: Any,  # metric of learnkit, or a wrapper around one
 ) -> bool:
     "Return True if a metric's function was marked by `needs_class_indices`."
     while metric is not None:
@@ -565,7 +581,7 @@ def check_class_numbers(
     name: str,  # name of the metric, for the message
     yb: tuple[Any, ...],  # targets of a batch
 ) -> None:
-    """Raise `MetricError` for targets that are not class numbers; the check waits for the device.
+    """Raise `MetricError` for targets that are not class numbers. The check synchronizes with the device.
 
     >>> check_class_numbers('accuracy', (torch.tensor([0.5, 1.]),))
     Traceback (most recent call last):

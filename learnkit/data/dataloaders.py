@@ -20,7 +20,7 @@ from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
 from learnkit.core.validation import check_count
 from learnkit.data.evaluator import Evaluator, named_loaders
-from learnkit.data.show import Shows, first_batch
+from learnkit.data.show import first_batch, first_samples, own_method, show_samples
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
 from learnkit.data.torch_loader import iterates_as_torch, torch_in_order, without_workers
 
@@ -34,6 +34,7 @@ __all__ = [
     'check_loaders',
     'decodes_batches',
     'n_batches',
+    'batch_size_of',
     'epoch_length',
     'describe_loader',
     'in_order',
@@ -51,7 +52,7 @@ def default_device() -> torch.device:
     return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
 
 
-class DataLoaders(Shows):
+class DataLoaders:
     """A training loader, any number of validation loaders, and the device that batches are moved to.
 
     `dls[0]` is the training loader. The validation loaders follow, then the others. `dls['valid']` works too.
@@ -104,10 +105,10 @@ class DataLoaders(Shows):
         self.targets = as_names(targets)
         self._device = None if device is None else check_device(device)
 
-        for name, dl in self._named():
+        for name, dl in self.list_named():
             check_no_loaders(name, dl)
             check_loader(name, dl)
-        check_n_inp(n_inp, self.targets, [name for name, _ in self._named()])
+        check_n_inp(n_inp, self.targets, [name for name, _ in self.list_named()])
         if n_iter is not None:
             check_count('n_iter', n_iter, error=LoaderError)
 
@@ -149,7 +150,8 @@ class DataLoaders(Shows):
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
         """
         check_count('bs', bs, error=LoaderError)
-        for name, ds in [('train', train_ds), *named_loaders(valid_ds)]:
+        valid_sets = named_loaders(valid_ds)
+        for name, ds in [('train', train_ds), *valid_sets]:
             check_dataset(name, ds)
         if seed is not None:
             kwargs['generator'] = make_generator(seed, kwargs.get('generator'))
@@ -169,9 +171,7 @@ class DataLoaders(Shows):
         train: Any = DataLoader(
             train_ds, shuffle=shuffle, drop_last=drop_last, **train_only, **shared
         )
-        valid: dict[str, Any] = {
-            name: DataLoader(ds, **shared) for name, ds in named_loaders(valid_ds)
-        }
+        valid: dict[str, Any] = {name: DataLoader(ds, **shared) for name, ds in valid_sets}
         return cls(
             train,
             valid or None,
@@ -243,7 +243,7 @@ class DataLoaders(Shows):
     @property
     def loaders(self) -> list[Any]:
         "All loaders: training, validation, others."
-        return [dl for _, dl in self._named()]
+        return [dl for _, dl in self.list_named()]
 
     @property
     def train_ds(self) -> Any:
@@ -296,7 +296,39 @@ class DataLoaders(Shows):
             'its data set empty?'
         )
 
-    def _named(self) -> list[tuple[str, Any]]:
+    def show_batch(
+        self,
+        b: Any = None,  # batch to show; None: the first batch of the loader
+        max_n: int = 9,  # maximum number of samples
+        ds_idx: int | str = 0,  # loader: 0 for training, 1 for validation, or a name
+        **kwargs: Any,  # `figsize` in inches for images; arguments of the data's own `show_batch`
+    ) -> Any:
+        """Show samples of a batch with their targets, images in a grid, other inputs as a table; return the drawing.
+
+        Images are (N, C, H, W) or (N, H, W), uint8 or float. Float values outside of 0 to 1 are rescaled to that
+        range, all images alike. Class names come from `dls.vocab` if the attribute exists. A method
+        `show_batch(max_n=...)` of the loader or its data set takes precedence. Loaders and random generators are
+        restored afterwards: the training order does not change.
+
+        Raises `OptionError` if there is no batch to show.
+
+        >>> dls = DataLoaders.from_tensors((torch.tensor([[0.5, 1.], [2., 4.]]), torch.tensor([0, 1])), shuffle=False)
+        >>> dls.vocab = ['cat', 'dog']
+        >>> dls.show_batch()
+        x[0]  x[1]  target
+         0.5     1     cat
+           2     4     dog
+        """
+        check_count('max_n', max_n)
+        dl = self[ds_idx]
+        show = own_method(dl, 'show_batch')
+        if show is not None:
+            return show(max_n=max_n, **kwargs) if b is None else show(b, max_n=max_n, **kwargs)
+        name = ds_idx if isinstance(ds_idx, str) else self.list_named()[ds_idx][0]
+        xb, yb = first_samples(first_batch(dl) if b is None else b, self.batch_form(name), max_n)
+        return show_samples(xb, {'target': yb}, getattr(self, 'vocab', None), **kwargs)
+
+    def list_named(self) -> list[tuple[str, Any]]:
         return [
             ('train', self.train),
             *self.evaluation,
@@ -306,7 +338,7 @@ class DataLoaders(Shows):
     def __getitem__(self, key: int | str) -> Any:
         if not isinstance(key, str):
             return self.loaders[key]
-        named = dict(self._named())
+        named = dict(self.list_named())
         if key not in named:
             raise KeyError(f'There is no loader {key!r}, only {", ".join(map(repr, named))}.')
         return named[key]
@@ -320,28 +352,22 @@ class DataLoaders(Shows):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            hint = (
-                ' For new samples: `learn.get_preds(dl=[(x,)])`, or any loader.'
-                if name == 'test_dl'
-                else ''
-            )
+            hint = ''
+            if name == 'test_dl':  # of fastai
+                hint = ' For new samples: `learn.get_preds(dl=[(x,)])`, or any loader.'
             raise AttributeError(
                 f'{type(self).__name__} has no attribute `{name}`.{hint}', name=name, obj=self
             )
 
     def __repr__(self) -> str:
-        return '\n'.join(
-            [
-                type(self).__name__,
-                *(f'  {name}: {describe_loader(dl)}' for name, dl in self._named()),
-            ]
-        )
+        lines = [f'  {name}: {describe_loader(dl)}' for name, dl in self.list_named()]
+        return '\n'.join([type(self).__name__, *lines])
 
     @never_raising
     def _repr_html_(self) -> str:
         rows = [
             (name, describe_loader(dl), n_batches(getattr(dl, 'dataset', None)))
-            for name, dl in self._named()
+            for name, dl in self.list_named()
         ]
         return table(['name', 'loader', 'samples'], rows, type(self).__name__)
 
@@ -404,8 +430,10 @@ class TensorLoader:
     @property
     def dataset(self) -> Dataset[Any]:
         "The data set of single samples, each a tuple or dict like the batches."
-        columns: Any = self.tensors if self.names is None else self._make_dict(self.tensors)
-        return StackDataset(*columns) if self.names is None else StackDataset(**columns)
+        tensors: tuple[Any, ...] = self.tensors
+        if self.names is None:
+            return StackDataset(*tensors)
+        return StackDataset(**self._make_dict(tensors))
 
     def __len__(self) -> int:
         return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
@@ -419,7 +447,8 @@ class TensorLoader:
         >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
         [[2, 3], [4]]
         """
-        tensors, device = self.tensors, self.tensors[0].device
+        tensors = self.tensors
+        device = self.tensors[0].device
         pinned = device.type == 'cpu' and torch.cuda.is_initialized()
         batches: Iterator[Any]
         if self.shuffle:
@@ -451,7 +480,7 @@ class TensorLoader:
         blocks = t[n * self.bs :].split(1024 * self.bs)
         return (rows for block in blocks for rows in block.split(self.bs))
 
-    def _make_dict(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+    def _make_dict(self, entries: Iterable[Tensor]) -> dict[str, Any]:
         return dict(zip(self.names or (), entries, strict=True))
 
     def __repr__(self) -> str:
@@ -488,11 +517,17 @@ def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
     return (limit if n is None else n), limit
 
 
+def batch_size_of(dl: Any) -> int | None:
+    "Return the number of samples in a full batch of a loader, or None if it is unknown."
+    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    return bs if isinstance(bs, int) else None
+
+
 def describe_loader(dl: Any) -> str:
     "Return a string with a loader's type, length and batch size."
-    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    n, bs = n_batches(dl), batch_size_of(dl)
     count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
-    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')
+    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if bs is not None else '')
 
 
 def in_order(dl: Any) -> Any:

@@ -29,7 +29,9 @@ class Evaluator:
     ) -> None:
         if isinstance(dl, Evaluator):
             raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
-        self.dl, self.metrics, self.name = dl, metrics, name
+        self.dl = dl
+        self.metrics = metrics
+        self.name = name
         self.every: Any = every if every == 'fit' else as_every(every)
         self._as_metrics: Any = None
 

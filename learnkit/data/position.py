@@ -30,7 +30,7 @@ from learnkit.core.random import (
     same_states,
 )
 from learnkit.core.validation import warn_user
-from learnkit.data.dataloaders import TensorLoader, n_batches
+from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
 from learnkit.data.loader_state import capture_state, find_own_parts, restore_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
@@ -76,11 +76,9 @@ class LoaderPosition:
     def __init__(
         self,
         dl: Any,  # the training loader
-        replay: bool | None = None,  # fetch consumed samples again on resume; None: if needed
         n_before: int = 0,  # batches drawn in earlier epochs, needed for an iterator
     ):
         self.dl = dl
-        self.replay = replay
         self.n_before = n_before
         # states of all generators just before `iter(dl)`; None before `begin`
         self.start: State | None = None
@@ -90,15 +88,14 @@ class LoaderPosition:
         self.workers = self.n_workers  # of a resumed position, the saved number
         self._workers_ran = False  # persistent workers were running when the epoch began
         # of a resumed position: number of batches to skip, and the loader's own state after them
-        self._n = 0
-        self._now = State()
+        self._n_skipped = 0
+        self._own_state = State()
 
     @classmethod
     def resume(
         cls,
         dl: Any,  # a training loader made like the saved one
         state: Mapping[str, Any],  # return value of `state_dict`
-        replay: bool | None = None,  # fetch consumed samples again; None: if needed
     ) -> Self:
         """Return a position that resumes from a saved state.
 
@@ -107,14 +104,14 @@ class LoaderPosition:
         changed, for a loader of another type, length or batch size.
         """
         check_position(dl, state)
-        position = cls(dl, replay, state['n_before'])
+        position = cls(dl, state['n_before'])
         position.load_state_dict(state)
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, which is not checked. A state between epochs is restored at once."
-        self._n = state['n']
-        self._now = state['now']
+        self._n_skipped = state['n']
+        self._own_state = state['now']
         if state['start'] is None:
             self._restore_between_epochs(state['workers_run'])
         else:
@@ -137,7 +134,7 @@ class LoaderPosition:
             self._workers_ran = self.workers > 0 and workers_run(self.dl)
             self.start = _capture(self.dl, with_global=not _draws_from_own_generator(self.dl))
             batches = iter(self.dl)
-        if self.first is not None or self._n or not (is_resumed or draws_between):
+        if self.first is not None or self._n_skipped or not (is_resumed or draws_between):
             return batches
         return chain(self._capture_first(), batches) if _may_draw_late(self.dl) else batches
 
@@ -172,7 +169,7 @@ class LoaderPosition:
             'workers': self.workers,
             'workers_ran': self._workers_ran,
             'workers_run': self.n_workers > 0 and workers_run(self.dl),
-            'processes': self.dl.cut.size if isinstance(self.dl, Shard) else 1,
+            'processes': self.dl.spec.size if isinstance(self.dl, Shard) else 1,
         }
 
     def indices(
@@ -206,7 +203,7 @@ class LoaderPosition:
         self,
         n_drawn: int,  # batches of this epoch drawn so far
     ) -> None:
-        "Warn of what a run that is resumed here would draw in another way, as far as that can be found."
+        "Warn if a run resumed here would draw other random numbers or samples, as far as that can be found."
         dl = self.dl
         if self.start is None or not n_drawn or not _has_index_lists(dl):
             return
@@ -225,7 +222,8 @@ class LoaderPosition:
             except Exception as e:  # a sampler that can be iterated once may raise anything
                 if is_worker_failure(e):
                     raise
-                drawn, drawn_again = [0], []
+                drawn = [0]
+                drawn_again = []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
         if not same_batches(drawn, drawn_again):
@@ -245,9 +243,9 @@ class LoaderPosition:
         if isinstance(dl, Iterator):
             with preserved_rng():
                 _skip(dl, self.n_before)
-        if 'loader' in self._now:
-            dl.load_state_dict(_unmark_arrays(self._now['loader']))
-        _restore_own_state(dl, self._now)
+        if 'loader' in self._own_state:
+            dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
+        _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
         with _preserved(dl):
@@ -261,7 +259,7 @@ class LoaderPosition:
     def _resume_epoch(self) -> Iterator[Any]:
         "Return the iterator over the remaining batches, and leave the global generators unchanged."
         dl = self.dl
-        n = self._n
+        n = self._n_skipped
         current = capture_rng()
         if type(dl) in (list, tuple):
             return islice(dl, n, None)
@@ -275,12 +273,12 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._now and not self._state_needs_replay():
-                dl.load_state_dict(_unmark_arrays(self._now['loader']))
+            elif 'loader' in self._own_state and not self._state_needs_replay():
+                dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
                 return self._replay(n, current)
-            _restore_own_state(dl, self._now)
+            _restore_own_state(dl, self._own_state)
             return batches
         finally:
             restore_rng(current)
@@ -294,7 +292,7 @@ class LoaderPosition:
         if self._must_replay(drawn):
             return self._replay(n, current)
 
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._own_state)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(with_sampler(dl, sampler))
         sampler.lists = None
@@ -319,8 +317,6 @@ class LoaderPosition:
     def _must_replay(self, drawn: list[Any]) -> bool:
         "Return True if consumed samples have to be fetched again, judged by the indices of a few batches."
         dl = self.dl
-        if self.replay is not None:
-            return self.replay
         if not drawn:
             return not self._workers_ran
         if not (self.workers or self.n_workers) or not fetching_is_random(_unshard(dl), drawn):
@@ -347,19 +343,15 @@ class LoaderPosition:
         batches, after_first, _ = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
             _warn_of_shared_draws('data set', after_first, current)
-        _restore_own_state(dl, self._now)
+        _restore_own_state(dl, self._own_state)
         return batches
 
     def _state_needs_replay(self) -> bool:
         "Return True if a loader's own state is not enough: a `state_dict` does not hold the workers' generators."
         dl = self.dl
-        if self.replay is not None:
-            return self.replay
-        if (
-            not self.workers
-            or not isinstance(dl, DataLoader)
-            or isinstance(dl.dataset, IterableDataset)
-        ):
+        if not self.workers or not isinstance(dl, DataLoader):
+            return False
+        if isinstance(dl.dataset, IterableDataset):
             return False
         with _preserved(dl):
             return self._must_replay(list(islice(get_index_sampler(dl), 4)))
@@ -421,15 +413,15 @@ def _unshard(dl: Any) -> Any:
 def describe_drawn(dl: Any) -> dict[str, Any]:
     "Return the type and sizes that must match for a position to be restored; of a shard, the sizes over all ranks."
     batches = n_batches(dl)
-    per_batch = dl.cut.per_round if isinstance(dl, Shard) else 1
+    per_batch = dl.spec.per_round if isinstance(dl, Shard) else 1
     dl = _unshard(dl)
-    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    bs = batch_size_of(dl)
     dataset = getattr(dl, '__dict__', {}).get('dataset')
     samples = dl.n if _is_tensor_loader(dl) else n_batches(dataset)
     return {
         'type': type(dl).__name__,
         'batches': batches,
-        'batch size': bs * per_batch if isinstance(bs, int) else None,
+        'batch size': None if bs is None else bs * per_batch,
         'samples': samples,
     }
 
@@ -460,7 +452,7 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved, now = state['loader'], describe_drawn(dl)
     saved_size = state.get('processes', 1)
-    size = dl.cut.size if isinstance(dl, Shard) else 1
+    size = dl.spec.size if isinstance(dl, Shard) else 1
     differences = [
         f'{name} {_format_size(name, saved.get(name), saved_size)}, '
         f'now {_format_size(name, now[name], size)}'
@@ -530,7 +522,7 @@ def _without_samplers(own: State) -> State:
 def _preserved(dl: Any) -> Iterator[None]:
     "Restore a loader's state and the global generators at the end of the block."
     state = _capture(dl)
-    with preserved_rng(), dl.kept() if isinstance(dl, Shard) else nullcontext():
+    with preserved_rng(), dl.preserve() if isinstance(dl, Shard) else nullcontext():
         try:
             yield
         finally:
@@ -578,7 +570,8 @@ def _warn_of_persistent_workers() -> None:
 
 def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[Any]]:
     "Draw `n` entries; return the iterator, the global generators after the first, and up to four entries."
-    after_first, drawn = None, []
+    after_first = None
+    drawn = []
     step = -(-n // 4)
     for i in range(n):
         entry = next(it, _END)

@@ -1,4 +1,4 @@
-"""Context manager that restores loaders, their samplers and random generators."""
+"""Context managers that restore loaders, their samplers and random generators."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
-from learnkit.core.random import preserved_rng, state_setter
+from learnkit.core.random import preserved_generators, preserved_rng, state_setter
+from learnkit.data.torch_loader import forget_workers
 
-__all__ = ['preserve_loaders']
+__all__ = ['preserve_loaders', 'undisturbed_loader']
 
 
 def refill_dict(o: Any, items: dict[Any, Any]) -> None:
@@ -25,14 +26,9 @@ def refill_dict(o: Any, items: dict[Any, Any]) -> None:
     for key in [key for key in o if key not in items]:
         del o[key]
     if not all(map(is_, o, items)):
-        _reorder(o, items)
-
-
-def _reorder(o: dict[Any, Any], items: dict[Any, Any]) -> None:
-    "Give the entries of a dict the order of `items`."
-    for key, value in items.items():
-        del o[key]
-        o[key] = value
+        for key, value in items.items():
+            del o[key]
+            o[key] = value
 
 
 @contextmanager
@@ -53,4 +49,12 @@ def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
                 stack.callback(refill_dict, attributes, dict(attributes))
                 for setter in filter(None, map(state_setter, attributes.values())):
                     stack.callback(setter)
+        yield
+
+
+@contextmanager
+def undisturbed_loader(dl: Any) -> Iterator[None]:
+    "Restore a loader, its persistent workers and all random generators after a block that reads from it."
+    with preserve_loaders([dl]), preserved_generators(dl):
+        forget_workers(dl)  # running workers belong to the training in progress
         yield

@@ -60,8 +60,10 @@ class Order:
         self._depth -= 1
         if self._own is None or self._depth:
             return
-        before, own = self.state or {}, self._own
-        self.state, self._own = capture_rng(devices=False), None
+        before = self.state or {}
+        own = self._own
+        self.state = capture_rng(devices=False)
+        self._own = None
         restored = {}
         for name, state in own.items():
             was_shared = name in before and same_states(state, before[name])
@@ -75,7 +77,7 @@ class Shard:
     The order of the data is drawn from the same generators on every rank. All other random numbers differ by rank."""
 
     source: Any  # the loader, which is not changed
-    cut: Any  # the `ShardSpec` that selects this rank's part
+    spec: Any  # the `ShardSpec` that selects this rank's part
     order: Order
     position_class: type[Any] | None = (
         None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
@@ -106,13 +108,15 @@ class Shard:
         restore_state(self.source, state)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         "Restore the shared order and the shares of the pass at the end of the block."
-        state, shares = self.order.state, self.order.shares
+        state = self.order.state
+        shares = self.order.shares
         try:
             yield
         finally:
-            self.order.state, self.order.shares = state, shares
+            self.order.state = state
+            self.order.shares = shares
 
     def _order_generators(self) -> list[str]:
         "Return the names of the loader's own generators that draw the order, without global generators."

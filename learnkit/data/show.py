@@ -8,78 +8,32 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_detach
+from learnkit.core.batch import BatchForm, find_bs, microbatches, to_detach
 from learnkit.core.errors import OptionError
-from learnkit.core.model import unwrap_partial
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
-from learnkit.core.random import preserved_generators
-from learnkit.core.validation import check_count
-from learnkit.data.preserve import preserve_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.tables import as_table, cell, readable, shorten
-from learnkit.data.torch_loader import forget_workers
 
 __all__ = [
-    'Shows',
     'show_samples',
     'own_method',
     'first_batch',
     'first_samples',
     'as_targets',
     'class_axis',
-    'binary_cut',
     'wrong_ones',
     'find_images',
     'as_pictures',
     'class_colors',
     'draw_images',
+    'draw_pictures',
     'draw_masks',
 ]
 
 MAX_LEGEND = 24  # maximum number of classes in a legend
-
-
-class Shows:
-    "Mixin of `DataLoaders` that shows samples."
-
-    n_inp: int | Mapping[str, int] | None
-
-    def show_batch(
-        self,
-        b: Any = None,  # batch to show; None: the first batch of the loader
-        max_n: int = 9,  # maximum number of samples
-        ds_idx: int | str = 0,  # loader: 0 for training, 1 for validation, or a name
-        **kwargs: Any,  # `figsize` in inches for images; arguments of the data's own `show_batch`
-    ) -> Any:
-        """Show samples of a batch with their targets, images in a grid, other inputs as a table; return the drawing.
-
-        Images are (N, C, H, W) or (N, H, W), uint8 or float. Float values outside of 0 to 1 are rescaled to that
-        range, all images alike. Class names come from `dls.vocab` if the attribute exists. A method
-        `show_batch(max_n=...)` of the loader or its data set takes precedence. Loaders and random generators are
-        restored afterwards: the training order does not change.
-
-        Raises `OptionError` if there is no batch to show.
-
-        >>> from learnkit import DataLoaders
-        >>> dls = DataLoaders.from_tensors((torch.tensor([[0.5, 1.], [2., 4.]]), torch.tensor([0, 1])), shuffle=False)
-        >>> dls.vocab = ['cat', 'dog']
-        >>> dls.show_batch()
-        x[0]  x[1]  target
-         0.5     1     cat
-           2     4     dog
-        """
-        dls: Any = self
-        check_count('max_n', max_n)
-        dl = dls[ds_idx]
-        show = own_method(dl, 'show_batch')
-        if show is not None:
-            return show(max_n=max_n, **kwargs) if b is None else show(b, max_n=max_n, **kwargs)
-        name = ds_idx if isinstance(ds_idx, str) else dls._named()[ds_idx][0]
-        xb, yb = first_samples(first_batch(dl) if b is None else b, form_of(dls, name), max_n)
-        return show_samples(xb, {'target': yb}, getattr(dls, 'vocab', None), **kwargs)
 
 
 def show_samples(
@@ -124,8 +78,7 @@ def own_method(dl: Any, name: str) -> Any:
 
 def first_batch(dl: Any) -> Any:
     "Return a loader's first batch, and restore the loader and every generator."
-    with preserve_loaders([dl]), preserved_generators(dl):
-        forget_workers(dl)  # running workers belong to the training in progress
+    with undisturbed_loader(dl):
         batches = iter(dl)
         if batches is dl:
             raise OptionError('The loader is an iterator: taking a batch to look at would lose it.')
@@ -144,24 +97,16 @@ def first_samples(
 # -- predictions as targets ------------------------------------------------------------------------
 
 
-def binary_cut(loss_func: Any) -> float | None:
-    "Return the probability above which torch's binary losses mean class 1, or None for other losses."
-    loss_func = unwrap_partial(loss_func)
-    classes = nn.BCEWithLogitsLoss, nn.BCELoss
-    functions = F.binary_cross_entropy_with_logits, F.binary_cross_entropy
-    return 0.5 if isinstance(loss_func, classes) or loss_func in functions else None
-
-
 def as_targets(
     decoded: Any,  # predictions, possibly decoded by `loss_func.decodes`
     targs: Any,  # targets
-    cut: float | None = None,  # threshold of a single score, above which the class is 1
+    threshold: float | None = None,  # for a single score, above which the class is 1
 ) -> Any:  # classes in the shape of the targets, or `decoded` if they do not fit
     """Convert predictions to the form of targets: of scores, the best class along the extra dimension.
 
     >>> as_targets(torch.tensor([[0.1, 0.9], [3., 2.]]), torch.tensor([1, 1]))
     tensor([1, 0])
-    >>> as_targets(torch.tensor([[-0.1], [0.9]]), torch.tensor([0., 1.]), cut=0.)
+    >>> as_targets(torch.tensor([[-0.1], [0.9]]), torch.tensor([0., 1.]), threshold=0.)
     tensor([0., 1.])
     """
     if (
@@ -180,9 +125,9 @@ def as_targets(
         return decoded
     if not decoded.is_floating_point():
         return decoded.reshape(targs.shape).to(targs.dtype)
-    if cut is None or not bool(((targs == 0) | (targs == 1)).all()):
+    if threshold is None or not bool(((targs == 0) | (targs == 1)).all()):
         return decoded
-    return (decoded.reshape(targs.shape) > cut).to(targs.dtype)
+    return (decoded.reshape(targs.shape) > threshold).to(targs.dtype)
 
 
 def class_axis(scores: Tensor, targs: Tensor) -> int | None:
@@ -250,11 +195,7 @@ def as_pictures(
     images = images.float()
     if images.shape[1] not in (1, 3, 4):
         images = images.mean(1, keepdim=True)
-    low, high = (
-        images.nan_to_num(0.0, 0.0, 0.0).aminmax()
-        if images.numel()
-        else (torch.zeros(()), torch.ones(()))
-    )
+    low, high = images.nan_to_num(0.0, 0.0, 0.0).aminmax()
     if low < 0 or high > 1:
         images = (images - low) / (high - low).clamp(min=1e-12)
     return images.nan_to_num(0.0, 1.0, 0.0).clamp(0, 1)
@@ -287,7 +228,7 @@ def class_colors(
             [0.5000, 0.5000, 0.5000]])
     """
     classes = classes.detach().cpu().long()
-    n = max(int(classes.max()), 0) + 1 if classes.numel() else 1
+    n = max(int(classes.max()), 0) + 1
     # hues at multiples of the golden ratio are far apart for any number of classes
     colors = [
         (0.0, 0.0, 0.0),
@@ -311,15 +252,16 @@ def draw_masks(
     """
     n, width = len(images), 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
-    cols, rows = samples_per_row * width, -(-n // samples_per_row)
+    cols = samples_per_row * width
+    rows = -(-n // samples_per_row)
     axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
     target = next(iter(masks.values()))
-    _draw_pictures(axs[::width], as_pictures(images), titles)
+    draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
         names = [name] * n
         if mask is not target:
             names = [f'{name}\nright {share}' for share in _shares_right(mask, target)]
-        _draw_pictures(axs[i::width], class_colors(mask), names)
+        draw_pictures(axs[i::width], class_colors(mask), names)
     _add_legend(axs.figure, masks, vocab)
     return axs
 
@@ -358,7 +300,7 @@ def _class_name(k: int, vocab: Any) -> Any:
     return vocab[k] if vocab is not None and k < len(vocab) else k
 
 
-def _draw_pictures(
+def draw_pictures(
     axs: Sequence[Any],
     pictures: Tensor,  # (N, C, H, W) within 0 and 1
     titles: Sequence[str] = (),
@@ -391,7 +333,7 @@ def draw_images(
     size = figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols))
     # a constrained layout of images cuts titles of several lines off in the first saved file (matplotlib 3.11)
     axs = new_axes(n, cols, size, 'compressed')
-    _draw_pictures(axs, pictures, titles)
+    draw_pictures(axs, pictures, titles)
     if masks is not None:
         largest = max(int(masks.max()), 1)
         for ax, mask in zip(axs, masks, strict=True):

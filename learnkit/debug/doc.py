@@ -50,7 +50,10 @@ class Doc:
         text: str = '',  # docstring
         lists: dict[str, list[tuple[str, str]]] | None = None,  # names and descriptions by heading
     ) -> None:
-        self.title, self.where, self.parameters, self.returns = title, where, parameters, returns
+        self.title = title
+        self.where = where
+        self.parameters = parameters
+        self.returns = returns
         self.text = text
         self.lists = {head: rows for head, rows in (lists or {}).items() if rows}
 
@@ -146,7 +149,8 @@ def _describe_name(name: str) -> Doc:
     elif first in known:
         found = known[first]
     elif not others and hasattr(learner, name):
-        found, others = learner, [name]
+        found = learner
+        others = [name]
     else:
         found = None
     for part in others:

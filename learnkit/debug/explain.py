@@ -104,7 +104,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
     tables = learn.callbacks.tables
     cb_ids = [[id(entry[2]) for entry in table[name]] for table in tables]
     entries: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-    cbs = [cb for cb in learn.callbacks.ordered() if id(cb) in entries]
+    cbs = [cb for cb in learn.callbacks.list_ordered() if id(cb) in entries]
 
     def find_mode(cb: Any) -> str:
         in_evaluation, in_training = (id(cb) in ids for ids in cb_ids)
@@ -118,7 +118,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
 def list_metric_names(learn: LearnerLike) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
-    columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
+    columns = [n for n in recorder.list_columns() if n != 'epoch'] if recorder is not None else []
     declared: dict[str, str] = {}
     for cb in learn.cbs:
         metric_names = getattr(type(cb), 'metric_names', None)
@@ -210,7 +210,9 @@ class TracedTable(HandlerTable):
 
     def __init__(self, learn: LearnerLike, table: HandlerTable, trace: Trace) -> None:
         super().__init__(table.callbacks, table.training)
-        self.learn, self.table, self.trace = learn, table, trace
+        self.learn = learn
+        self.table = table
+        self.trace = trace
 
     def __missing__(self, name: str) -> list[Entry]:
         if name in CONTEXTS.values():

@@ -99,7 +99,8 @@ class _Page:
     "Sections of a report; the parts that need all ranks are computed in the constructor."
 
     def __init__(self, learn: LearnerLike, predictions: bool, top_k: int) -> None:
-        self.learn, self.top_k = learn, top_k
+        self.learn = learn
+        self.top_k = top_k
         self.left_out: dict[str, str] = {}  # error messages by name of the part that is left out
         self.layers = self._try('Layers', partial(_describe_layers, learn))
         self.interp: Interpretation | None = None
@@ -226,7 +227,8 @@ def _interpret(learn: LearnerLike) -> Interpretation:
 
 def _are_numbers(interp: Interpretation) -> bool:
     "Return True if the predictions are floating-point numbers, one for each target."
-    preds, targs = interp.preds, interp.targs
+    preds = interp.preds
+    targs = interp.targs
     if not isinstance(preds, Tensor) or not isinstance(targs, Tensor):
         return False
     return preds.numel() == targs.numel() and preds.is_floating_point() and not targs.is_complex()

@@ -78,7 +78,9 @@ class RescaledPass:
         guess: float,  # sum of the weights by which the loss was divided
         sums: Any,  # object with a method `total`, which returns the sum of the weights
     ) -> None:
-        self.parameters, self.guess, self.sums = parameters, guess, sums
+        self.parameters = parameters
+        self.guess = guess
+        self.sums = sums
         self.before: list[tuple[nn.Parameter, Tensor]] = []  # gradients of a cancelled batch
 
     def __enter__(self) -> None:
@@ -112,7 +114,8 @@ class AveragedPass(RescaledPass):
     ) -> None:
         self.weight, guess = batch.guess or (0.0, 0.0)
         super().__init__(message.parameters, guess, message)
-        self.message, self.batch = message, batch
+        self.message = message
+        self.batch = batch
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.comm import SINGLE_RANK, join_ranks
-from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
+from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
@@ -29,10 +29,11 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
 from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
 from learnkit.distributed.failures import Failures
-from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
+from learnkit.distributed.parallel import Parallelism
+from learnkit.distributed.shard_spec import ShardSpec, check_option
+from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import list_overrides, sample_count, token_count
@@ -44,7 +45,6 @@ T = TypeVar('T')
 
 MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
-CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
 class DistributedTraining(Callback):
@@ -75,7 +75,9 @@ class DistributedTraining(Callback):
     'ddp'
     """
 
-    order, needs_events = -9.5, False  # right after the counters
+    # right after the counters
+    order = -9.5
+    needs_events = False
     remove_on_find = False
     failures: Failures  # failures of all ranks
 
@@ -91,39 +93,37 @@ class DistributedTraining(Callback):
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
-        loader_options = {'batch_size': batch_size, 'uneven': uneven}
-        for name, value in {'strategy': strategy, **loader_options}.items():
-            choices = CHOICES[name]
-            if value not in choices:
-                raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, choices))}.'
-                    f'{did_you_mean(str(value), choices)}'
-                )
+        check_option('strategy', strategy, STRATEGIES)
+        ShardSpec(0, 1, batch_size, uneven)  # raises for invalid options
         if agree_every is not None:
             check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
-        self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
-        self._given, self._options, self.agree_every = loader_options, options, agree_every
+        self.strategy = strategy
+        self.backend = backend
+        self.sharded_already = sharded_already
+        self.loader_options = {'batch_size': batch_size, 'uneven': uneven}
+        self._options = options
+        self.agree_every = agree_every
         if strategy != 'auto':
-            self._make_parts()  # raises for invalid options
-        self.parts: Any = None  # the current `Replicas` or `Sharded`
+            self._make_parallelism()  # raises for invalid options
+        self.parallelism: Any = None  # the current `Replicas` or `Sharded`
         self._mean = GradientMean()
-        self._saved: dict[str, Any] = {}  # attributes of the Learner to restore
+        self._saved_attributes: dict[str, Any] = {}  # attributes of the Learner to restore
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
-        self._evaluates = True  # the batch of an evaluation has samples of this rank
-        self._every = self._most = 1  # batches between agreements, now and at most
+        self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
+        self._interval = self._max_interval = 1  # batches between agreements, now and at most
         self._last_agreement = 0, 0.0  # batch and clock of the last agreement
-        self._rescales = False  # gradients can be rescaled after a backward pass
-        self._catches_up = False  # a resumed fit must compute as if it had never stopped
+        self._allows_rescaling = False  # gradients can be rescaled after a backward pass
+        self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
-        # all callbacks, and the callbacks with a method `will_step`
+        # all callbacks in order, and those with a method `will_step`
         self._step_deciders: tuple[list[Any], list[Any]] = [], []
 
-    def _runs_when(self, event_name: str, training: bool | None) -> bool:
+    def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return False for all events in a single process, and for `after_pred` in training."
         if (
             self.learn is None
@@ -131,7 +131,7 @@ class DistributedTraining(Callback):
             or (training and event_name == 'after_pred')
         ):
             return False
-        return super()._runs_when(event_name, training)
+        return super().runs_at(event_name, training)
 
     # -- joining and leaving the process group -----------------------------------------------------
 
@@ -145,22 +145,23 @@ class DistributedTraining(Callback):
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:
             return world.leave()
-        self._saved = {'dls': learn.dls, 'logger': learn.logger}
+        self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn.strategy, self.failures = world, SeveralProcesses(self), Failures(world)
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
             check_alike(learn, world, self._collect_shared_options())
-            self.parts = self._make_parts(
+            self.parallelism = self._make_parallelism(
                 shards_model=self.strategy == 'auto' and world.any(is_too_big(learn.model))
             )
             self._share_loaders()
             self._dls = learn.dls
-            self._every = self._most = self.agree_every or choose_agree_interval(learn.model)
+            interval = self.agree_every or choose_agree_interval(learn.model)
+            self._interval = self._max_interval = interval
             if not world.is_first:
                 learn.logger = noop
             self._seed()
-            self.parts.enter(learn)
+            self.parallelism.enter(learn)
             learn.add_cb(self._mean)
         except BaseException as e:
             error = self.fail(e)
@@ -176,15 +177,15 @@ class DistributedTraining(Callback):
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
             'options of the strategy': sorted(self._options),
-            **self._given,
+            **self.loader_options,
         }
         lengths['trained so far'] = ', '.join(
             f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items()
         )
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
-    def _make_parts(self, shards_model: bool = False) -> Any:
-        "Return the strategy: `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
+    def _make_parallelism(self, shards_model: bool = False) -> Parallelism:
+        "Return `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
         if self.strategy == 'ddp' or not (shards_model or self.strategy == 'fsdp'):
             return Replicas(**self._options)
         from learnkit.distributed.fsdp import Sharded
@@ -192,7 +193,8 @@ class DistributedTraining(Callback):
         return Sharded(**self._options)
 
     def _share_loaders(self) -> None:
-        learn, world = self.learn, self.learn.world
+        learn = self.learn
+        world = self.learn.world
         if self.sharded_already:
             learn.dls = self._truncate_loaders()
         else:
@@ -200,8 +202,8 @@ class DistributedTraining(Callback):
                 learn.dls,
                 world.rank,
                 world.size,
-                **self._given,
-                fillers_in_evaluation=self.parts.needs_equal_evaluations,
+                **self.loader_options,
+                fillers_in_evaluation=self.parallelism.needs_equal_evaluations,
                 count=batch_counter(learn),
             )
         if torch.device(learn.dls.device).type == world.device.type:
@@ -210,7 +212,8 @@ class DistributedTraining(Callback):
     def _truncate_loaders(self) -> Any:
         "Truncate training loaders to the shortest rank's length, or raise if lengths differ, by `uneven`."
         dls = copy(self.learn.dls)
-        n = check_lengths(self.learn.world.gather(n_batches(dls.train)), self._given['uneven'])
+        lengths = self.learn.world.gather(n_batches(dls.train))
+        n = check_lengths(lengths, self.loader_options['uneven'])
         if n is not None and n != n_batches(dls.train):
             dls.train = FirstBatches(dls.train, n)
         return dls
@@ -230,18 +233,20 @@ class DistributedTraining(Callback):
         np.random.seed(seed % 2**32)
 
     def on_removed(self) -> None:
-        learn, world = self.learn, self.learn.world
-        saved, self._saved = self._saved, {}
+        learn = self.learn
+        world = self.learn.world
+        saved = self._saved_attributes
+        self._saved_attributes = {}
         if not saved:
             return  # a single process, or joining has failed
         try:
-            if self.parts is not None:
-                self.parts.leave(learn)
+            if self.parallelism is not None:
+                self.parallelism.leave(learn)
         finally:
             learn.remove_cb(self._mean)
             self.failures.leave()
             del self.failures
-            self.parts = None
+            self.parallelism = None
             self._step_deciders = [], []
             for name, value in saved.items():
                 setattr(learn, name, value)
@@ -256,12 +261,13 @@ class DistributedTraining(Callback):
 
         Returns the error to raise: `e`, or a `DistributedError` with the rank that has failed first.
         """
-        failures, world = self.failures, self.learn.world
+        failures = self.failures
+        world = self.learn.world
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
-        if self.parts is not None:
-            self.parts.release(self.learn)
+        if self.parallelism is not None:
+            self.parallelism.release(self.learn)
         self.batch = BatchShare()
         world.leave()
         failures.linger()
@@ -270,7 +276,8 @@ class DistributedTraining(Callback):
     # -- the fit -----------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        learn, world = self.learn, self.learn.world
+        learn = self.learn
+        world = self.learn.world
         if not self.fitting or learn.run.depth > 1:
             return
         if learn.dls is not self._dls:
@@ -279,25 +286,25 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._every, self._last_agreement = (
-            self._most,
-            (learn.counters.batches, world.value('clock')),
-        )
+        self._interval = self._max_interval
+        self._last_agreement = learn.counters.batches, world.value('clock')
         r = learn.run.resume
         self._steps_before = learn.finished('st') if r is None else 0
-        self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
+        self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
-        self.parts.prepare(self.learn)
+        self.parallelism.prepare(self.learn)
         overrides = list_overrides(self.learn)
-        self._rescales = '_backward' not in overrides and can_rescale(self.parts.trained)
+        self._allows_rescaling = '_backward' not in overrides and can_rescale(
+            self.parallelism.trained
+        )
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
-        self.batch.local = True  # also those that a resumed epoch has brought with it
+        self.batch.local = True  # a resumed epoch may have restored gradients of this rank
         self._share_order()
 
     def before_validate(self) -> None:
-        self.parts.share_buffers(self.learn)
+        self.parallelism.share_buffers(self.learn)
         self._share_order()
 
     def _share_order(self) -> None:
@@ -306,9 +313,7 @@ class DistributedTraining(Callback):
         if hasattr(dl, 'order_state'):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
-        batch_sampler = getattr(dl, 'batch_sampler', None)
-        samplers = getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)
-        for sampler in samplers:
+        for sampler in list_samplers(dl):
             set_epoch = getattr(sampler, 'set_epoch', None)
             if set_epoch is not None:
                 return set_epoch(self.learn.counters.epochs)  # epochs of all fits
@@ -320,7 +325,7 @@ class DistributedTraining(Callback):
         share = getattr(learn.dl, 'share', None)
         loader_share = share(learn.iter) if share is not None else None
         if not learn.training:
-            self._evaluates = loader_share is None or loader_share[0] > 0
+            self._has_evaluation_samples = loader_share is None or loader_share[0] > 0
             return
         batch = self.batch
         batch.share = loader_share if share is not None else self._count_share()
@@ -328,16 +333,16 @@ class DistributedTraining(Callback):
         batch.tokens = None
         batch.n_steps = learn.finished('st')
         batch.weights = batch.guess = None
-        if not self._catches_up:
+        if not self._needs_catch_up:
             return
-        self._catches_up = False
-        self.parts.catch_up(learn)
+        self._needs_catch_up = False
+        self.parallelism.catch_up(learn)
 
     @property
     def has_samples(self) -> bool:
         "True if the current batch has samples of this rank; a filler batch only keeps the ranks in step."
         if not self.learn.training:
-            return self._evaluates
+            return self._has_evaluation_samples
         return self.batch.share is None or self.batch.share[0] > 0
 
     def _count_share(self) -> tuple[int, int] | None:
@@ -358,23 +363,24 @@ class DistributedTraining(Callback):
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
         batch.syncs = not learn.run.calls_modules and self._will_step()
-        batch.local = not batch.syncs or self.parts.message is not None
+        batch.local = not batch.syncs or self.parallelism.message is not None
         batch.guess = None
         if not learn.microbatch and has_weights(learn):
             if batch.share is not None and self._can_rescale():
                 batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
-            if batch.guess is None or self.parts.message is None:
+            if batch.guess is None or self.parallelism.message is None:
                 self.sum_weights()
-        return self.parts.begin_pass(learn, batch.syncs)
+        return self.parallelism.begin_pass(learn, batch.syncs)
 
     def backward_context(self) -> AbstractContextManager[None] | None:
         "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."
-        batch, message = self.batch, self.parts.message
+        batch = self.batch
+        message = self.parallelism.message
         if batch.syncs and message is not None:
             return AveragedPass(message, batch)
         if batch.guess is None:
             return None
-        return RescaledPass(self.parts.trained, batch.guess[1], self.sum_weights())
+        return RescaledPass(self.parallelism.trained, batch.guess[1], self.sum_weights())
 
     def _can_rescale(self) -> bool:
         "Return True if only the backward pass needs the sum of the weights, on all ranks alike."
@@ -384,7 +390,7 @@ class DistributedTraining(Callback):
             and batch.syncs
             and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
             and not self._extra_params
-            and self._rescales
+            and self._allows_rescaling
         )
 
     def _will_step(self) -> bool:
@@ -392,15 +398,19 @@ class DistributedTraining(Callback):
         if learn.microbatch and not learn.run.is_last_microbatch:
             return False
         cbs, deciders = self._step_deciders
-        current_cbs = learn.callbacks.ordered()
+        current_cbs = learn.callbacks.list_ordered()
         if cbs is not current_cbs:
-            deciders = [cb for cb in current_cbs if hasattr(cb.__class__, 'will_step')]
+            deciders = [
+                cb
+                for cb in current_cbs
+                if isinstance(cb, Callback) and type(cb).will_step is not Callback.will_step
+            ]
             self._step_deciders = current_cbs, deciders
         return not deciders or all(cb.will_step() for cb in deciders)
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
-        if self._evaluates:
+        if self._has_evaluation_samples:
             return
         self.learn.clear_pass()
         raise CancelBatchException
@@ -408,7 +418,8 @@ class DistributedTraining(Callback):
     def after_cancel_backward(self) -> None:
         "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
         if self.learn.training:
-            self.batch.local, self.batch.syncs = True, False
+            self.batch.local = True
+            self.batch.syncs = False
 
     def after_cancel_batch(self) -> None:
         self.after_cancel_backward()
@@ -418,7 +429,7 @@ class DistributedTraining(Callback):
         if not learn.training:
             return
         batch = self.batch
-        if batch.n_steps is not None and batch.local and self.parts.averages_late:
+        if batch.n_steps is not None and batch.local and self.parallelism.averages_late:
             self._check_no_step()
         if batch.share is not None:
             learn.counters.samples += batch.share[1] - sample_count(learn)
@@ -455,7 +466,7 @@ class DistributedTraining(Callback):
     def batch_checkpoint(self) -> None:
         world = self.learn.world
         n = self.learn.counters.batches
-        sends = n % self._every == 0
+        sends = n % self._interval == 0
         receives = world.is_exchanging  # the values of the previous exchange
         if sends or receives:
             self._agree(partial(world.exchange, sends))
@@ -466,15 +477,16 @@ class DistributedTraining(Callback):
         "Agree more often if batches are slow, by the clock on which the ranks agree."
         last_n, last_clock = self._last_agreement
         self._last_agreement = n, clock
-        n_batches, seconds = n - last_n, clock - last_clock
-        self._every = self._most
-        while self._every > 1 and self._every * seconds > MAX_INTERVAL_S * n_batches:
-            self._every //= 4
+        n_batches = n - last_n
+        seconds = clock - last_clock
+        self._interval = self._max_interval
+        while self._interval > 1 and self._interval * seconds > MAX_INTERVAL_S * n_batches:
+            self._interval //= 4
 
     def epoch_checkpoint(self) -> None:
         total = (
             compute_totals(self.learn.model.parameters())
-            if self.parts.averages_late
+            if self.parallelism.averages_late
             else (0.0, 0.0)
         )
         totals = self._agree(partial(self.world.sync, *total))
@@ -500,7 +512,9 @@ class GradientMean(Callback):
     "Callback of `DistributedTraining`, with another order, that averages gradients over the samples of all ranks."
 
     # after gradient accumulation, before mixed precision
-    order, run_valid, needs_events = 7, False, False
+    order = 7
+    run_valid = False
+    needs_events = False
     runs_last = ('before_backward',)
     _factor: Any = None  # factor of a batch that is split into microbatches
 
@@ -529,11 +543,10 @@ class GradientMean(Callback):
         batch = team.batch
         batch.n_steps = None
         if batch.local:
-            team.parts.average_gradients(learn)
-        batch.local, batch.syncs = (
-            True,
-            False,
-        )  # a custom loop may bypass the wrapper that reduces gradients
+            team.parallelism.average_gradients(learn)
+        # a custom loop may bypass the wrapper that reduces gradients
+        batch.local = True
+        batch.syncs = False
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)
@@ -542,7 +555,7 @@ class GradientMean(Callback):
         "Broadcast buffers again, because averaged weights may include buffers."
         team = self.learn.strategy.team
         if team is not None:
-            team.parts.share_buffers(self.learn)
+            team.parallelism.share_buffers(self.learn)
 
 
 def has_weights(learn: LearnerLike) -> bool:

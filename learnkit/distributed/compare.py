@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +16,7 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.ddp import broadcast_tensors, gather_if_different
 
 __all__ = [
     'check_alike',
@@ -64,7 +64,8 @@ def describe_length(dl: Any) -> str:
 
 def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the parameters and buffers of the model and of the loss function, by name."
-    model, loss_func = bare_model(learn.model), learn.loss_func
+    model = bare_model(learn.model)
+    loss_func = learn.loss_func
     own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
     return {
         **dict(model.named_parameters()),
@@ -98,9 +99,7 @@ def check_alike(
     own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
     own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     own |= descriptions
-    checksums = world.gather(crc32(repr(own).encode()))
-    are_equal = len(set(checksums)) == 1
-    first, *others = [own] if are_equal else world.gather(own)
+    first, *others = gather_if_different(own, world) or [own]
     for rank, other in enumerate(others, 1):
         differences = [
             f'{k}: {first.get(k, "absent")} in process 0, {other.get(k, "absent")} in process {rank}'
@@ -148,7 +147,9 @@ def totals_differ(
 
 def check_replicas(learn: LearnerLike) -> None:
     "Raise `DistributedError` if weights, buffers or optimizer states differ between ranks."
-    own = {name: compute_checksum(t) for name, t in list_replicated_tensors(learn)}
+    tensors = list_model_tensors(learn) | list_optimizer_tensors(learn)
+    # shards differ between ranks
+    own = {name: compute_checksum(t) for name, t in tensors.items() if not is_dtensor(t)}
     first, *others = learn.world.gather(own)
     differences = [
         f'{name} (process {rank})'
@@ -163,13 +164,6 @@ def check_replicas(learn: LearnerLike) -> None:
             'Something changes them in one process alone, or gradients were not averaged: the gradients of '
             'parameters that were unfrozen within an epoch, or of a second backward pass of a batch.'
         )
-
-
-def list_replicated_tensors(learn: LearnerLike) -> Iterator[tuple[str, Tensor]]:
-    "Yield the names and tensors that must be equal on all ranks: all but sharded tensors."
-    for name, t in (list_model_tensors(learn) | list_optimizer_tensors(learn)).items():
-        if not is_dtensor(t):
-            yield name, t
 
 
 def compute_checksum(t: Tensor) -> int:

@@ -16,6 +16,7 @@ from learnkit.core.comm import Comm
 from learnkit.core.errors import DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
+from learnkit.distributed.parallel import Parallelism
 
 __all__ = [
     'GradientMessage',
@@ -23,25 +24,27 @@ __all__ = [
     'average',
     'broadcast_tensors',
     'can_rescale',
+    'gather_if_different',
     'is_too_big',
 ]
 
-# elements of all gradients: more are sent by torch's wrapper, while the backward pass runs
+# maximum number of gradient elements for one message after the backward pass; DistributedDataParallel sends more
+# elements during the pass
 MAX_AT_ONCE = 2**20
-# elements of all gradients: rescaling more takes longer than waiting for a message
+# maximum number of gradient elements to rescale; for more, waiting for a message takes less time
 MAX_RESCALED = 10**7
-# elements of a message that ranks exchange in pairs: an all-reduce sends more elements sooner
+# maximum number of elements that ranks exchange in pairs; for more, an all-reduce takes less time
 MAX_EXCHANGED = 2**17
-# joined tensors are copied; the buckets of DistributedDataParallel are as large
+# bytes of a message of joined tensors, as large as the buckets of DistributedDataParallel
 MESSAGE_BYTES = 25 << 20
-# tag of messages in pairs, so that they are not taken for messages of a user
+# tag that distinguishes messages in pairs from a user's messages
 TAG = 20_113
 
 T = TypeVar('T', bound=Tensor)
 
 
-class Replicas:
-    """Strategy that trains replicas of the model with `DistributedDataParallel`; the model itself is not changed.
+class Replicas(Parallelism):
+    """Train replicas of the model with `DistributedDataParallel`; the model itself is not changed.
 
     Only forward passes of training go through the wrapper. An evaluation calls the bare model, so that ranks may
     evaluate different numbers of batches. Gradients are views of the wrapper's buckets (`gradient_as_bucket_view`),
@@ -56,16 +59,13 @@ class Replicas:
     learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
 
-    needs_equal_evaluations = False  # True if all ranks must evaluate the same number of batches
-    averages_late = True  # True if `average_gradients` averages what no backward pass has averaged
-    has_synced = False  # True once the current wrapper has averaged gradients
-
     def __init__(
         self,
         comm_hook: Callable[..., Any] | None = None,  # f(state, bucket), compresses gradients
         comm_state: Any = None,  # first argument of `comm_hook`
         **options: Any,  # options of DistributedDataParallel, such as `bucket_cap_mb`
     ) -> None:
+        super().__init__()
         known = list_wrapper_options()
         unknown = set(options) - set(known)
         if unknown:
@@ -73,19 +73,15 @@ class Replicas:
                 f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and the options of torch's "
                 f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}'
             )
-        self.comm_hook, self.comm_state = comm_hook, comm_state
+        self.comm_hook = comm_hook
+        self.comm_state = comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
-        self.message: GradientMessage | None = None  # None if the model is wrapped
-        self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`
         self._needs_wrapper = bool(options) or comm_hook is not None
-        self._layout: list[Any] = []  # of the parameters and buffers that were prepared
+        self._layout: list[Any] = []  # description of the prepared parameters and buffers
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
         self._has_buffers = False
         self._broadcasts = True  # buffers are broadcast before the next pass without a wrapper
-
-    def enter(self, learn: LearnerLike) -> None:
-        "Do nothing; `prepare` wraps the model once the model is on its device."
 
     def prepare(self, learn: LearnerLike) -> None:
         "Wrap the model, unless it was prepared already with these parameters and buffers."
@@ -106,8 +102,10 @@ class Replicas:
             self.message = GradientMessage(self.trained, learn.world.rank, learn.world.size)
         else:
             self._wrap(model)
-        self._layout, self._params = layout, params
-        self._has_buffers, self._broadcasts = n_buffers > 0, True
+        self._layout = layout
+        self._params = params
+        self._has_buffers = n_buffers > 0
+        self._broadcasts = True
         learn.replica = self.wrapped
         self.has_synced = False
 
@@ -161,7 +159,7 @@ class Replicas:
         if self.wrapped is None:
             if self._broadcasts and self._has_buffers:
                 broadcast_tensors(learn.model.buffers())
-            self._broadcasts = averages  # as the wrapper: not between accumulated batches
+            self._broadcasts = averages  # like the wrapper, not between accumulated batches
             return None
         must_average = self.options.get('static_graph') and not self.has_synced
         if averages or must_average:  # torch requires it of the first pass of a static graph
@@ -185,7 +183,9 @@ class Replicas:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
         self.wrapped = self.message = None
-        self.trained, self._layout, self._params = [], [], []
+        self.trained = []
+        self._layout = []
+        self._params = []
         learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
@@ -206,10 +206,7 @@ def check_same_parameters(model: nn.Module, world: Comm) -> None:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    checksum = crc32(repr(trained).encode())
-    if len(set(world.gather(checksum))) == 1:
-        return
-    for rank, other in enumerate(world.gather(trained)):
+    for rank, other in enumerate(gather_if_different(trained, world)):
         for name in sorted({*trained, *other}):
             if trained.get(name) != other.get(name):
                 raise DistributedError(
@@ -217,6 +214,15 @@ def check_same_parameters(model: nn.Module, world: Comm) -> None:
                     f'process {world.rank}, and {other.get(name, "not trained")} in process {rank}. Set '
                     '`requires_grad_()` alike in all of them.'
                 )
+
+
+def gather_if_different(
+    own: dict[str, str],  # descriptions by name
+    world: Comm,
+) -> list[dict[str, str]]:
+    "Return the descriptions of all ranks in rank order; an empty list if they are equal."
+    checksums = world.gather(crc32(repr(own).encode()))
+    return [] if len(set(checksums)) == 1 else world.gather(own)
 
 
 class GradientMessage:
@@ -235,9 +241,11 @@ class GradientMessage:
     ) -> None:
         sizes = [p.numel() for p in parameters]
         n = sum(sizes)
-        self.parameters, self.size = parameters, size
+        self.parameters = parameters
+        self.size = size
         self.data = parameters[0].detach().new_zeros(n + len(sizes) + 1)
-        self._averages, self._weight = self.data[:n], self.data[-1]
+        self._averages = self.data[:n]
+        self._weight = self.data[-1]
         self._n_grads = self.data[n:-1]  # number of ranks with a gradient, by parameter
         parts = self._averages.split(sizes)
         self._parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
@@ -368,7 +376,8 @@ def group_tensors(tensors: Iterable[T]) -> list[list[T]]:
         kind = t.dtype, t.device
         group, n_bytes = last.get(kind, ([], 0))
         if not group or n_bytes + t.nbytes > MESSAGE_BYTES:
-            group, n_bytes = [], 0
+            group = []
+            n_bytes = 0
             groups.append(group)
         group.append(t)
         last[kind] = group, n_bytes + t.nbytes

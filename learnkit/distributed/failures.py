@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
@@ -22,7 +23,7 @@ __all__ = ['Failures', 'is_lost']
 
 SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
-# parts of gloo's messages, because gloo's errors have no type of their own
+# substrings of gloo's error messages, because gloo has no exception class
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
 MAX_TRACEBACK = 16_000  # maximum number of characters of a traceback
 ADVICE = (
@@ -41,8 +42,8 @@ class Failures:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._seen: BaseException | None = None  # error that ended this rank's run
-        self._raised: BaseException | None = None  # error that is raised instead of it
+        # error that ended this rank's run, and the error to raise instead of it
+        self._reported: tuple[BaseException, BaseException] | None = None
         self._silent_ranks: list[int] = []  # ranks that have not reported, and will not read
         self._store_answers = True
         self._leaving: Thread | None = None
@@ -56,22 +57,22 @@ class Failures:
 
         If another rank caused the error, this is a `DistributedError`. A second call with the same error returns the
         same result."""
-        if self._seen is not None:
-            if e is self._seen and self._raised is not None:
-                return self._raised
-            return e
-        self._seen = e
-        self._raised = e
+        if self._reported is not None:
+            reported, error = self._reported
+            return error if e is reported else e
+        error = e
+        self._reported = e, error
         if isinstance(e, SystemExit):
             self.leave()
             return e
         self.comm.is_broken = True
         if is_lost(e):
-            self._raised = DistributedError(self._find_cause(e, learn))
+            error = DistributedError(self._find_cause(e, learn))
+            self._reported = e, error
         else:
             self._ask(lambda: self._publish(self._describe(e, learn)))
         self._ask(lambda: self._set('read'))
-        return self._raised
+        return error
 
     def leave(self) -> None:
         "Inform the other ranks that this rank leaves."
@@ -80,22 +81,17 @@ class Failures:
 
     def linger(self) -> None:
         "Wait until this rank has left, and until the others have read the store, if it ends with this process."
-        self._await_readers()
+        if self.comm.is_first and not has_agent_store():
+            self._ask(self._await_readers)
         if self._leaving is not None:
             self._leaving.join(PATIENCE_S)
 
     def _await_readers(self) -> None:
-        if not self.comm.is_first or has_agent_store():
-            return
-        readers = [rank for rank in range(1, self.comm.size) if rank not in self._silent_ranks]
-        keys = [f'read/{rank}' for rank in readers]
+        ranks = range(1, self.comm.size)
+        keys = [f'read/{rank}' for rank in ranks if rank not in self._silent_ranks]
         end = monotonic() + PATIENCE_S
-
-        def wait() -> None:
-            while keys and monotonic() < end and not self.store.check(keys):
-                sleep(0.02)
-
-        self._ask(wait)
+        while keys and monotonic() < end and not self.store.check(keys):
+            sleep(0.02)
 
     @property
     def store(self) -> Any:
@@ -110,13 +106,6 @@ class Failures:
         self._set('lost', here)
         self.store.set('failed', '')
 
-    def _start_to_leave(self) -> None:
-        """Leave the process group in a thread.
-
-        gloo waits for collectives that still run, and these may wait for a rank that waits for this rank's report."""
-        self._leaving = Thread(target=self.comm.leave, daemon=True)
-        self._leaving.start()
-
     def _publish(self, text: str) -> str:
         "Publish an error, and return the error that was published first."
         error = self.store.compare_set('error', '', text)
@@ -130,10 +119,8 @@ class Failures:
             return None
 
         def ask() -> None:
-            try:
+            with suppress(RuntimeError):  # torch raises it if the connection to the store is lost
                 answers.append(f())
-            except RuntimeError:  # torch raises it if the connection to the store is lost
-                pass
 
         thread = Thread(target=ask, daemon=True)
         thread.start()
@@ -156,7 +143,9 @@ class Failures:
         self._ask(lambda: self._set_lost(here))
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
-        self._start_to_leave()
+        # in a thread, because gloo waits for collectives that still run, perhaps with a rank that waits for this report
+        self._leaving = Thread(target=self.comm.leave, daemon=True)
+        self._leaving.start()
         cause = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)))
         if cause is not None:
             return str(cause)

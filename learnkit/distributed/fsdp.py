@@ -25,6 +25,7 @@ from learnkit.core.errors import DistributedError, ModelError, OptionError, did_
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.parallel import Parallelism
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Sharded']
@@ -33,8 +34,8 @@ Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
 OPTIONS = ('policy', 'wrap', 'reshard_after_forward', 'offload', 'sync_pieces')
 
 
-class Sharded:
-    """Strategy that shards weights, gradients and optimizer states over ranks with `fully_shard`.
+class Sharded(Parallelism):
+    """Shard weights, gradients and optimizer states over ranks with `fully_shard`.
 
     Between `enter` and `leave`, `learn.model` is a sharded copy of the model, and the user's model is kept on the host.
     `leave` copies the trained weights to the user's model, which is `learn.model` again. Optimizers are moved to the
@@ -52,9 +53,6 @@ class Sharded:
     'TransformerEncoderLayer'
     """
 
-    has_synced = False  # True once gradients were averaged
-    message = None  # gradients of shards are not averaged in one message
-    trained: list[nn.Parameter] = []  # sharded parameters that require gradients
     averages_late = False
     needs_equal_evaluations = True
 
@@ -67,6 +65,7 @@ class Sharded:
         sync_pieces: bool = True,  # reduce gradients after each microbatch (False: after the last)
         **unknown: Any,
     ) -> None:
+        super().__init__()
         if unknown:
             name = next(iter(unknown))
             raise OptionError(
@@ -99,7 +98,7 @@ class Sharded:
     def enter(self, learn: LearnerLike) -> None:
         "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
         original = learn.model
-        check_can_be_cut(original)
+        check_can_be_sharded(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # a device may not have memory for two models
         try:
@@ -129,7 +128,7 @@ class Sharded:
         }
         if self.offload is not None:
             options['offload_policy'] = self.offload
-        self._units = [*units_of(model, self.wrap), model]
+        self._units = [*find_units(model, self.wrap), model]
         for m in self._units:
             policy = outer if m is model else inner
             policy_options = {} if policy is None else {'mp_policy': policy}
@@ -168,7 +167,8 @@ class Sharded:
     def _restore_model(self, learn: LearnerLike) -> None:
         if self.original is None:
             return
-        original, sharded = self.original, learn.model
+        original = self.original
+        sharded = learn.model
         self.original = None
         self._learn = None
         cut_again(sharded)
@@ -176,13 +176,8 @@ class Sharded:
             return self._restore_untrained(learn, original.to(self._device))
         self.share_buffers(learn)
         gather_into(sharded, original)
-        original.to(self._device)
-        self.original = original
-        try:
-            self._replace_model(learn, original)
-        finally:
-            self.original = None
-            self._units = []
+        self._replace_model(learn, original.to(self._device))
+        self._units = []
 
     def _has_failed(self, learn: LearnerLike) -> bool:
         "Return True if this rank or another rank has failed, so that collectives are impossible."
@@ -199,7 +194,7 @@ class Sharded:
                 o.state.clear()
         replace_params(optimizers, match_params(learn.model, original))
         for cb in learn.cbs:
-            if getattr(cb, 'follows_weights', False) and hasattr(cb, 'restart'):
+            if getattr(cb, 'follows_weights', False) and hasattr(type(cb), 'restart'):
                 cb.restart()
         learn.model = original
 
@@ -237,19 +232,13 @@ class Sharded:
         learn.model.set_requires_gradient_sync(not learn.microbatch or learn.run.is_last_microbatch)
 
     def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
-        "Note a pass whose gradients are averaged; hooks reduce the gradients, and broadcast the buffers."
+        "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
         self.has_synced = self.has_synced or averages
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         cut_again(learn.model)
         broadcast_tensors(learn.model.buffers())
-
-    def catch_up(self, learn: LearnerLike) -> None:
-        "Do nothing, because gradients are reduced in the same order in every pass."
-
-    def average_gradients(self, learn: LearnerLike) -> None:
-        "Do nothing, because every backward pass averages its gradients."
 
     def release(self, learn: LearnerLike) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."
@@ -285,7 +274,7 @@ def make_offload_policy(offload: Any) -> Any:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def check_can_be_cut(model: nn.Module) -> None:
+def check_can_be_sharded(model: nn.Module) -> None:
     "Raise `ModelError` for a model that cannot be sharded."
     tensors = [*model.parameters(), *model.buffers()]
     name = type(model).__name__
@@ -309,7 +298,7 @@ def check_can_be_cut(model: nn.Module) -> None:
         raise ModelError(f'{name} is cut into parts already.')
 
 
-def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     "Return the modules to shard as units, inner modules first. Raises `OptionError` if `wrap` selects none."
     if wrap is None:
         return [m for m in find_blocks(model) if not shares_weights(m, model)]
@@ -377,13 +366,13 @@ def list_optimizers(learn: LearnerLike) -> list[torch.optim.Optimizer]:
     "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]
-    by_id: dict[int, torch.optim.Optimizer] = {}
+    found: list[torch.optim.Optimizer] = []
     for o in (learn.opt, *ready):
         if isinstance(o, torch.optim.Optimizer):
-            by_id[id(o)] = o
+            found.append(o)
         if isinstance(o, OptimWrapper):
-            by_id |= {id(inner): inner for inner in o.optimizers.values()}
-    return list(by_id.values())
+            found += o.optimizers.values()
+    return list(dict.fromkeys(found))
 
 
 def match_params(old: nn.Module, new: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

@@ -11,9 +11,8 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from inspect import getclosurevars, isfunction, ismethod
-from io import RawIOBase, TextIOWrapper
+from inspect import getclosurevars, isfunction
+from io import TextIOWrapper
 from math import inf
 from pathlib import Path
 from queue import Empty, Queue
@@ -30,7 +29,7 @@ from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.optional import import_library
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import check_count, warn_user
 from learnkit.distributed.callback import DistributedTraining
@@ -72,6 +71,7 @@ def launch(
         folder = Path(name)
         _write_payload(learn, fn, team, folder / _PAYLOAD)
         with Workers(folder, nproc) as workers:
+            workers.start()
             workers.wait(team.timeout.value)
         result, _ = read_state(folder / _RESULT)
         learn.load_checkpoint_state(result['learner'])
@@ -141,7 +141,7 @@ def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path:
         'rng': rng,
         'own_lrs': learn.own_lrs[0] is learn.lr,
     }
-    unpicklable = _find_unpicklable(payload)
+    unpicklable = _find_unpicklable(payload.items(), learn, set())
     if unpicklable is not None:
         name, value, error = unpicklable
         raise DistributedError(
@@ -152,27 +152,21 @@ def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path:
     torch.save(payload, path, pickle_module=cloudpickle, pickle_protocol=5)
 
 
-def _find_unpicklable(payload: dict[str, Any]) -> tuple[str, Any, str] | None:
+def _find_unpicklable(
+    parts: Iterable[tuple[str, Any]],  # names and values
+    learn: LearnerLike,
+    seen: set[int],  # ids of the values that contain the parts
+) -> tuple[str, Any, str] | None:
     "Return the name, the value and the error of the innermost part that cannot be pickled, or None."
-    learn, seen = payload['learn'], set[int]()
-
-    def find_in(parts: Iterable[tuple[str, Any]]) -> tuple[str, Any, str] | None:
-        for name, value in parts:
-            if id(value) in seen:
-                continue
-            error = _find_pickle_error(value, learn)
-            if error is not None:
-                return name, value, error
-        return None
-
-    innermost = None
-    part = find_in(payload.items())
-    while part is not None:
-        innermost = part
-        name, value, _ = part
-        seen.add(id(value))
-        part = find_in(_list_parts(name, value))
-    return innermost
+    for name, value in parts:
+        if id(value) in seen:
+            continue
+        error = _find_pickle_error(value, learn)
+        if error is not None:
+            inner_parts = _list_parts(name, value)
+            inner = _find_unpicklable(inner_parts, learn, {*seen, id(value)})
+            return inner or (name, value, error)
+    return None
 
 
 def _find_pickle_error(value: Any, learn: LearnerLike) -> str | None:
@@ -185,41 +179,30 @@ def _find_pickle_error(value: Any, learn: LearnerLike) -> str | None:
             return 'skipped' if is_skipped else None
 
     try:
-        TrialPickler(_NullFile(), protocol=5).dump(value)
+        with open(os.devnull, 'wb') as null:
+            TrialPickler(null, protocol=5).dump(value)
     except Exception as e:
         return str(e) or type(e).__name__
     return None
-
-
-class _NullFile(RawIOBase):
-    "File that discards what is written."
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     "Yield the parts of a value, with expressions that a user would write for them."
     if isinstance(value, Mapping):
         yield from ((f'{name}[{k!r}]', v) for k, v in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple)):
         yield from ((f'{name}[{i}]', v) for i, v in enumerate(value))
     elif isfunction(value):
         outer = getclosurevars(value)
         outer_values = {**outer.globals, **outer.nonlocals}
         yield from ((f'`{k}` of {name}', v) for k, v in outer_values.items())
-    elif ismethod(value):
-        yield f'{name}.__self__', value.__self__
-    elif isinstance(value, partial):
-        yield from ((f'{name}.{k}', getattr(value, k)) for k in ('func', 'args', 'keywords'))
     elif isinstance(value, torch.nn.Module):
         yield from ((f'{name}.{k}', m) for k, m in value.named_children())
+    attributes = ['__self__', 'func', 'args', 'keywords']  # of methods, and of partials
     if name == 'learn':
-        yield from (
-            (f'learn.{k}', getattr(value, k))
-            for k in ('dls', 'model', 'loss_func', 'opt_func', 'opt')
-        )
+        attributes = ['dls', 'model', 'loss_func', 'opt_func', 'opt']
         yield from ((f'learn.{cb.name}', cb) for cb in value.cbs)
+    yield from ((f'{name}.{k}', getattr(value, k)) for k in attributes if hasattr(value, k))
     yield from ((f'{name}.{k}', v) for k, v in getattr(value, '__dict__', {}).items())
 
 
@@ -237,23 +220,23 @@ class Workers:
         folder: Path,  # folder of the launch, with the payload
         n: int,  # number of processes
     ) -> None:
-        self.folder, self.n = folder, n
+        self.folder = folder
+        self.n = n
         self.processes: list[subprocess.Popen[bytes]] = []
         self._output: Queue[tuple[str, str]] = Queue()  # stream ('stdout', 'stderr') and line
         self._last_lines = [deque[str](maxlen=30) for _ in range(n)]  # stderr of each rank
         self._readers: list[Thread] = []
 
     def __enter__(self) -> Workers:
-        port = free_port()
-        try:
-            for rank in range(self.n):
-                self._start(rank, port)
-        except BaseException:
-            self._kill()
-            raise
         return self
 
-    def _start(self, rank: int, port: int) -> None:
+    def start(self) -> None:
+        "Start the processes."
+        port = free_port()
+        for rank in range(self.n):
+            self._start_rank(rank, port)
+
+    def _start_rank(self, rank: int, port: int) -> None:
         process = subprocess.Popen(
             [sys.executable, '-c', _SERVE_CODE, str(self.folder), *sys.path],
             env=environment(rank, self.n, port),
@@ -283,16 +266,15 @@ class Workers:
     ) -> None:
         "Show the output of rank 0 until all processes exit; raise `DistributedError` if one fails."
         end = inf
-        codes = [p.poll() for p in self.processes]
-        while None in codes:
+        while True:
+            codes = [p.poll() for p in self.processes]
+            if None not in codes or monotonic() > end:
+                break
             self._show(0.05)
-            if end == inf and codes.count(None) < self.n:
-                end = monotonic() + (GRACE_S if any(codes) else timeout_s)
             if any(codes):
                 end = min(end, monotonic() + GRACE_S)
-            if monotonic() > end:
-                break
-            codes = [p.poll() for p in self.processes]
+            elif end == inf and codes.count(None) < self.n:
+                end = monotonic() + timeout_s
         if None in codes or any(codes):
             raise self._make_error(codes, timeout_s)
         self._show_rest()
@@ -445,7 +427,8 @@ def _train(rank: int, folder: Path) -> None:
     "Call the function with the Learner; rank 0 writes its state and the result to the folder."
     # the parent has written the file in a private folder, so that unpickling is safe
     payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
-    learn, unsupported = payload['learn'], ''
+    learn = payload['learn']
+    unsupported = ''
     if payload['own_lrs']:
         learn.own_lrs = learn.lr, learn.own_lrs[1]
     if rank == 0:
@@ -456,7 +439,7 @@ def _train(rank: int, folder: Path) -> None:
     if rank:
         return
     try:
-        result = plain(result, 'The result')
+        result = to_plain(result, 'The result')
     except OptionError:
         result, unsupported = None, type(result).__name__
     state = {'learner': learn.checkpoint_state(), 'result': result, 'unsupported': unsupported}
@@ -468,9 +451,8 @@ def _end_with_parent(folder: Path) -> None:
 
     The end of the parent closes stdin, a pipe from the parent."""
     parent = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
 
     def wait() -> None:
         os.read(parent, 1)

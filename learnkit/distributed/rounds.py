@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
-from learnkit.core.batch import cut_batch, rebuilt, split_batch
+from learnkit.core.batch import cut_batch, rebuild, split_batch
 from learnkit.core.errors import BatchError
 from learnkit.data.dataloaders import in_order, n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.shard import Order, Shard
-from learnkit.distributed.cut import ShardSpec
+from learnkit.distributed.shard_spec import ShardSpec
 
 __all__ = ['RoundShard', 'RoundIterator', 'RoundsPosition']
 
@@ -26,28 +27,30 @@ class RoundsPosition(LoaderPosition):
 
     The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
-    def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
-        super().__init__(dl, replay, n_before)
-        self.inner = LoaderPosition(dl.source, replay, n_before * dl.cut.per_round)
+    def __init__(self, dl: RoundShard, n_before: int = 0) -> None:
+        super().__init__(dl, n_before)
+        self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
 
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
-        if 'order' in self._now:
-            dl.order.state = self._now['order']
+        if 'order' in self._own_state:
+            dl.order.state = self._own_state['order']
         with dl.order:
             batches = self.inner.begin(draws_between)
         self.start = self.inner.start
-        return dl.rounds(batches, self._n)
+        return dl.rounds(batches, self._n_skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
-        self._n, self._now, self.start = state['n'], state['now'], state['start']
-        n_drawn = self._n * self.dl.cut.per_round
+        self._n_skipped = state['n']
+        self._own_state = state['now']
+        self.start = state['start']
+        n_drawn = self._n_skipped * self.dl.spec.per_round
         n_whole = n_batches(self.dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
-        whole = {**state, 'n': self._now.get('drawn', n_drawn)}
+        whole = {**state, 'n': self._own_state.get('drawn', n_drawn)}
         if self.start is not None:
             self.inner.load_state_dict(whole)
             return
@@ -61,7 +64,7 @@ class RoundsPosition(LoaderPosition):
         "Return the position after `n_drawn` rounds."
         dl = self.dl
         with dl.order:
-            state = self.inner.state_dict(n_drawn * dl.cut.per_round)
+            state = self.inner.state_dict(n_drawn * dl.spec.per_round)
         if self.start is not None:
             state['now'] |= {'order': dl.order.state, 'drawn': dl.n_drawn}
         return {
@@ -69,7 +72,7 @@ class RoundsPosition(LoaderPosition):
             'loader': describe_drawn(dl),
             'n': n_drawn,
             'n_before': self.n_before,
-            'processes': dl.cut.size,
+            'processes': dl.spec.size,
         }
 
     def indices(self, i: int) -> None:
@@ -81,29 +84,30 @@ class RoundShard(Shard):
 
     If the last round has fewer batches than ranks, the filler of the other ranks is the round's last batch."""
 
-    position_class, draws_all = RoundsPosition, True
+    position_class = RoundsPosition
+    draws_all = True
 
     def __init__(
         self,
         source: Any,  # loader that every rank has; not changed
-        cut: ShardSpec,  # this rank's part of a round
+        spec: ShardSpec,  # this rank's part of a round
     ) -> None:
         self.source, self.order = source, Order()
         # before a batch is drawn, its size is unknown, and so is whether all ranks get a row of it
-        self.cut = cut if cut.batch_size == 'process' else replace(cut, fillers=True)
+        self.spec = spec if spec.batch_size == 'process' else replace(spec, fillers=True)
         self.n_drawn = 0  # number of batches drawn from the whole loader in this pass
 
     def __len__(self) -> int:
         n = n_batches(self.source)
         if n is None:
             raise TypeError(f'The length of this {type(self.source).__name__} is not known.')
-        cut = self.cut
-        if cut.batch_size == 'global':
+        spec = self.spec
+        if spec.batch_size == 'global':
             return n
-        rounds, rest = divmod(n, cut.size)
-        if cut.uneven == 'drop' or not rest:
+        rounds, rest = divmod(n, spec.size)
+        if spec.uneven == 'drop' or not rest:
             return rounds
-        if cut.uneven == 'pad' or cut.fillers or cut.rank < rest:
+        if spec.uneven == 'pad' or spec.fillers or spec.rank < rest:
             return rounds + 1
         return max(1, rounds)
 
@@ -114,7 +118,7 @@ class RoundShard(Shard):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(in_order(self.source), replace(self.cut, uneven='join'))
+        return type(self)(in_order(self.source), replace(self.spec, uneven='join'))
 
     def rounds(
         self,
@@ -122,11 +126,12 @@ class RoundShard(Shard):
         n: int = 0,  # number of previous rounds
     ) -> Iterator[Any]:
         "Yield this rank's part of each round."
-        shares, filler = [(0, 0)] * n, None
-        self.n_drawn = n * self.cut.per_round
+        shares = [(0, 0)] * n
+        filler = None
+        self.n_drawn = n * self.spec.per_round
         for drawn in self._draw_rounds(batches):
             self.n_drawn += len(drawn)
-            if self.cut.batch_size == 'global':
+            if self.spec.batch_size == 'global':
                 batch, share = self._take_rows(drawn[0])
             else:
                 batch, share = self._take_batch(drawn)
@@ -142,42 +147,41 @@ class RoundShard(Shard):
 
     def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         "Yield the batches of each round."
-        per, cut = self.cut.per_round, self.cut
-        draws_randomly = type(self.source) not in (list, tuple)
+        per = self.spec.per_round
+        spec = self.spec
+        draws_nothing = type(self.source) in (list, tuple)
+        order = nullcontext() if draws_nothing else self.order
         while True:
-            if draws_randomly:
-                with self.order:
-                    drawn = list(islice(batches, per))
-            else:
+            with order:
                 drawn = list(islice(batches, per))
-            if len(drawn) == per or (drawn and cut.uneven != 'drop'):
+            if len(drawn) == per or (drawn and spec.uneven != 'drop'):
                 yield drawn
             if len(drawn) < per:
                 return
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's batch of a round and its share; the batch is None if no batch is left for the rank."
-        cut, n = self.cut, len(drawn)
-        if cut.uneven == 'pad':
-            drawn = [drawn[i % n] for i in range(cut.size)]
+        spec, n = self.spec, len(drawn)
+        if spec.uneven == 'pad':
+            drawn = [drawn[i % n] for i in range(spec.size)]
         sizes = [self._count(b) for b in drawn]
-        if cut.rank < len(drawn):
-            return drawn[cut.rank], (sizes[cut.rank], sum(sizes))
-        return drawn[-1] if cut.fillers else None, (0, sum(sizes))
+        if spec.rank < len(drawn):
+            return drawn[spec.rank], (sizes[spec.rank], sum(sizes))
+        return drawn[-1] if spec.fillers else None, (0, sum(sizes))
 
     def _count(self, batch: Any) -> int:
         "Return the number of samples in a batch; 1 if the number is unknown."
         try:
-            return self.cut.count(batch)
+            return self.spec.count(batch)
         except BatchError:
             return 1
 
     def _take_rows(self, batch: Any) -> tuple[Any, tuple[int, int]]:
         "Return this rank's rows of a batch, and its share."
-        k = self.cut.count(batch)
-        rows = self.cut.rows(k)
+        k = self.spec.count(batch)
+        rows = self.spec.rows(k)
         selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return _select_rows(batch, k, selection), self.cut.share(k)
+        return _select_rows(batch, k, selection), self.spec.share(k)
 
 
 class RoundIterator(RoundShard, Iterator[Any]):
@@ -201,4 +205,4 @@ def _select_rows(
     "Return a batch of some samples, in the same nesting as the loader's batch."
     [(xb, yb)] = cut_batch(*split_batch(batch), k, [rows])
     is_one_entry = isinstance(batch, PackedSequence) or not isinstance(batch, (tuple, list))
-    return xb[0] if is_one_entry else rebuilt(batch, [*xb, *yb])
+    return xb[0] if is_one_entry else rebuild(batch, [*xb, *yb])

@@ -29,17 +29,19 @@ from learnkit.data.loader_state import capture_state, restore_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
+    iterates_as_torch,
     start_lists,
     with_sampler,
     workers_run,
 )
-from learnkit.distributed.cut import ShardSpec
 from learnkit.distributed.rounds import RoundIterator, RoundShard
+from learnkit.distributed.shard_spec import ShardSpec
 
 __all__ = [
     'shard',
     'shard_loaders',
     'check_lengths',
+    'list_samplers',
     'FirstBatches',
     'TensorShard',
     'IndexShard',
@@ -104,11 +106,11 @@ def shard_loaders(
             f'The training loader has {n_batches(dls.train)} batches, which is less than one for all {size} processes '
             "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last."
         )
-    cut = ShardSpec(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
+    spec = ShardSpec(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
     shards = copy(dls) if isinstance(dls, DataLoaders) else _LoadersProxy(dls)
     shards.train = train
-    shards.evaluation = [(name, _make_shard(dl, cut)) for name, dl in evaluation_loaders(dls)]
-    shards.others = [_make_shard(dl, cut) for dl in getattr(dls, 'others', ())]
+    shards.evaluation = [(name, _make_shard(dl, spec)) for name, dl in evaluation_loaders(dls)]
+    shards.others = [_make_shard(dl, spec) for dl in getattr(dls, 'others', ())]
     return shards
 
 
@@ -123,10 +125,10 @@ def check_lengths(
     >>> check_lengths([5, 4], uneven='drop')
     4
     """
+    if len(set(lengths)) == 1:
+        return lengths[0]
     known = [n for n in lengths if n is not None]
-    if len(known) < len(lengths) and len(set(lengths)) < 2:
-        return None
-    if len(set(lengths)) == 1 or (uneven == 'drop' and len(known) == len(lengths)):
+    if uneven == 'drop' and len(known) == len(lengths):
         return min(known)
     counts = ', '.join(
         f'{"an unknown number" if n is None else n} in process {i}' for i, n in enumerate(lengths)
@@ -146,7 +148,8 @@ class FirstBatches:
     """
 
     def __init__(self, source: Any, n: int) -> None:
-        self.source, self.n = source, n
+        self.source = source
+        self.n = n
 
     def __len__(self) -> int:
         return self.n
@@ -178,7 +181,7 @@ class _LoadersProxy(DataLoaders):
         return getattr(self.__dict__['dls'], name)
 
 
-def _make_shard(dl: Any, cut: ShardSpec) -> Any:
+def _make_shard(dl: Any, spec: ShardSpec) -> Any:
     "Return the shard of a loader, of the class that fits the loader."
     if isinstance(dl, Shard):
         raise LoaderError(
@@ -187,19 +190,23 @@ def _make_shard(dl: Any, cut: ShardSpec) -> Any:
     if _is_sharded_by_sampler(dl):
         return dl
     if type(dl) is TensorLoader:
-        return TensorShard(dl, cut)
+        return TensorShard(dl, spec)
     if _gives_index_lists(dl):
-        return _make_index_shard(dl, cut)
+        return _make_index_shard(dl, spec)
     if isinstance(dl, Iterator):
-        return RoundIterator(dl, cut)
-    return RoundShard(dl, cut)
+        return RoundIterator(dl, spec)
+    return RoundShard(dl, spec)
 
 
 def _is_sharded_by_sampler(dl: Any) -> bool:
     "Return True if a loader draws its samples from a `DistributedSampler`."
+    return any(isinstance(sampler, DistributedSampler) for sampler in list_samplers(dl))
+
+
+def list_samplers(dl: Any) -> list[Any]:
+    "Return the sampler of a loader, and the sampler of its batch sampler; None for a sampler that is absent."
     batch_sampler = getattr(dl, 'batch_sampler', None)
-    samplers = (getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None))
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return [getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)]
 
 
 # -- tensors in memory -----------------------------------------------------------------------------
@@ -210,18 +217,18 @@ class TensorShard(Shard, TensorLoader):
 
     _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
 
-    def __init__(self, source: TensorLoader, cut: ShardSpec) -> None:
+    def __init__(self, source: TensorLoader, spec: ShardSpec) -> None:
         vars(self).update(vars(source))
-        self.source, self.cut, self.order = source, cut, Order()
+        self.source, self.spec, self.order = source, spec, Order()
 
     @property
     def _sizes(self) -> tuple[int, int]:
         "Numbers of samples of a pass, and of a round."
         n = self.n // self.bs * self.bs if self.drop_last else self.n
-        return n, self.bs * self.cut.per_round
+        return n, self.bs * self.spec.per_round
 
     def __len__(self) -> int:
-        return self.cut.n_given(*self._sizes)
+        return self.spec.count_batches(*self._sizes)
 
     def share(self, i: int) -> tuple[int, int]:
         "Return the numbers of samples of batch `i` on this rank, and on all ranks."
@@ -233,14 +240,14 @@ class TensorShard(Shard, TensorLoader):
         n, full = self._sizes
         rounds, rest = divmod(n, full)
         return (
-            rounds * bool(self.cut.rows(full) or not rest),
-            self.cut.share(full),
-            self.cut.share(rest),
+            rounds * bool(self.spec.rows(full) or not rest),
+            self.spec.share(full),
+            self.spec.share(rest),
         )
 
     def new(self, **changes: Any) -> TensorShard:
         "Return a shard of the loader with other options, which takes each sample once."
-        return TensorShard(self.source.new(**changes), replace(self.cut, uneven='join'))
+        return TensorShard(self.source.new(**changes), replace(self.spec, uneven='join'))
 
     def draw_order(self) -> Tensor:
         "Return the indices of the samples of all ranks in the order of an epoch."
@@ -252,10 +259,10 @@ class TensorShard(Shard, TensorLoader):
         self._shares = self._count_shares()  # kept, because `share` is called for each batch
         samples, full = self._sizes
         rounds, rest = divmod(samples, full)
-        rows = self.cut.rows(full) if rounds else range(0)
-        last_rows = self.cut.rows(rest) if rest and self.cut.uneven != 'drop' else range(0)
+        rows = self.spec.rows(full) if rounds else range(0)
+        last_rows = self.spec.rows(rest) if rest and self.spec.uneven != 'drop' else range(0)
         last_start = rounds * full
-        if not (self.cut.fillers or rows or last_rows):
+        if not (self.spec.fillers or rows or last_rows):
             # at least one batch, so that an epoch of this rank is not empty
             last_rows = range(1)
             last_start = last_start if rest else 0
@@ -287,7 +294,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
-        return _make_shard(in_order(self.source), replace(self.cut, uneven='join'))
+        return _make_shard(in_order(self.source), replace(self.spec, uneven='join'))
 
 
 class ShardSampler:
@@ -295,26 +302,27 @@ class ShardSampler:
 
     The loader's sampler runs on every rank, and draws the order of a single-process run."""
 
-    def __init__(self, source: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
-        self.source, self.order = source, order
+    def __init__(self, source: DataLoader[Any], spec: ShardSpec, order: Order) -> None:
+        self.source = source
+        self.order = order
         # without known sizes, it is unknown which ranks end a round early
-        self.cut = cut if _compute_sizes(source, cut) else replace(cut, fillers=True)
+        self.spec = spec if _compute_sizes(source, spec) else replace(spec, fillers=True)
         self.seeds = torch.Generator()  # generator of the seeds of this rank's workers
         self.loader: Callable[[], Any] = lambda: None  # weak reference to this sampler's loader
 
     def __len__(self) -> int:
-        sizes = _compute_sizes(self.source, self.cut)
+        sizes = _compute_sizes(self.source, self.spec)
         if sizes is not None:
-            return self.cut.n_given(*sizes)
-        rounds, rest = divmod(len(get_index_sampler(self.source)), self.cut.per_round)
-        return rounds + (rest > 0 and self.cut.uneven != 'drop')
+            return self.spec.count_batches(*sizes)
+        rounds, rest = divmod(len(get_index_sampler(self.source)), self.spec.per_round)
+        return rounds + (rest > 0 and self.spec.uneven != 'drop')
 
     def __iter__(self) -> Iterator[Any]:
         with self.order:
             state = (self.source.generator or torch.default_generator).get_state()
         generator = torch.Generator().set_state(state)
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        self.seeds.manual_seed((seed + 0x9E3779B97F4A7C15 * self.cut.rank) % 2**63)
+        self.seeds.manual_seed((seed + 0x9E3779B97F4A7C15 * self.spec.rank) % 2**63)
         return self._begin()
 
     def _begin(self) -> Iterator[Any]:
@@ -336,23 +344,23 @@ class ShardSampler:
 
     def _take_pieces(self, lists: Iterator[Any]) -> Iterator[Any]:
         "Yield this rank's piece of each round, as one index list."
-        cut = self.cut
+        spec = self.spec
         shares: list[tuple[int, int]] = []
         for round_lists, k in self._draw_rounds(lists):
-            rows = cut.rows(k)
+            rows = spec.rows(k)
             if not rows:
                 continue
-            shares.append(cut.share(k))
+            shares.append(spec.share(k))
             self.order.shares = shares  # again, as another pass may have set it
             yield _select_entries(round_lists, rows)
-        if not (shares or cut.fillers) and len(self):
-            self.order.shares = [cut.share(k)]
+        if not (shares or spec.fillers) and len(self):
+            self.order.shares = [spec.share(k)]
             yield _select_entries(round_lists, range(1))
 
     def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
         "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
-        per_round = self.cut.per_round
-        sizes = _compute_sizes(self.source, self.cut)
+        per_round = self.spec.per_round
+        sizes = _compute_sizes(self.source, self.spec)
         n = 1
         while True:
             with self.order:
@@ -361,18 +369,20 @@ class ShardSampler:
                 round_lists = drawn[i : i + per_round]
                 k = sum(map(len, round_lists))
                 is_full = k == sizes[1] if sizes else len(round_lists) == per_round
-                if is_full or self.cut.uneven != 'drop':
+                if is_full or self.spec.uneven != 'drop':
                     yield round_lists, k
             if len(drawn) < n * per_round:
                 return
             n = min(2 * n, MAX_ROUNDS)
 
 
-def _make_index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
+def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
     order = Order()
-    sampler = ShardSampler(dl, cut, order)
+    sampler = ShardSampler(dl, spec, order)
     loader: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
-    loader.source, loader.cut, loader.order = dl, sampler.cut, order
+    loader.source = dl
+    loader.spec = sampler.spec
+    loader.order = order
     sampler.loader = ref(loader)
     return loader
 
@@ -383,16 +393,15 @@ def _gives_index_lists(dl: Any) -> bool:
         not isinstance(dl, DataLoader)
         or isinstance(dl.dataset, IterableDataset)
         or hasattr(dl, 'load_state_dict')
-    ):
-        return False
-    if any(
-        getattr(type(dl), f) is not getattr(DataLoader, f)
-        for f in ('__iter__', '__len__', '_get_iterator')
+        or not iterates_as_torch(dl)
+        or type(dl).__len__ is not DataLoader.__len__
     ):
         return False
     sampler = get_index_sampler(dl)
-    if isinstance(sampler, Iterator) or dl.batch_sampler is not None:
-        return not isinstance(sampler, Iterator)
+    if isinstance(sampler, Iterator):
+        return False
+    if dl.batch_sampler is not None:
+        return True
     state = capture_state(dl)
     with preserved_rng():
         first = next(iter(sampler), None)
@@ -400,7 +409,7 @@ def _gives_index_lists(dl: Any) -> bool:
     return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
 
 
-def _compute_sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | None:
+def _compute_sizes(dl: DataLoader[Any], spec: ShardSpec) -> tuple[int, int] | None:
     "Return the numbers of samples of a pass, and of a round; None if they are unknown."
     sampler = get_index_sampler(dl)
     if type(sampler) is not BatchSampler:
@@ -409,7 +418,7 @@ def _compute_sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | Non
     if n is None:
         return None
     n_dropped = n % sampler.batch_size * sampler.drop_last
-    return n - n_dropped, sampler.batch_size * cut.per_round
+    return n - n_dropped, sampler.batch_size * spec.per_round
 
 
 def _select_entries(lists: list[Any], rows: range | list[int]) -> Any:

@@ -19,7 +19,7 @@ from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.compare import compute_checksum
-from learnkit.engine.microbatch import divide
+from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
 from learnkit.engine.strategy import SingleProcess
@@ -80,9 +80,7 @@ class SeveralProcesses(SingleProcess):
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
-        share = self.exact_share(learn)
-        # the loss of a rank without targets that count is NaN
-        loss = learn.loss * share if share else torch.zeros_like(learn.loss)
+        loss = weighted_loss(learn.loss, self.exact_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
     def gradient_share(self, learn: LoopLike) -> Any:
@@ -156,7 +154,7 @@ class SeveralProcesses(SingleProcess):
         "Find the checkpoint on the first rank, and read the same file on the other ranks."
         world = learn.world
         is_given = resume in (None, False) or isinstance(resume, (Mapping, ResumeState))
-        if world.size == 1 or is_given:
+        if is_given:
             return find(resume)
         check_world(world)
         found = world.run_on_all(lambda: find(resume) if world.is_first else None)
@@ -171,7 +169,7 @@ class SeveralProcesses(SingleProcess):
         A rank's own state is its random generators, its position in the data, and the states of callbacks and the
         gradients that differ from the first rank's."""
         rank_states = gather_rank_states(state, learn.world)
-        return {**state, 'processes': rank_states, 'has_synced': self.team.parts.has_synced}
+        return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
 
     def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
         """Return a checkpoint in which this rank's own state replaces the first rank's.
@@ -201,7 +199,7 @@ class SeveralProcesses(SingleProcess):
 
     def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
-        self.team.parts.has_synced = resume.state.get('has_synced', False)
+        self.team.parallelism.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)
 
 

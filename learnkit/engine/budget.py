@@ -22,7 +22,8 @@ def parse_length(
     epochs_per_iteration: int | None = None,  # number of epochs of an iteration, if set
 ) -> tuple[int | None, Time | None]:  # number of epochs (None: unknown), budget (None: no budget)
     "Return the number of epochs, or the budget, of a fit; raise `FitError` or `TimeError` for an invalid length."
-    n, budget = length, None
+    n = length
+    budget = None
     if isinstance(length, str) and length.strip().isdecimal():
         number = length.strip()
         raise TimeError(
@@ -100,7 +101,8 @@ class Budget(Callback):
     """
 
     order = -9  # right after the counters
-    run_in, run_valid = 'fit', False
+    run_in = 'fit'
+    run_valid = False
 
     def __init__(self, total: str | int | Time = '1ep') -> None:
         self.total = as_time(total, 'ep')

@@ -71,7 +71,8 @@ class MissingAttribute(AttributeError):
         why: str = '',  # explanation added to the message
     ) -> None:
         super().__init__(name, name=name, obj=owners[0])
-        self.owners, self.why = owners, why
+        self.owners = owners
+        self.why = why
 
     def __str__(self) -> str:
         owners = ' nor '.join(f'`{type(o).__name__}`' for o in self.owners)
@@ -167,6 +168,9 @@ class Callback:
     follows_weights: bool = False  # state is rolled back with the weights (`GuardNonFinite`)
     needs_events: bool = True  # warn if a custom loop never fires an event that it handles
     nondeterministic_state: tuple[str, ...] = ()  # entries of its state that measure time
+    machine_dependent: bool = False  # its columns of the history differ from machine to machine
+    averages_samples: bool = False  # makes the training loss a mean over samples
+    sets_lr: bool = False  # sets learning rates: a schedule warns of it
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
@@ -279,12 +283,12 @@ class Callback:
 
     def run_event(self, event_name: str) -> Any:
         "Run the handler of `event_name` if the callback is switched on for this event, and return its value."
-        if not self.run or not self._runs_when(event_name, getattr(self.learn, 'training', None)):
+        if not self.run or not self.runs_at(event_name, getattr(self.learn, 'training', None)):
             return None
         handler = get_own_handler(self, event_name)
         return handler() if handler else None
 
-    def _runs_when(self, event_name: str, training: bool | None) -> bool:
+    def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return True if `run_train` or `run_valid` allows this event. Outside of a Learner (None), either is enough."
         if event_name not in INNER_EVENTS:
             return True
@@ -318,6 +322,13 @@ class Callback:
         Called after `load_state_dict` when a fit is resumed from a file. A callback without
         `save_to_checkpoint` gets the folder of the checkpoints.
         """
+
+    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
+        "Receive a value that was logged with `learn.log`, whose arguments are the same."
+
+    def will_step(self) -> bool:
+        "Return False if the current batch ends without an optimizer step, so that ranks do not exchange gradients yet."
+        return True
 
     # -- notifications: no events, so callbacks that are switched off get them too -----------------
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.plain import is_dense, plain
+from learnkit.core.plain import is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.engine.callback import Callback
 
@@ -99,7 +99,7 @@ def callback_states(learn: LearnerLike) -> dict[str, Any]:
         if state is None:
             continue
         try:
-            states[learn.callbacks.keys[id(cb)]] = plain(state, 'state_dict()')
+            states[learn.callbacks.keys[id(cb)]] = to_plain(state, 'state_dict()')
         except OptionError as e:
             raise CallbackError(f'{type(cb).__name__}: {e}') from None
     return states
@@ -412,7 +412,8 @@ def decode(
         return value
     if _KIND not in value:
         return {k: decode(v, None, cb) for k, v in value.items()}
-    kind, content = value[_KIND], value['of']
+    kind = value[_KIND]
+    content = value['of']
     match kind:
         case 'Enum':
             is_member = isinstance(current, Enum) and content in type(current).__members__

@@ -112,7 +112,8 @@ class Every:
         For another interval of the same unit, the number is converted. In another unit, counting starts at the next
         check.
         """
-        saved, passed = Time(sd['every']), sd['passed']
+        saved = Time(sd['every'])
+        passed = sd['passed']
         is_convertible = saved.unit == self.interval.unit and passed is not None
         self._passed = (
             count_multiples(saved.value * passed, self.interval) if is_convertible else None

@@ -184,7 +184,7 @@ class CallbackSet:
             ]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
 
-    def ordered(self) -> list[Any]:
+    def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         if self._order is None:
             self._order = sort_callbacks(self.items)
@@ -441,12 +441,13 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
-        self.callbacks, self.training = callbacks, training
+        self.callbacks = callbacks
+        self.training = training
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
         switches = self.callbacks.switches
-        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.ordered()]
+        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.list_ordered()]
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         entries.sort(key=lambda entry: event in getattr(entry[2], 'runs_last', ()))
         self[name] = entries
@@ -462,7 +463,7 @@ class HandlerTable(dict[str, list[Entry]]):
         else:
             handler = get_own_handler(cb, name)
             skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
-            if handler is None or skips_rank or not cb._runs_when(name, self.training):
+            if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
 

@@ -48,12 +48,13 @@ class EvaluationSchedule:
                 raise TimeError(
                     f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`."
                 )
-        self.evaluated, self.evaluated_before = {}, {}
+        self.evaluated = {}
+        self.evaluated_before = {}
         self.fit_began = replace(learn.time, dur=0.0)
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 
-    def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         """Return the validation loaders that are due now, with their names.
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
@@ -103,11 +104,13 @@ class EvaluateWithinEpochs(Callback):
     """
 
     order = 10_000  # after all other handlers of the batch
-    run_in, run_valid, remove_on_find = 'fit', False, True
+    run_in = 'fit'
+    run_valid = False
+    remove_on_find = True
 
     def after_batch(self) -> None:
         "Evaluate the loaders that are due."
         learn = self.learn
-        due = learn.evaluations.due(learn, at_epoch_end=False)
+        due = learn.evaluations.list_due(learn, at_epoch_end=False)
         if due:
             learn.evaluate_within_epoch(due)

@@ -148,13 +148,17 @@ class Loop(CallbackHost):
         self.timings = Timings()
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.replica: nn.Module | None = None  # called instead of the model in training
-        self.training, self.fitting = False, False
-        self.phase, self.dl_name = 'train', 'train'
+        self.training = False
+        self.fitting = False
+        self.phase = 'train'
+        self.dl_name = 'train'
         self.resumed = False  # True while a resumed fit fires its first events again
         self.n_epoch: int | None = 1
-        self.epoch, self.iter = 0, 0
+        self.epoch = 0
+        self.iter = 0
         self.n_iter: int | None = None
-        self.train_iter, self.pct_train = 0, 0.0
+        self.train_iter = 0
+        self.pct_train = 0.0
         self.epochs_per_iteration: int | None = None
         self.turn: str | None = None  # optimizer that `optimize(only=)` trains; None: all
         self.error: BaseException | None = None
@@ -182,10 +186,12 @@ class Loop(CallbackHost):
         self._do_epoch_train()
         if self.run.resume is not None:
             resume_at(self, 'evaluation')
-        self.do_evaluation(self.evaluations.due(self, at_epoch_end=True))
+        self.do_evaluation(self.evaluations.list_due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
-        self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
+        self.dl = self.dls.train
+        self.phase = 'train'
+        self.dl_name = 'train'
         self._with_events(self.all_batches, 'train', CancelTrainException)
 
     def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
@@ -307,8 +313,10 @@ class Loop(CallbackHost):
     ) -> None:
         "Run `f` in a level of the loop: fire the level's events, and catch its Cancel exception `ex`."
         __tracebackhide__ = True
-        level, run = LEVELS[event_type], self.run
-        outer, cancelled = run.levels, False
+        level = LEVELS[event_type]
+        run = self.run
+        outer = run.levels
+        cancelled = False
         run.levels = (*outer, event_type)
         try:
             self(level.before)
@@ -334,8 +342,10 @@ class Loop(CallbackHost):
         >>> with learn.open_level('validate'): print(learn.is_open('validate'))
         True
         """
-        level, run = LEVELS[event_type], self.run
-        outer, cancelled = run.levels, False
+        level = LEVELS[event_type]
+        run = self.run
+        outer = run.levels
+        cancelled = False
         run.levels = (*outer, event_type)
         try:
             yield
@@ -563,7 +573,10 @@ class Loop(CallbackHost):
 
     def run_microbatches(self, size: int | str) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
-        xb, yb, run, weights = self.xb, self.yb, self.run, None
+        xb = self.xb
+        yb = self.yb
+        run = self.run
+        weights = None
         if isinstance(size, str):  # 'auto'
             n = count_samples(self)
             size = min(self.auto_microbatch or n, n)
@@ -583,8 +596,10 @@ class Loop(CallbackHost):
                 total = loss if total is None else total + loss
                 self._with_events(self._backward_microbatch, 'backward', CancelBackwardException)
         finally:
-            self.xb, self.yb = xb, yb
-            run.is_last_microbatch, run.microbatch_share = True, 1.0
+            self.xb = xb
+            self.yb = yb
+            run.is_last_microbatch = True
+            run.microbatch_share = 1.0
         self.loss = total
 
     def _backward_microbatch(self) -> None:
@@ -734,7 +749,8 @@ class Loop(CallbackHost):
 
     def ends_iteration(self) -> bool:
         "Return True if the current epoch is the last epoch of an iteration."
-        per_iteration, done = self.epochs_per_iteration, self.epoch + 1
+        per_iteration = self.epochs_per_iteration
+        done = self.epoch + 1
         if per_iteration is None:
             return False
         return done % per_iteration == 0 or done == self.n_epoch or self.run.stopping
@@ -856,7 +872,8 @@ class Loop(CallbackHost):
     def taking(self, turn: Turn) -> Iterator[None]:
         "Set the current `optimize` call, and the optimizer that it steps, within a context."
         before = self.run.turn, self.turn
-        self.run.turn, self.turn = turn, turn.only
+        self.run.turn = turn
+        self.turn = turn.only
         try:
             yield
         finally:
@@ -872,7 +889,11 @@ class Loop(CallbackHost):
             self.opt.zero_grad()
 
     def _end_cleanup(self) -> None:
-        self.dl, self.xb, self.yb, self.pred, self.loss = None, (None,), (None,), None, None
+        self.dl = None
+        self.xb = (None,)
+        self.yb = (None,)
+        self.pred = None
+        self.loss = None
         self.batch = self.batch_form = None
         self.__dict__.pop('loss_grad', None)
         if self.run.depth <= 1:
@@ -881,7 +902,9 @@ class Loop(CallbackHost):
 
     def end_resume(self) -> None:
         "Clear the checkpoint that the fit was resumed from."
-        self.run.resume, self.resumed, self.run.resumes_at = None, False, 0
+        self.run.resume = None
+        self.resumed = False
+        self.run.resumes_at = 0
 
     def _is_in_use(self) -> bool:
         return is_in_use(self)
@@ -909,7 +932,8 @@ class Loop(CallbackHost):
     def _check_first_batch(self) -> None:
         "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
         self._has_checked_batch = True
-        amount, self.run.counts_samples = self.run.counts_samples, None
+        amount = self.run.counts_samples
+        self.run.counts_samples = None
         if self.microbatch:
             n = count_samples(self)
             cut_batch(self.xb, self.yb, n, [slice(0, n)])

@@ -58,7 +58,8 @@ def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
-    bs, tried = count_samples(learn), []
+    bs = count_samples(learn)
+    tried = []
     while True:
         size = min(learn.auto_microbatch or bs, bs)
         try:

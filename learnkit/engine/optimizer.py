@@ -55,7 +55,9 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     Raises `ModelError` if no parameter of the model requires a gradient, and `OptimizerError` if `opt_func` does not
     return an optimizer.
     """
-    model, opt_func, last = learn.model, learn.opt_func, learn.opt
+    model = learn.model
+    opt_func = learn.opt_func
+    last = learn.opt
     is_ready = isinstance(opt_func, (torch.optim.Optimizer, list, dict))
     frozen: set[nn.Parameter] = last.frozen if isinstance(last, OptimWrapper) else set()
     with requiring_grad(frozen):
@@ -81,7 +83,8 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if learn.train_bn else set()
     own = set(opt.parameters())
     if last is not opt and frozen & own:
-        opt.frozen, opt.frozen_idx = frozen & own, last.frozen_idx
+        opt.frozen = frozen & own
+        opt.frozen_idx = last.frozen_idx
     params = {p for m in modules for p in m.parameters()}
     opt.seen = None if is_ready else params
     opt.waiting = {p for p in params - own if not p.requires_grad}
@@ -91,7 +94,8 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
 
 def call_opt_func(learn: LearnerLike) -> Any:
     "Call `opt_func` with the splitter's groups."
-    opt_func, lr = learn.opt_func, learn.lr
+    opt_func = learn.opt_func
+    lr = learn.lr
     if not callable(opt_func):
         raise OptimizerError(
             f'opt_func={short_repr(opt_func)} cannot be called: '
@@ -305,7 +309,8 @@ def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
         opt.drop_params(removed)
     if new:
         add_params(learn, new)
-    opt.seen, opt.waiting = current, candidates - new
+    opt.seen = current
+    opt.waiting = candidates - new
 
 
 def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:

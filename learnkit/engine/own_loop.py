@@ -120,7 +120,8 @@ def optimize(
             'that computes it, `self.optimize(lambda: ...)`.'
         )
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
-        learn.optimized_loss_sum, learn.n_optimized_losses = None, 0
+        learn.optimized_loss_sum = None
+        learn.n_optimized_losses = 0
     with learn.taking(turn):
         learn.report_loss(value if compute is None else compute())
         _count_loss(learn)
@@ -247,7 +248,9 @@ class EventCheck(Callback):
     overhead. No state is checkpointed.
     """
 
-    order, run_valid, remove_on_find = 10_000, False, True
+    order = 10_000
+    run_valid = False
+    remove_on_find = True
 
     def __init__(self) -> None:
         self._table: RecordingTable | None = None
@@ -325,7 +328,8 @@ class EventCheck(Callback):
     def _stop_recording(self) -> set[str]:
         "Restore the loop's own tables, and return the events that were looked up."
         learn = self.learn
-        table, self._table = self._table, None
+        table = self._table
+        self._table = None
         if table is None:
             return set()
         if learn.tables[True] is table:

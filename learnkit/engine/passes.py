@@ -36,7 +36,8 @@ class TrainingPasses:
 
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
-        dl, device = learn.dl, learn.run.device
+        dl = learn.dl
+        device = learn.run.device
         if is_stream(learn.dls):
             if self.stream is None or self.stream.dl is not dl:
                 self.stream = Stream(dl)

@@ -1,4 +1,4 @@
-"""Places of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
+"""Points of the loop at which checkpoints are taken, and how a resumed fit reaches them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LoopLike
 from learnkit.engine.evaluation import EvaluateWithinEpochs
 
-__all__ = ['LOOP_PLACES', 'ResumeState', 'open_resumed', 'resume_at', 'resumed_epochs']
+__all__ = [
+    'SAVE_POINTS',
+    'ResumeState',
+    'list_checkpoint_folders',
+    'open_resumed',
+    'resume_at',
+    'resumed_epochs',
+]
 
-# place of a checkpoint, and the place of the loop at which it is restored
-LOOP_PLACES = {
+# point of a checkpoint, and the point of the loop at which it is restored
+SAVE_POINTS = {
     'batch': 'batch',  # after a training batch
     'within': 'batch',  # after a training batch, before an evaluation that is due
     'evaluation': 'evaluation',  # after an epoch's training, before an evaluation that is due
@@ -47,8 +54,8 @@ class ResumeState:
 
     @property
     def at(self) -> str:
-        "Place of the loop at which the checkpoint is restored."
-        return LOOP_PLACES[self.loop['place']]
+        "Point of the loop at which the checkpoint is restored."
+        return SAVE_POINTS[self.loop['place']]
 
     @property
     def stage(self) -> int:
@@ -58,6 +65,13 @@ class ResumeState:
             return stage
         name = self.path or 'The checkpoint'
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
+
+
+def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
+    "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
+    # asked of the class, as a callback also has the attributes of the Learner and the model
+    writers = [cb for cb in learn.cbs if hasattr(type(cb), 'checkpoint_folder')]
+    return [cb.checkpoint_folder() for cb in writers]
 
 
 def resumed_epochs(learn: LoopLike) -> Iterable[int]:
@@ -79,17 +93,17 @@ def resumed_epochs(learn: LoopLike) -> Iterable[int]:
     return count(epoch) if learn.n_epoch is None else range(epoch, learn.n_epoch)
 
 
-def resume_at(learn: LoopLike, place: str) -> None:
-    "Restore the checkpoint if it was taken at this place; raise `CheckpointError` if the fit went past its place."
+def resume_at(learn: LoopLike, point: str) -> None:
+    "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
     r = learn.run.resume
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
-    if is_its_epoch and r.at == place:
-        if place == 'evaluation':
+    if is_its_epoch and r.at == point:
+        if point == 'evaluation':
             learn.passes.resume(learn.dls, r.state['position'])  # position of the next epoch
         r.restore(learn, r)
         return
-    if place == 'evaluation' or not is_its_epoch:
+    if point == 'evaluation' or not is_its_epoch:
         raise CheckpointError(
             f'The checkpoint was taken after batch {loop["iter"]} of epoch {loop["epoch"]}, and '
             'this fit did not get there: the epoch, or its training, was cancelled, or '

@@ -93,14 +93,17 @@ def open_run(
     kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
-    run, counters = learn.run, learn.counters
+    run = learn.run
+    counters = learn.counters
     with learn.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
         grad, began = torch.is_grad_enabled(), perf_counter()
         held = hold_others(learn, kind)
         released = release_for_fit(learn, kind)
         try:
-            run.levels, run.kind, learn.fitting = (), kind or run.kind, kind == 'fit'
+            run.levels = ()
+            run.kind = kind or run.kind
+            learn.fitting = kind == 'fit'
             run.depth += 1
             if kind == 'fit':
                 counters.fit_began = began
@@ -126,7 +129,8 @@ def open_run(
             learn.callbacks.release(held)
             learn.callbacks.hold(released)
             if kind == 'fit':
-                counters.seconds, counters.fit_began = learn.finished('sec'), None
+                counters.seconds = learn.finished('sec')
+                counters.fit_began = None
             # a signal inside a context of torch may have switched it
             torch.set_grad_enabled(grad)
 
@@ -134,7 +138,8 @@ def open_run(
 def end_run(learn: LoopLike, error: BaseException | None) -> None:
     "End the outermost run: fire `after_error` and `cleanup`. The first error gets notes about later errors."
     run = learn.run
-    learn.error, run.ending = error, True
+    learn.error = error
+    run.ending = True
     raised: list[BaseException] = []
     interrupted = isinstance(error, KeyboardInterrupt)
     try:
@@ -157,7 +162,10 @@ def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         learn.forget_run()
-    learn.error, run.ending, run.stopping, run.checkpoint_event = None, False, False, ''
+    learn.error = None
+    run.ending = False
+    run.stopping = False
+    run.checkpoint_event = ''
     for cb in learn.callbacks:
         if not cb.run:
             cb.run = True
@@ -321,7 +329,8 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
 
 def make_cancel_error(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
     "Return the error for a Cancel exception that was raised outside of its level."
-    level, legal = LEVELS.get(e.level), ''
+    level = LEVELS.get(e.level)
+    legal = ''
     if level:
         end = f'`{level.after_cancel}` or `{level.after}` fires'
         legal = f'It is legal from `{level.before}` on, until {end}. '

@@ -26,7 +26,7 @@ from learnkit.data.preserve import preserve_loaders, refill_dict
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
 
-__all__ = ['Snapshot', 'unchanged_loaders', 'undoing', 'restored']
+__all__ = ['Snapshot', 'preserve_dataloaders', 'restored_objects', 'restored']
 
 # classes whose attributes belong to the object alone
 OWNER_TYPES = (
@@ -162,12 +162,12 @@ def _refill(o: Any, items: list[Any]) -> None:
             o.popleft()
 
 
-def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
+def preserve_dataloaders(dls: Any) -> AbstractContextManager[None]:
     """Restore loaders and all random generators at the end of a context, so that the order of the next epoch is kept.
 
     >>> from learnkit.data.dataloaders import DataLoaders
     >>> dls = DataLoaders.from_tensors((torch.arange(9.), torch.arange(9.)), bs=9)
-    >>> with unchanged_loaders(dls): order = dls.one_batch()[0]
+    >>> with preserve_dataloaders(dls): order = dls.one_batch()[0]
     >>> torch.equal(order, dls.one_batch()[0])
     True
     """
@@ -175,7 +175,7 @@ def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undoing(
+def restored_objects(
     learn: LearnerLike,  # Learner whose model and loaders are restored
     roots: list[Any],  # further objects to restore
     excluded: list[Any] | None = None,  # objects that are not restored
@@ -188,7 +188,7 @@ def undoing(
     datasets = [getattr(dl, 'dataset', None) for dl in loaders]
     excluded = [learn, learn.dls, *loaders, *datasets, *(excluded or [])]
     snapshot = Snapshot([tensors, *roots], excluded, on_host)
-    with unchanged_loaders(learn.dls):
+    with preserve_dataloaders(learn.dls):
         try:
             yield
         finally:
@@ -206,7 +206,7 @@ def restored(
     parts = learn.run, learn.counters, learn.evaluations, learn.passes
     cut_again(learn.model)
     try:
-        with undoing(
+        with restored_objects(
             learn,
             [vars(learn), *map(vars, cbs), *map(vars, parts)],
             excluded=[callbacks, learn.tables, learn.whole_step],

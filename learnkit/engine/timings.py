@@ -244,7 +244,8 @@ class TimedTable(HandlerTable):
 
     def __init__(self, base: HandlerTable, timings: Timings) -> None:
         super().__init__(base.callbacks, base.training)
-        self.base, self.timings = base, timings
+        self.base = base
+        self.timings = timings
 
     def __missing__(self, name: str) -> list[Entry]:
         entries = self.base[name]

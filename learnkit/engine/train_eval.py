@@ -33,7 +33,8 @@ class TrainEvalCallback(Callback):
     Checkpointed: the modules in evaluation mode.
     """
 
-    order, run_valid = -10, False
+    order = -10
+    run_valid = False
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False  # the warning about `learn.loss` was issued
@@ -49,8 +50,11 @@ class TrainEvalCallback(Callback):
         learn = self.learn
         learn.loss = torch.tensor(0.0)
         if learn.fitting or not learn.run.depth:
-            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.0
-            self._is_starting, self._modes = True, []
+            learn.epoch = 0
+            learn.train_iter = 0
+            learn.pct_train = 0.0
+            self._is_starting = True
+            self._modes = []
         move_to_device(learn)
         reset: Any = getattr(learn.model, 'reset', None)
         if reset is not None:
@@ -63,9 +67,11 @@ class TrainEvalCallback(Callback):
     def _watch_loss(self) -> None:
         "Check the loss before and after the handlers of users' callbacks, if there are any."
         if self._list_user_callbacks('after_pred'):
-            self.before_pred, self.after_pred = self._record_loss, self._check_loss  # type: ignore[method-assign]
+            self.before_pred = self._record_loss  # type: ignore[method-assign]
+            self.after_pred = self._check_loss  # type: ignore[method-assign]
         if self._list_user_callbacks('after_loss', 'before_backward'):
-            self.after_loss, self.before_backward = self._record_loss, self._check_loss  # type: ignore[method-assign]
+            self.after_loss = self._record_loss  # type: ignore[method-assign]
+            self.before_backward = self._check_loss  # type: ignore[method-assign]
 
     def _list_user_callbacks(self, *events: str) -> list[str]:
         "Return the class names of users' callbacks that handle one of these events in training."
@@ -80,7 +86,8 @@ class TrainEvalCallback(Callback):
 
     def _check_loss(self) -> None:
         "Warn if a callback has replaced `loss` but not `loss_grad`."
-        before, self._loss_before = self._loss_before, None
+        before = self._loss_before
+        self._loss_before = None
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
         if (
             before is None
@@ -117,7 +124,9 @@ class TrainEvalCallback(Callback):
             learn.model.train()
             for module, mode in self._modes:
                 module.training = mode
-        self._is_starting, self._modes, self._has_trained = False, [], True
+        self._is_starting = False
+        self._modes = []
+        self._has_trained = True
         if learn.fitting:
             cover_params(learn)
             learn.opt.train()

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.core.activation import find_activation
+from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     batch_counter,
     children_of,
@@ -23,7 +22,7 @@ from learnkit.core.batch import (
     have_listed_samples,
     is_sample_list,
     map_tensors,
-    rebuilt,
+    rebuild,
     tensors_in,
 )
 from learnkit.core.comm import SINGLE_RANK, Comm
@@ -73,9 +72,13 @@ class GatherPredsCallback(Callback):
         concat_dim: int = 0,  # dimension along which batches are concatenated
         pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
-        self.with_input, self.with_loss = with_input, with_loss
-        self.with_preds, self.with_targs = with_preds, with_targs
-        self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
+        self.with_input = with_input
+        self.with_loss = with_loss
+        self.with_preds = with_preds
+        self.with_targs = with_targs
+        self.save_preds = save_preds
+        self.save_targs = save_targs
+        self.concat_dim = concat_dim
         self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
@@ -232,7 +235,8 @@ class Replicated(list[Any]):
 
 def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
-    world, team = learn.world, learn.strategy.team
+    world = learn.world
+    team = learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
@@ -240,8 +244,8 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     options: dict[str, Any] = {'count': batch_counter(learn)}
     if team:
         options |= {
-            'batch_size': team._given['batch_size'],
-            'fillers': team.parts.needs_equal_evaluations,
+            'batch_size': team.loader_options['batch_size'],
+            'fillers': team.parallelism.needs_equal_evaluations,
         }
     rank_dl = shard(
         dl.source if isinstance(dl, Shard) else dl,
@@ -287,7 +291,8 @@ class AsyncToCPU:
 
     def flush(self) -> list[Any]:
         "Wait for the pending copies, and return them."
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for _, events in pending:
             for event in events:
                 event.synchronize()
@@ -312,9 +317,12 @@ class PredictionSink:
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
-        self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
+        self.learn = learn
+        self.give = give
+        self.cpu = cpu
+        self.transfer = transfer
         self.act = act or find_activation(learn.loss_func)
-        self.decode = getattr(learn.loss_func, 'decodes', noop)
+        self.decode = find_decoder(learn.loss_func)
         included = {
             'inputs': with_input,
             'preds': True,
@@ -402,7 +410,7 @@ def reorder_samples(
         return [o[i] for i in order.tolist()]
     children = children_of(o)
     if children is not None and any(c is not None for c in children):
-        return rebuilt(o, [reorder_samples(c, order) for c in children])
+        return rebuild(o, [reorder_samples(c, order) for c in children])
     if o is None or children is not None:
         return o
     raise BatchError(

@@ -31,7 +31,7 @@ from learnkit.core.random import (
 )
 from learnkit.core.validation import check_count
 from learnkit.data.preserve import preserve_loaders
-from learnkit.data.show import as_targets, binary_cut, class_axis, show_samples, wrong_ones
+from learnkit.data.show import as_targets, class_axis, show_samples, wrong_ones
 from learnkit.data.tables import class_names, shorten
 from learnkit.inference.gather import reorder_samples
 from learnkit.inference.predict import plan_loader
@@ -64,7 +64,11 @@ class Interpretation:
         decoded: Any,  # predictions in the form of the targets
         losses: Tensor,  # losses, of shape [samples]
     ) -> None:
-        self.learn, self.dl, self.preds, self.targs, self.decoded = learn, dl, preds, targs, decoded
+        self.learn = learn
+        self.dl = dl
+        self.preds = preds
+        self.targs = targs
+        self.decoded = decoded
         self.losses = losses.flatten()
         self.vocab: Any = getattr(learn.dls, 'vocab', None)
         self._order = torch.arange(len(self.losses))  # position of each sample in the loader
@@ -87,7 +91,7 @@ class Interpretation:
         preds, targs, decoded, losses = learn.get_preds(
             dl=loader, with_decoded=True, with_loss=True, act=act, reorder=False
         )
-        threshold = 0.5 if act is not None else binary_cut(learn.loss_func)
+        threshold = None if act is None else 0.5
         decoded = as_targets(decoded, targs, threshold)
         if order is not None:
             preds, targs, decoded, losses = (
@@ -359,26 +363,32 @@ def _find_ignore_index(loss_func: Any) -> int:
 def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tuple[Tensor, Tensor]:
     "Return predicted and true classes as flat integer tensors; raise `OptionError` if they are not classes."
     are_tensors = isinstance(decoded, Tensor) and isinstance(targs, Tensor)
+    if are_tensors:
+        _check_whole('targets', targs)
     if not are_tensors or decoded.shape != targs.shape:
         raise OptionError(
             f'These are no classes of one target: predictions {describe(decoded)}, targets '
             f'{describe(targs)}. Give `act=`, whose largest score, or value above 0.5, is the class; for '
             'anything else `Interpretation` has the losses.'
         )
-    d, t = decoded.flatten(), targs.flatten()
-    for name, values in (('targets', t), ('predictions', d)):
-        if values.is_floating_point() and not bool((values == values.round()).all()):
-            raise OptionError(
-                f'The {name} are {describe(values)}, not whole numbers of classes: a regression has no '
-                'confusion matrix. Use `Interpretation`.'
-            )
+    _check_whole('predictions', decoded)
     if targs.ndim == 2 and targs.shape[1] > 1 and preds.shape == targs.shape:
         raise OptionError(
             f'The targets {describe(targs)} are several labels a sample: there is no confusion matrix.'
         )
-    d, t = d.long(), t.long()
+    d, t = decoded.flatten().long(), targs.flatten().long()
     is_counted = t != ignored
-    d, t = d[is_counted], t[is_counted]
+    d = d[is_counted]
+    t = t[is_counted]
     if len(t) and (least := int(min(d.min(), t.min()))) < 0:
         raise OptionError(f'There is a class {least}, below 0.')
     return d, t
+
+
+def _check_whole(name: str, values: Tensor) -> None:
+    "Raise `OptionError` for values that are not whole numbers."
+    if values.is_floating_point() and not bool((values == values.round()).all()):
+        raise OptionError(
+            f'The {name} are {describe(values)}, not whole numbers of classes: a regression has no '
+            'confusion matrix. Use `Interpretation`.'
+        )

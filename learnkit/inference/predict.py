@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from learnkit.core.activation import find_activation
+from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     children_of,
     describe,
@@ -148,7 +148,7 @@ def get_preds(
         activate = act or partial(_apply_to_samples, find_activation(learn.loss_func))
         res[i] = activate(res[i])
         if with_decoded:
-            decode = getattr(learn.loss_func, 'decodes', noop)
+            decode = find_decoder(learn.loss_func)
             res.insert(i + 2, _apply_to_samples(decode, res[i]))
     return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
 
@@ -182,7 +182,9 @@ def _run_predictions(
         learn.strategy.run(learn, 'evaluation'),
         deferred.paused(),
     ):
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
+        learn.phase = 'predict'
+        learn.dl_name = 'valid'
+        learn.loader_name = loader_name
         body = partial(_do_predictions, learn, dl)
         if inner:
             body()
@@ -360,7 +362,7 @@ def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
     "Return the name in `dls` of the requested loader, or None if it has no name there."
     if not isinstance(learn.dls, DataLoaders):
         return None
-    named_loaders = learn.dls._named()
+    named_loaders = learn.dls.list_named()
     if isinstance(dl, str):
         return dl
     if dl is not None:

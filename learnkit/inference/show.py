@@ -12,7 +12,6 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import decodes_batches
 from learnkit.data.show import (
     as_targets,
-    binary_cut,
     first_batch,
     first_samples,
     own_method,
@@ -46,7 +45,7 @@ def show_results(
         return data_method(batch, decoded, max_n=max_n, **kwargs)
 
     xb, _ = first_samples(batch, form_of(learn.dls, 'valid'), max_n)
-    preds = as_targets(decoded, targs, binary_cut(learn.loss_func))
+    preds = as_targets(decoded, targs)
     (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
     columns = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
     vocab = getattr(learn.dls, 'vocab', None)

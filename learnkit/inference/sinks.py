@@ -272,7 +272,8 @@ class _Rows:
     "Array that is filled row by row."
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array, self.n = array, 0
+        self.array = array
+        self.n = 0
 
     def add(self, rows: np.ndarray) -> None:
         "Write the rows of a batch after the previous ones."
@@ -290,13 +291,15 @@ class _NpyFile:
     "Growing .npy file: the header is updated after each batch, so the file is readable at any time."
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.n = file, 0
+        self.file = file
+        self.n = 0
 
     def add(self, rows: np.ndarray) -> None:
         "Append the rows of a batch; raise `OptionError` if their shape or type differs from the first batch."
         rows = np.ascontiguousarray(rows if rows.ndim else rows[None])
         if not self.file.tell():
-            self.dtype, self.shape = rows.dtype, rows.shape[1:]
+            self.dtype = rows.dtype
+            self.shape = rows.shape[1:]
             self._write_header()
         if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
             raise OptionError(

@@ -42,9 +42,12 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
         batch: list[tuple[Any, ...]],  # list to which a step appends the batch's entries
         context: Callable[[], Any],  # f() -> context of each step
     ) -> None:
-        self._learn, self._batch, self._context = learn, batch, context
+        self._learn = learn
+        self._batch = batch
+        self._context = context
         self._state: Any = None  # state of the paused run
-        self._running, self._is_invalid = False, False
+        self._running = False
+        self._is_invalid = False
         stream_ref = weakref.ref(self)  # weak, so that deleting the stream ends the run
 
         def on_event(cb: Callback) -> None:
@@ -172,8 +175,11 @@ def stream_predictions(
 ) -> Iterator[None]:
     "Predict on a loader and yield after each batch, with the events and levels of the loop as generators."
     with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
-        learn.logger, learn.create_mbar = noop, False
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
+        learn.logger = noop
+        learn.create_mbar = False
+        learn.phase = 'predict'
+        learn.dl_name = 'valid'
+        learn.loader_name = loader_name
         steps = _stream_loader(learn, dl)
         if not inner:
             steps = _wrap_level(learn, _wrap_level(learn, steps, 'epoch'), 'fit')

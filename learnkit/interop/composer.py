@@ -180,15 +180,20 @@ class _Pass:
 class _FromComposer(Callback):
     "Run a Composer callback, and keep the counts that Composer's state reports and the Learner does not."
 
-    order, remove_on_find, nondeterministic_state = 60, True, ('evaluated', 'walls')
-    is_composer, is_algorithm, is_destination = True, False, False
+    order = 60
+    remove_on_find = True
+    nondeterministic_state = ('evaluated', 'walls')
+    is_composer = True
+    is_algorithm = False
+    is_destination = False
 
     def __init__(self, cb: Any) -> None:
         self.wrapped = cb
         run_event, hooks = self._find_hooks(cb)
         check_style(cb, HOOKS, {**run_event, **hooks}, 'Composer', 'from_composer')
         note_attributes(cb)
-        self.types, self._hooks = types_for(cb), hooks
+        self.types = types_for(cb)
+        self._hooks = hooks
         self._run_event_hook = run_event.get('run_event')
         self.view, self.logs = ComposerState(self), ComposerLogger(self)
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
@@ -212,7 +217,9 @@ class _FromComposer(Callback):
         self._is_epoch_over = False  # True after training until the Learner counts the epoch
         # counts at the end of a fit that stopped within an epoch
         self._unfinished_counts: dict[str, Any] | None = None
-        self._eval_seconds, self._eval_start, self._n_previous_epochs = 0.0, 0.0, 0
+        self._eval_seconds = 0.0
+        self._eval_start = 0.0
+        self._n_previous_epochs = 0
         for event in EVENTS:
             counts = getattr(self, f'_{event}') if hasattr(type(self), f'_{event}') else None
             if self._has_hook_for(event) or (counts and event not in BATCH_EVENTS):
@@ -270,7 +277,8 @@ class _FromComposer(Callback):
     def begin(self) -> None:
         "Run `init` before the first event of a Learner."
         if self._known_learner is None or self._known_learner() is not self.learn:
-            self._known_learner, self._has_loaded = ref(self.learn), False
+            self._known_learner = ref(self.learn)
+            self._has_loaded = False
             self._trainer = add_trainer(self.learn, self.is_destination)
             self.loader_kind = ''
             self._fire('init')
@@ -347,25 +355,30 @@ class _FromComposer(Callback):
     # -- counting ----------------------------------------------------------------------------------
 
     def _before_fit(self) -> None:
-        self.loader_kind, self._training_modules = 'train', []
+        self.loader_kind = 'train'
+        self._training_modules = []
         if not self.learn.fitting:
             return
         self.in_fit = self.has_fitted = True
         self._n_previous_epochs = self.learn.counters.epochs
         self._last_end = self._stopped_at = self._unfinished_counts = None
         # a failed fit may not have reset these attributes
-        self._is_epoch_over, self._eval_start = False, 0.0
+        self._is_epoch_over = False
+        self._eval_start = 0.0
 
     def _cleanup(self) -> None:
         self.find_end()  # stores the end: the budget is removed after the fit
-        self.in_fit, self.loader_kind, self._grads = False, 'train', []
+        self.in_fit = False
+        self.loader_kind = 'train'
+        self._grads = []
 
     def _before_iteration(self) -> None:
         self._iteration_start = self.learn.time
 
     def _before_epoch(self) -> None:
         if self.learn.fitting:
-            self._epoch_start, self._is_epoch_over = self.learn.time, False
+            self._epoch_start = self.learn.time
+            self._is_epoch_over = False
 
     def _before_train(self) -> None:
         self._training_modules = []
@@ -404,7 +417,8 @@ class _FromComposer(Callback):
     def _after_epoch(self) -> None:
         if self.learn.fitting:
             # the Learner counts the epoch before this event
-            self._epoch_start, self._is_epoch_over = self.learn.time, False
+            self._epoch_start = self.learn.time
+            self._is_epoch_over = False
 
     def _before_eval(self) -> None:
         self._eval_start = perf_counter()
@@ -442,7 +456,7 @@ class _FromComposer(Callback):
     def _measure_training(self) -> None:
         "Store the Recorder's training loss and metrics of the epoch."
         recorder = recorder_of(self.learn)
-        values = {} if recorder is None else recorder._frame.values
+        values = {} if recorder is None else recorder.epoch_metrics.values
         self.measured['train'] = {
             k.removeprefix('train_'): Measured(v)
             for k, v in values.items()
@@ -453,7 +467,8 @@ class _FromComposer(Callback):
         "Return the fields of a Composer timestamp."
         if self._unfinished_counts is not None:
             return self._unfinished_counts
-        now, iteration_start = self.learn.time, self._iteration_start
+        now = self.learn.time
+        iteration_start = self._iteration_start
         epoch_start = now if self._is_epoch_over else self._epoch_start
         epoch = now.ep + self._is_epoch_over
         eval_seconds = self._eval_seconds
@@ -536,7 +551,8 @@ class _FromComposer(Callback):
 class _FromAlgorithm(_FromComposer):
     "Run a Composer algorithm, before callbacks: `apply` at each event for which `match` returns True."
 
-    order, is_algorithm = 59, True
+    order = 59
+    is_algorithm = True
 
     def _find_hooks(self, cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {'run_event': self._apply}, own_hooks(cb, ['close', 'post_close'])
@@ -556,7 +572,8 @@ class _FromAlgorithm(_FromComposer):
 class _FromDestination(_FromComposer):
     "Run a logger destination of Composer, after callbacks, and pass the values of `learn.log` to it."
 
-    order, is_destination = 61, True
+    order = 61
+    is_destination = True
 
     def receive_log(
         self,

@@ -18,6 +18,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.engine.callback import Callback
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
@@ -227,7 +228,8 @@ class ComposerState:
 
         In `after_loss` and `before_backward`, `loss` is the tensor on which `backward` is called.
         """
-        learn, adapter = self.learn, self._adapter
+        learn = self.learn
+        adapter = self._adapter
         if adapter.has_graph and 'loss_grad' in learn.__dict__:
             return learn.loss_grad
         return torch.Tensor() if adapter.last_loss is None else adapter.last_loss
@@ -236,7 +238,8 @@ class ComposerState:
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
         if self.learn.training:
-            self.learn.loss_grad, self._adapter.last_loss = loss, self.learn.loss
+            self.learn.loss_grad = loss
+            self._adapter.last_loss = self.learn.loss
 
     @property
     def total_loss_dict(self) -> dict[str, float]:
@@ -534,8 +537,10 @@ class ComposerState:
     def _load_counts(self, counts: Mapping[str, Any]) -> None:
         "Set the Learner's counters; warn if the checkpoint was taken within an epoch."
         counters = self.learn.counters
-        counters.epochs, counters.batches = counts['epoch'], counts['batch']
-        counters.samples, counters.tokens = counts['sample'], counts['token']
+        counters.epochs = counts['epoch']
+        counters.batches = counts['batch']
+        counters.samples = counts['sample']
+        counters.tokens = counts['token']
         counters.iterations = counts.get('iteration', 0)
         if counts['batch_in_epoch']:
             warn_user(
@@ -583,7 +588,7 @@ def measured_values(
 
 def destinations_of(learn: LearnerLike) -> list[Any]:
     "Return the adapters of Composer's logger destinations, after running their `init`."
-    destinations: list[Any] = [cb for cb in learn.cbs if getattr(cb, 'is_destination', False)]
+    destinations: list[Any] = [cb for cb in learn.cbs if getattr(type(cb), 'is_destination', False)]
     for cb in destinations:
         cb.begin()
     return destinations
@@ -592,9 +597,8 @@ def destinations_of(learn: LearnerLike) -> list[Any]:
 def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
-        receive = getattr(type(cb), 'receive_log', None)
-        if receive and not getattr(cb, 'is_destination', False):
-            receive(cb, name, value, 1, True)
+        if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):
+            cb.receive_log(name, value)
 
 
 class ComposerLogger:

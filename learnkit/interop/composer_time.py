@@ -17,7 +17,9 @@ from learnkit.interop.hooks import is_of
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
 
-_OPENING_WORDS, _CLOSING_WORDS = ('start', 'before'), ('end', 'after')  # parts of event names
+# parts of event names
+_OPENING_WORDS = ('start', 'before')
+_CLOSING_WORDS = ('end', 'after')
 
 
 class Event(StrEnum):

@@ -97,7 +97,8 @@ class ComposerTrainer(Callback):
 
     def _measure(self) -> None:
         "Update the metrics with the kept microbatch, in evaluation mode."
-        batch, outputs = self._batch, self._outputs
+        batch = self._batch
+        outputs = self._outputs
         self._batch = self._outputs = None
         if outputs is None:
             return

@@ -164,7 +164,9 @@ def from_ksuit(
 class _FromKsuit(Callback):
     "Run a ksuit callback, and keep the counts that ksuit's trainer reports and the Learner does not."
 
-    order, run_valid, remove_on_find = 45, False, True  # before the Recorder adds the epoch's row
+    order = 45  # before the Recorder adds the epoch's row
+    run_valid = False
+    remove_on_find = True
     runs_last = ('before_fit',)  # after the Recorder, which discards values logged earlier
     is_ksuit = True
 
@@ -195,10 +197,12 @@ class _FromKsuit(Callback):
         # progress at the start of the fit, and at the last update
         self.started_at, self._last_progress = Progress(0, 0, 0), Progress(0, 0, 0)
         self._seen_size = 0  # largest number of samples in a batch so far
-        self._n_microbatches, self._microbatch_index = 1, 0
+        self._n_microbatches = 1
+        self._microbatch_index = 0
         self._interval_kind = ''  # value of the hooks' argument `interval_type`
         # whether training of the epoch is over, and whether the Learner has counted the epoch
-        self.at_epoch_end, self._is_epoch_counted = False, True
+        self.at_epoch_end = False
+        self._is_epoch_counted = True
         # whether `resume_from_checkpoint` has run for the resumed fit
         self._has_read_files = False
         # parts of the microbatch's loss, recorded between `after_pred` and `after_loss`
@@ -289,7 +293,8 @@ class _FromKsuit(Callback):
         if self.learn.run.resume is not None:
             self._load_resumed_state()
         else:
-            self.at_epoch_end, self._is_epoch_counted = False, True
+            self.at_epoch_end = False
+            self._is_epoch_counted = True
             self.started_at = self._last_progress = self.progress()
         if self._find_first() is self:
             self.services['writer'].discard_entry()
@@ -315,9 +320,12 @@ class _FromKsuit(Callback):
         self._lap_start = perf_counter()
 
     def before_batch(self) -> None:
-        learn, size = self.learn, self.learn.microbatch
+        learn = self.learn
+        size = self.learn.microbatch
         self.services['writer'].flush()
-        self._microbatch_index, self.at_epoch_end, self._is_epoch_counted = -1, False, True
+        self._microbatch_index = -1
+        self.at_epoch_end = False
+        self._is_epoch_counted = True
         if learn.iter == 0 or not self._seen_size:
             self._seen_size = max(self._seen_size, sample_count(learn))
         self._n_microbatches = (
@@ -343,7 +351,8 @@ class _FromKsuit(Callback):
             self._add_lap('backward', 'update')
         if learn.n_iter is not None and learn.iter == learn.n_iter - 1:
             self._end_epoch()
-        now, before = self.progress(), self._last_progress
+        now = self.progress()
+        before = self._last_progress
         if now.update == before.update:
             return  # gradients accumulate
         self._last_progress = now
@@ -360,14 +369,16 @@ class _FromKsuit(Callback):
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self.at_epoch_end, self._is_epoch_counted = True, False
+        self.at_epoch_end = True
+        self._is_epoch_counted = False
 
     def after_epoch(self) -> None:
-        self._is_epoch_counted, learn = True, self.learn  # the Learner counts it before this event
+        self._is_epoch_counted = True  # the Learner counts it before this event
+        learn = self.learn
         if not learn.fitting:
             return self._run_at_eval()
         recorder = recorder_of(learn)
-        values = recorder._frame.values.items() if recorder else ()
+        values = recorder.epoch_metrics.values.items() if recorder else ()
         self.services['writer'].record({k: v for k, v in values if isinstance(v, (int, float))})
         is_due = 'epoch' in self._intervals and learn.time.ep % self._intervals['epoch'] == 0
         self._run_periodic('after_epoch', ['epoch'] if is_due else [])
@@ -422,7 +433,8 @@ class _FromKsuit(Callback):
 
     def _ask_to_stop(self, name: str) -> None:
         "End the fit if a hook `should_stop_after_...` returns True."
-        should_stop, options = self._hooks[name], {}
+        should_stop = self._hooks[name]
+        options = {}
         if 'effective_batch_size' in parameters_of(should_stop):
             options['effective_batch_size'] = self.effective_batch_size
         if should_stop(self.progress(), **options):
@@ -432,7 +444,8 @@ class _FromKsuit(Callback):
         "Call the periodic hook, or process the batches of a loader."
         if not self._processes_batches:
             return self._call_hook('periodic_callback')
-        process, model = self._hooks['process_data'], self.learn.model
+        process = self._hooks['process_data']
+        model = self.learn.model
         with torch.no_grad():
             results = [process(batch, trainer_model=model) for batch in self._iterate_batches()]
         self._call_hook('process_results', join_results(results))
@@ -559,10 +572,13 @@ class _FromKsuit(Callback):
         resume = self.learn.run.resume
         if resume is None:
             now = self.learn.time
-            epochs, updates, samples = now.ep, now.st, now.sp
+            epochs = now.ep
+            updates = now.st
+            samples = now.sp
         else:
             done = resume.loop['done']
-            epochs, samples = done['ep'], done['sp']
+            epochs = done['ep']
+            samples = done['sp']
             updates = done['st'] + resume.loop['n_steps']
         return Progress(
             epochs + (self.at_epoch_end and not self._is_epoch_counted), updates, samples
@@ -626,7 +642,8 @@ class _FromKsuit(Callback):
         "Restore the callback's state and progress."
         self.started_at, self._last_progress = Progress(**sd['started']), Progress(**sd['reached'])
         self._seen_size = sd['size']
-        self.at_epoch_end, self._is_epoch_counted = sd['at_epoch_end'], sd['counted']
+        self.at_epoch_end = sd['at_epoch_end']
+        self._is_epoch_counted = sd['counted']
         if sd['writer'] is not None:
             self.services['writer'].load_state_dict(sd['writer'])
             self.services['tracker'].summary = dict(sd['writer'].get('summary', {}))

@@ -64,7 +64,8 @@ class Trainer:
 
     @property
     def config(self) -> TrainerConfig:
-        learn, end = self._adapter.learn, self.end_checkpoint
+        learn = self._adapter.learn
+        end = self.end_checkpoint
         size = learn.microbatch if isinstance(learn.microbatch, int) else None
         guards = [cb for cb in learn.cbs if isinstance(cb, GuardNonFinite)]
         return TrainerConfig(

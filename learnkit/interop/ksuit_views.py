@@ -96,7 +96,9 @@ class UpdateCounter:
 
     @property
     def end_iteration(self) -> Progress:
-        learn, start, bs = self._adapter.learn, self._adapter.started_at, self._adapter.batch_size
+        learn = self._adapter.learn
+        start = self._adapter.started_at
+        bs = self._adapter.batch_size
         budget = next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
         if budget:
             return self._find_budget_end(budget.total)
@@ -115,7 +117,9 @@ class UpdateCounter:
         steps = {'st': n, 'ba': self._adapter.count_updates(n)}.get(total.unit)
         return Progress() if steps is None else Progress(update=(start.update or 0) + steps)
 
-    cur_checkpoint, start_checkpoint, end_checkpoint = cur_iteration, start_iteration, end_iteration
+    cur_checkpoint = cur_iteration
+    start_checkpoint = start_iteration
+    end_checkpoint = end_iteration
 
     @property
     def epoch(self) -> int | None:
@@ -272,7 +276,8 @@ class Paths:
         adapter: Any,
         checkpoints: Path | None = None,  # checkpoint folder; None: `checkpoints` below `path`
     ) -> None:
-        self._adapter, self._checkpoints = adapter, checkpoints
+        self._adapter = adapter
+        self._checkpoints = checkpoints
 
     @property
     def run_output_path(self) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback
 from learnkit.loggers.base import Logger
-from learnkit.loggers.values import plain
+from learnkit.loggers.values import to_loggable
 
 __all__ = ['log_images', 'log_params', 'log_text']
 
@@ -46,7 +46,7 @@ def log_params(
     params: dict[str, Any],  # settings by name
 ) -> None:
     "Log settings to all loggers of a Learner, as part of the configuration of this fit and later fits."
-    settings = {name: plain(value) for name, value in params.items()}
+    settings = {name: to_loggable(value) for name, value in params.items()}
     for cb in _active_loggers(learn):
         cb.add_settings(settings)
 

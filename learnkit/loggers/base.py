@@ -73,7 +73,11 @@ class Logger(Callback):
     10 loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
 
-    order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
+    order = 100
+    run_valid = False
+    remove_on_fetch = True
+    remove_on_find = True
+    writes_files = True
     first_process_only = True
     nondeterministic_state = ('rows.*.1.epoch/time',)
     metric_names = {
@@ -243,32 +247,35 @@ class Logger(Callback):
     def _put(self, name: str, value: Any, writer: Any) -> None:
         "Add a value to the current evaluation if there is one, otherwise to the current step."
         if self._evaluated is None:
-            values, writers = self._get_row(), self._writers
+            values = self._get_row()
+            writers = self._writers
         else:
-            values, writers = self._evaluated, self._eval_writers
+            values = self._evaluated
+            writers = self._eval_writers
         if name in values and writers.get(name, writer) is not writer:
             raise OptionError(
-                f'`{name}` was logged twice in step {self._now + self._step_offset}: by '
+                f'`{name}` was logged twice in step {self._step + self._step_offset}: by '
                 f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
             )
         values[name], writers[name] = value, writer
 
     @property
-    def _now(self) -> int:
+    def _step(self) -> int:
         "The number of training batches, including the current batch."
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
     def _get_row(self) -> dict[str, Any]:
-        if not self._rows or self._rows[-1][0] != self._now:
-            self._rows.append((self._now, {}))
+        if not self._rows or self._rows[-1][0] != self._step:
+            self._rows.append((self._step, {}))
             self._writers = {}
         return self._rows[-1][1]
 
     def before_eval(self) -> None:
         "Start collecting the values of this evaluation."
         if self.learn.fitting:
-            self._evaluated, self._eval_writers = {}, {}
+            self._evaluated = {}
+            self._eval_writers = {}
 
     def after_validate(self) -> None:
         "Log the losses and metrics of a loader from the Recorder."
@@ -283,7 +290,8 @@ class Logger(Callback):
         "Log the values of this evaluation at the step before it."
         if not self.learn.fitting:
             return  # an evaluation by `validate()`
-        evaluated, self._evaluated = self._evaluated or {}, None
+        evaluated = self._evaluated or {}
+        self._evaluated = None
         for name, value in evaluated.items():
             self._put(name, value, self._eval_writers[name])
         self._logged_columns |= evaluated.keys()
@@ -316,9 +324,10 @@ class Logger(Callback):
         "Write the rows of finished steps, and with `include_current` of the current step."
         self._is_due = False
         n = len(self._rows)
-        if n and not include_current and self._rows[-1][0] == self._now:
+        if n and not include_current and self._rows[-1][0] == self._step:
             n -= 1
-        rows, self._rows = self._rows[:n], self._rows[n:]
+        rows = self._rows[:n]
+        self._rows = self._rows[n:]
         if not rows:
             return
         self._begin(rows[0][0])
@@ -333,7 +342,8 @@ class Logger(Callback):
                 self._handle, found = self.open(self._kept_step)
             if self._kept_step is None:
                 self._end_step = max(self._end_step, found)
-            self._is_new_log, self._kept_step = False, None
+            self._is_new_log = False
+            self._kept_step = None
             _close_at_exit(self)
         if not self._is_new_fit:
             return
@@ -387,9 +397,9 @@ class Logger(Callback):
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Write an image or a text at the current step, after the values of earlier steps."
         self._write_rows()
-        self._begin(self._now)
+        self._begin(self._step)
         with preserved_rng():
-            log(self._now + self._step_offset, name, content)
+            log(self._step + self._step_offset, name, content)
 
     def after_error(self) -> None:
         "Record that the run failed."
@@ -413,7 +423,8 @@ class Logger(Callback):
         "Close the backend; the next write opens it again."
         if self._handle is None:
             return
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         open_loggers.discard(self)
         # before Python 3.12, a Learner may be garbage-collected inside of `torch.get_rng_state`, which holds a lock
         with preserved_rng(with_torch=False):
@@ -452,8 +463,10 @@ class Logger(Callback):
         self._is_new_log = False
         self._kept_step = sd['handed']
         self._n_batches_at_start = None
-        self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
-        self._rows, self._is_due = decode_rows(sd['rows']), sd['due']
+        self._settings = {**sd['settings'], **self._settings}
+        self._params = sd['params']
+        self._rows = decode_rows(sd['rows'])
+        self._is_due = sd['due']
         self.restore(sd)
 
     def _write_pending(self) -> None:

@@ -48,7 +48,7 @@ class ConsoleLogger(Logger):
         "Keep finished steps for the next line."
 
     def _send(self, log: Any, name: str, content: Any) -> None:
-        log(self._now + self._step_offset, name, content)
+        log(self._step + self._step_offset, name, content)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self.out(f'step {step}: {name}: {text}')

@@ -45,7 +45,8 @@ class _FileLogger(Logger):
         if Path(fname).suffix not in self._suffixes:
             ends = ' or '.join(self._suffixes)
             raise OptionError(f'{fname!r}: {type(self).__name__} writes files that end in {ends}.')
-        self.fname, self.append = fname, append
+        self.fname = fname
+        self.append = append
 
     def where(self) -> Path:
         "Return the path of the file."

@@ -59,7 +59,8 @@ def make_grid(
     shape = rows * (height + GAP) - GAP, cols * (width + GAP) - GAP, channels
     grid = np.full(shape, 255, np.uint8)
     for i, image in enumerate(images):
-        y, x = i // cols * (height + GAP), i % cols * (width + GAP)
+        y = i // cols * (height + GAP)
+        x = i % cols * (width + GAP)
         grid[y : y + height, x : x + width] = image
     return grid[None]
 

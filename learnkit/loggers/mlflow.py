@@ -52,7 +52,9 @@ class MlflowLogger(RunLogger):
     ) -> None:
         check_libraries('MlflowLogger', 'mlflow')
         super().__init__(every)
-        self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
+        self.tracking_uri = tracking_uri
+        self.experiment = experiment
+        self.run_name = run_name
         self._logged_steps: dict[str, int] = {}  # last step in the run, by metric
         self._metric_names: dict[str, str] = {}  # metric name in MLflow of each logged name
 
@@ -171,7 +173,8 @@ def find_names(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
 
 def _find_name(name: str, value: str, logged: dict[str, str]) -> str:
     "Return the first name under which a parameter is logged with this value, or is not logged yet."
-    n, found = 1, name
+    n = 1
+    found = name
     while logged.get(found, value) != value:
         n += 1
         found = f'fit_{n}/{name}'

@@ -12,7 +12,7 @@ from typing import Any
 from learnkit.core.files import check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
-from learnkit.engine.moving import found_path, kept_path
+from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.loggers.base import Logger
 
 __all__ = ['TensorBoardLogger']
@@ -42,7 +42,8 @@ class TensorBoardLogger(Logger):
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
-        self.folder, self._run_folder = folder, ''
+        self.folder = folder
+        self._run_folder = ''
 
     def where(self) -> Path:
         "Return the folder, or without `folder` the parent folder of all runs."
@@ -63,7 +64,8 @@ class TensorBoardLogger(Logger):
         "Return the given folder, or make a new one."
         if self.folder is not None:
             return self.where()
-        name, n = strftime('%Y-%m-%d_%H-%M-%S'), 1
+        name = strftime('%Y-%m-%d_%H-%M-%S')
+        n = 1
         folder = self.where() / name
         while folder.exists():
             n += 1
@@ -96,10 +98,10 @@ class TensorBoardLogger(Logger):
         handle.close()
 
     def saved(self) -> dict[str, Any]:
-        return {'folder': kept_path(self.learn, self._run_folder or None)}
+        return {'folder': to_portable_path(self.learn, self._run_folder or None)}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        self._run_folder = str(found_path(self.learn, sd['folder'], self.folder) or '')
+        self._run_folder = str(from_portable_path(self.learn, sd['folder'], self.folder) or '')
 
 
 def _await_new_second(folder: Path) -> None:

@@ -32,7 +32,7 @@ __all__ = [
     'name_writer',
     'configuration',
     'as_images',
-    'plain',
+    'to_loggable',
     'png',
 ]
 
@@ -164,7 +164,7 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
         config |= _callback_options(cb, learn.callbacks.keys.get(id(cb), cb.name))
         if defined_on_class(cb, 'configuration'):
             config |= cb.configuration()  # settings that the callback found during the run
-    return {name: plain(value) for name, value in config.items()}
+    return {name: to_loggable(value) for name, value in config.items()}
 
 
 def _optimizer_settings(opt: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _callback_options(cb: Any, key: str) -> dict[str, Any]:
     return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
 
 
-def plain(value: Any) -> Any:
+def to_loggable(value: Any) -> Any:
     "Return a plain value unchanged, a tensor with one element as a number, and other values as a string or a name."
     if isinstance(value, PLAIN):
         return as_atom(value)
@@ -198,7 +198,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (Time, PurePath, slice, Mapping)):
         return str(value)
     if isinstance(value, Sequence):  # also the list types of configuration libraries
-        return f'[{", ".join(str(plain(v)) for v in value)}]'
+        return f'[{", ".join(str(to_loggable(v)) for v in value)}]'
     return name_of(unwrap_partial(value))
 
 

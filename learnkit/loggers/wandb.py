@@ -60,7 +60,8 @@ class WandbLogger(RunLogger):
         self.mode = mode
         self.folder = folder
         self.options = options
-        self._id, self._last_step = id, -1  # id of the run, and last step that the run has
+        self._id = id  # id of the run
+        self._last_step = -1  # last step that the run has
 
     def where(self) -> Path:
         "Return the folder of all runs."

@@ -21,7 +21,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
-from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
+from learnkit.metrics.base import Mean, Metric, flattened, is_number, widen
 
 __all__ = [
     'AvgMetric',
@@ -31,6 +31,7 @@ __all__ = [
     'TorchMetric',
     'ModelMetric',
     'as_metrics',
+    'as_plain_value',
     'batch_weight',
     'check_column',
     'check_on',
@@ -39,8 +40,6 @@ __all__ = [
     'metrics_of_model',
     'whole_set_metric',
     'measures_batches',
-    'paired',
-    'widened',
 ]
 
 PHASES = ('train', 'valid', 'both')
@@ -61,8 +60,6 @@ class AvgMetric(Mean, Metric):
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
     ('mse_loss', 'l1_loss', 'l2')
     """
-
-    _name: str | None = None
 
     def __init__(
         self,
@@ -86,31 +83,34 @@ class AvgMetric(Mean, Metric):
 
     def add(self, value: Any, weight: Any = 1) -> None:
         "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
-        if isinstance(value, dict) == isinstance(self.total, dict) or not self.count:
-            totals = dict(self.total) if isinstance(self.total, dict) else {}
-            counts = dict(self.count) if isinstance(self.count, dict) else {}
-        else:
+        had_dict = isinstance(self.total, dict)
+        if isinstance(value, dict) != had_dict and self.count:
             raise MetricError(
                 f'Metric `{self.name}` gave a dict for some batches, and a number for others.'
             )
         if not isinstance(value, dict):
             return super().add(value, weight)
+        totals, counts = (dict(self.total), dict(self.count)) if had_dict else ({}, {})
         for key, number in value.items():
             mean = Mean()
             mean.total, mean.count = totals.get(key, 0.0), counts.get(key, 0)
             mean.add(number, weight)
             totals[key], counts[key] = mean.total, mean.count
-        self.total, self.count = totals, counts
+        self.total = totals
+        self.count = counts
 
     @property
     def value(self) -> Any:
         "The mean, or a dict of means; None before the first batch."
         if not isinstance(self.total, dict):
             return super().value
-        means = {key: Mean() for key in self.total}
-        for key, mean in means.items():
-            mean.total, mean.count = self.total[key], self.count[key]
-        return {key: mean.value for key, mean in means.items()}
+        values = {}
+        for key, total in self.total.items():
+            mean = Mean()
+            mean.total = total
+            mean.count = self.count[key]
+            values[key] = mean.value
+        return values
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Return the metric of one batch: a number, a tensor of one element, or a dict of these."
@@ -143,6 +143,8 @@ class AvgLoss(Mean, Metric):
     'loss'
     """
 
+    _name = 'loss'
+
     def __init__(self, on: str | None = None) -> None:
         self.on = check_on(on)
 
@@ -151,10 +153,6 @@ class AvgLoss(Mean, Metric):
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
         self.add(loss, loss_weight(learn))
-
-    @property
-    def name(self) -> str:
-        return 'loss'
 
 
 class SumMetric(Metric):
@@ -171,7 +169,6 @@ class SumMetric(Metric):
     0.75
     """
 
-    _name: str | None = None
     _sums: Tensor | None = None
     sum_reduced = ('_sums',)
 
@@ -216,7 +213,7 @@ class SumMetric(Metric):
         try:
             with torch.no_grad():
                 sums = self.sums(*_detach_args(pred, yb))
-            return widened(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
+            return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
         except Exception as e:
             _add_note(e, self.name, pred, yb)
             raise
@@ -224,10 +221,6 @@ class SumMetric(Metric):
     @property
     def value(self) -> Any:
         return None if self._sums is None else self.final(self._sums.cpu())
-
-    @property
-    def name(self) -> str:
-        return self._name or class2attr(self, 'Metric')
 
 
 class ValueMetric(Metric):
@@ -307,10 +300,7 @@ class TorchMetric(Metric):
 
     @property
     def value(self) -> Any:
-        if not self._updates:
-            return None
-        res = self.metric.compute()
-        return float(res) if is_number(res) else to_detach(res)
+        return as_plain_value(self.metric.compute()) if self._updates else None
 
     @property
     def name(self) -> str:
@@ -361,10 +351,6 @@ class _Renamed(Metric):
     @property
     def value(self) -> Any:
         return self.metric.value
-
-    @property
-    def name(self) -> str:
-        return self._name
 
 
 def as_metrics(
@@ -500,16 +486,15 @@ def dry_run(
     A metric with its own `accumulate` is not checked. Raises `MetricError` from the metric's error."""
     while isinstance(metric, _Renamed):
         metric = metric.metric
+    known: Any = metric
     accumulate = type(metric).accumulate
     try:
-        if isinstance(metric, AvgMetric | SumMetric) and accumulate in (
-            AvgMetric.accumulate,
-            SumMetric.accumulate,
-        ):
-            value = metric._compute(pred, yb)
-            return value if isinstance(metric, AvgMetric) else None
-        if isinstance(metric, TorchMetric) and accumulate is TorchMetric.accumulate:
-            metric._try(pred, yb)
+        if accumulate is AvgMetric.accumulate:
+            return known._compute(pred, yb)
+        if accumulate is SumMetric.accumulate:
+            known._compute(pred, yb)
+        elif accumulate is TorchMetric.accumulate:
+            known._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError):
         raise
     except MetricError as e:
@@ -532,7 +517,7 @@ def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
     "Stack numbers to a tensor on the device of the predictions, without a transfer from the host."
     device = pred.device if isinstance(pred, Tensor) else None
     return torch.stack(
-        [widened(s if isinstance(s, Tensor) else torch.full((), s, device=device)) for s in sums]
+        [widen(s if isinstance(s, Tensor) else torch.full((), s, device=device)) for s in sums]
     )
 
 
@@ -589,6 +574,11 @@ def _is_fastai_metric(m: Any) -> bool:
 
 def _is_torchmetric(m: Any) -> bool:
     return all(callable(getattr(m, k, None)) for k in ('update', 'compute', 'reset'))
+
+
+def as_plain_value(value: Any) -> Any:
+    "Convert a number to a float; detach tensors, and move them to the CPU."
+    return float(value) if is_number(value) else to_detach(value)
 
 
 def check_on(on: str | None) -> str | None:

@@ -24,8 +24,8 @@ __all__ = [
     'is_number',
     'merged_losses',
     'merged_weights',
-    'paired',
-    'widened',
+    'flatten_pair',
+    'widen',
 ]
 
 SEND_EVERY = 64  # losses per copy to the host
@@ -54,6 +54,7 @@ class Metric(Accumulates):
     """
 
     on: str | None = None  # 'train', 'valid' or 'both'; None: the Recorder's setting
+    _name: str | None = None  # name of the column; None: the class name in snake_case
 
     def reset(self) -> None:
         "Clear the accumulated state."
@@ -70,8 +71,8 @@ class Metric(Accumulates):
 
     @property
     def name(self) -> str:
-        "The class name in snake_case, without a trailing 'Metric'."
-        return class2attr(self, 'Metric')
+        "Name of the column; by default the class name in snake_case, without a trailing 'Metric'."
+        return self._name or class2attr(self, 'Metric')
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}({self.name}{f", on={self.on!r}" if self.on else ""})'
@@ -92,7 +93,8 @@ class Mean(Accumulates):
     count: Any = 0  # sum of the weights: a number, or a 0-dim tensor on the device
 
     def reset(self) -> None:
-        self.total, self.count = 0.0, 0
+        self.total = 0.0
+        self.count = 0
 
     def add(
         self,
@@ -100,8 +102,8 @@ class Mean(Accumulates):
         weight: Any = 1,  # weight of the value, such as a number of samples
     ) -> None:
         "Add `value` without a transfer; ignore it if the weight is 0 (the mean of an empty batch is NaN)."
-        x = _widen(value)
-        w = weight if isinstance(weight, int) else _widen(weight)
+        x = _to_scalar(value)
+        w = weight if isinstance(weight, int) else _to_scalar(weight)
         if isinstance(w, Tensor):
             x = torch.where(w == 0, w, x)
         elif w == 0:
@@ -112,7 +114,8 @@ class Mean(Accumulates):
     @property
     def value(self) -> float | None:
         "The mean, copied to the host in one transfer; None before the first value."
-        total, count = self.total, self.count
+        total = self.total
+        count = self.count
         if isinstance(count, Tensor):
             total, count = torch.stack([torch.as_tensor(total).to(count), count]).tolist()
         return float(total) / count if count else None
@@ -238,7 +241,9 @@ class AvgSmoothLoss(Metric):
         self._finish()
         now = self._smooth, self._mean, self._n_counted
         if n < len(self._smooth):
-            self._smooth, self._mean, self._n_counted = [], 0.0, 0
+            self._smooth = []
+            self._mean = 0.0
+            self._n_counted = 0
             for x, weight in zip(self._steps.losses[:n], self._steps.weights[:n], strict=True):
                 self._advance(x, weight)
         self._mark = n, self._mean, self._n_counted
@@ -384,7 +389,7 @@ class _Copy:
         self.n = len(steps)
         if any(isinstance(weight, Tensor) for weight in self.weights):
             weights = [torch.as_tensor(w, device=device).reshape(()) for w in self.weights]
-            numbers = torch.cat([widened(numbers), widened(torch.stack(weights))])
+            numbers = torch.cat([widen(numbers), widen(torch.stack(weights))])
             self.weights = []
         on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
@@ -417,9 +422,7 @@ def merged_losses(
     >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
     [1.0, 2.25]
     """
-    n = max(map(len, losses), default=0)
-    padded = ([[0.0] * (n - len(row)) + row for row in rows] for rows in (losses, weights))
-    x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
+    x, w = _align(losses), _align(weights)
     if reduction == 'sum':
         return torch.where(w == 0, 0, x).sum(0).tolist()
     weighted_mean = torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)
@@ -450,9 +453,13 @@ def merged_weights(
     >>> merged_weights([[1., 3.], [1.]])
     [1.0, 4.0]
     """
-    n = max(map(len, weights), default=0)
-    padded = ([0.0] * (n - len(row)) + row for row in weights)
-    return [fsum(step) for step in zip(*padded, strict=True)]
+    return [fsum(step) for step in _align(weights).T.tolist()]
+
+
+def _align(rows: list[list[float]]) -> Tensor:
+    "Stack lists aligned at the end, with zeros at the start of shorter lists."
+    n = max(map(len, rows), default=0)
+    return torch.tensor([[0.0] * (n - len(row)) + row for row in rows], dtype=torch.float64)
 
 
 def is_number(value: Any) -> bool:
@@ -462,7 +469,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or getattr(value, 'size', None) == 1
 
 
-def _widen(value: Any) -> Any:
+def _to_scalar(value: Any) -> Any:
     "Convert a number to a float, or a tensor on a device to a 0-dim float64 tensor."
     if type(value) is Tensor and value.is_cpu and value.numel() == 1:
         return float(value.item())
@@ -474,7 +481,7 @@ def _widen(value: Any) -> Any:
     return value.to(torch.float32 if value.device.type == 'mps' else torch.float64)
 
 
-def paired(
+def flatten_pair(
     name: str,  # name of the metric in errors
     pred: Tensor,  # predictions of any shape
     targ: Tensor,  # targets of any shape with the same number of elements
@@ -483,7 +490,7 @@ def paired(
 
     Raises `MetricError` for different sizes. Broadcasting would compare every prediction with every target.
 
-    >>> paired('mse', torch.zeros(2, 1), torch.ones(2))
+    >>> flatten_pair('mse', torch.zeros(2, 1), torch.ones(2))
     (tensor([0., 0.]), tensor([1., 1.]))
     """
     if pred.numel() == targ.numel():
@@ -505,6 +512,6 @@ def _describe_fix(pred: Tensor, targ: Tensor) -> str:
     return f'{fix} Are the classes along another `axis`?'
 
 
-def widened(t: Tensor) -> Tensor:
+def widen(t: Tensor) -> Tensor:
     "Convert a tensor to float64, or to float32 on a device without float64."
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)

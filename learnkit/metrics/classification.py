@@ -24,18 +24,17 @@ from learnkit.metrics.torchmetrics import (
     Labels,
     LazyTorchMetric,
     Score,
-    argmax_preds,
-    averaged,
-    by_label,
-    chance_of,
+    average_defined,
     check_average,
-    computed,
-    matthews,
-    mean_recall,
-    over_defined,
-    softmax_probs,
+    compute_matthews,
+    compute_mean_recall,
+    flatten_labels,
+    make_score,
+    match_dtypes,
+    take_argmax,
+    take_class_softmax,
+    take_softmax,
     threshold_labels,
-    values,
 )
 
 __all__ = [
@@ -71,7 +70,9 @@ __all__ = [
 class _ClassScore(Score):
     "Base class of averaged scores of classes."
 
-    _kind, _shown = '', ''  # name in torchmetrics, and name of the column
+    # name in torchmetrics, and name of the column
+    _kind = ''
+    _shown = ''
     _beta: float | None = None
 
     def __init__(
@@ -82,8 +83,10 @@ class _ClassScore(Score):
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
-        late = averaged(f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta)
+        prepare = partial(take_argmax, type(self).__name__, axis, average == 'binary')
+        late = make_score(
+            f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta
+        )
         super().__init__(late, self._shown, on)
 
 
@@ -94,7 +97,8 @@ class F1Score(_ClassScore):
     0.800000011920929
     """
 
-    _kind, _shown = 'F1Score', 'f1_score'
+    _kind = 'F1Score'
+    _shown = 'f1_score'
 
 
 class Precision(_ClassScore):
@@ -104,7 +108,8 @@ class Precision(_ClassScore):
     tensor([0.6667, 1.0000])
     """
 
-    _kind, _shown = 'Precision', 'precision_score'
+    _kind = 'Precision'
+    _shown = 'precision_score'
 
 
 class Recall(_ClassScore):
@@ -114,7 +119,8 @@ class Recall(_ClassScore):
     0.5
     """
 
-    _kind, _shown = 'Recall', 'recall_score'
+    _kind = 'Recall'
+    _shown = 'recall_score'
 
 
 class Jaccard(_ClassScore):
@@ -124,7 +130,8 @@ class Jaccard(_ClassScore):
     0.3333
     """
 
-    _kind, _shown = 'JaccardIndex', 'jaccard_score'
+    _kind = 'JaccardIndex'
+    _shown = 'jaccard_score'
 
 
 class FBeta(_ClassScore):
@@ -134,7 +141,8 @@ class FBeta(_ClassScore):
     0.7143
     """
 
-    _kind, _shown = 'FBetaScore', 'fbeta_score'
+    _kind = 'FBetaScore'
+    _shown = 'fbeta_score'
 
     def __init__(
         self,
@@ -157,9 +165,9 @@ class HammingLoss(Score):
     """
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        prepare = partial(argmax_preds, 'HammingLoss', axis, False)
+        prepare = partial(take_argmax, 'HammingLoss', axis, False)
         super().__init__(
-            LazyTorchMetric('MulticlassHammingDistance', prepare, computed, average='micro'),
+            LazyTorchMetric('MulticlassHammingDistance', prepare, average='micro'),
             'hamming_loss',
             on,
         )
@@ -178,8 +186,9 @@ class BalancedAccuracy(Score):
         adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
-        late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, partial(mean_recall, adjusted))
+        prepare = partial(take_argmax, 'BalancedAccuracy', axis, False)
+        finish = partial(compute_mean_recall, adjusted)
+        late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, finish)
         super().__init__(late, 'balanced_accuracy_score', on)
 
 
@@ -200,9 +209,9 @@ class CohenKappa(Score):
             raise MetricError(
                 f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
             )
-        prepare = partial(argmax_preds, 'CohenKappa', axis, False)
+        prepare = partial(take_argmax, 'CohenKappa', axis, False)
         super().__init__(
-            LazyTorchMetric('MulticlassCohenKappa', prepare, computed, weights=weights),
+            LazyTorchMetric('MulticlassCohenKappa', prepare, weights=weights),
             'cohen_kappa_score',
             on,
         )
@@ -218,8 +227,8 @@ class MatthewsCorrCoef(Score):
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
         late = LazyTorchMetric(
             'MulticlassConfusionMatrix',
-            partial(argmax_preds, 'MatthewsCorrCoef', axis, False),
-            matthews,
+            partial(take_argmax, 'MatthewsCorrCoef', axis, False),
+            compute_matthews,
         )
         super().__init__(late, 'matthews_corrcoef', on)
 
@@ -240,10 +249,8 @@ class RocAuc(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average, ('macro', 'weighted'))
-        prepare, finish = (
-            partial(softmax_probs, 'RocAuc', axis),
-            partial(over_defined, average, True),
-        )
+        prepare = partial(take_softmax, 'RocAuc', axis)
+        finish = partial(average_defined, average, True)
         super().__init__(
             LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
         )
@@ -262,10 +269,8 @@ class RocAucBinary(Score):
         max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'RocAucBinary', axis, 1),
-            partial(over_defined, 'macro', True),
-        )
+        prepare = partial(take_class_softmax, 'RocAucBinary', axis, 1)
+        finish = partial(average_defined, 'macro', True)
         super().__init__(
             LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
         )
@@ -284,10 +289,8 @@ class APScoreBinary(Score):
         pos_label: int = 1,  # positive class
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = (
-            partial(chance_of, 'APScoreBinary', axis, pos_label),
-            partial(over_defined, 'macro', False),
-        )
+        prepare = partial(take_class_softmax, 'APScoreBinary', axis, pos_label)
+        finish = partial(average_defined, 'macro', False)
         super().__init__(
             LazyTorchMetric('BinaryAveragePrecision', prepare, finish),
             'average_precision_score',
@@ -301,7 +304,8 @@ class APScoreBinary(Score):
 class _LabelScore(Score):
     "Base class of averaged scores of labels."
 
-    _kind, _shown = '', ''
+    _kind = ''
+    _shown = ''
     _beta: float | None = None
 
     def __init__(
@@ -313,7 +317,7 @@ class _LabelScore(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(threshold_labels, type(self).__name__, thresh, sigmoid)
-        late = averaged(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
+        late = make_score(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
         super().__init__(late, self._shown, on)
 
 
@@ -324,7 +328,8 @@ class F1ScoreMulti(_LabelScore):
     0.800000011920929
     """
 
-    _kind, _shown = 'F1Score', 'f1_score'
+    _kind = 'F1Score'
+    _shown = 'f1_score'
 
 
 class PrecisionMulti(_LabelScore):
@@ -334,7 +339,8 @@ class PrecisionMulti(_LabelScore):
     tensor([0.5000, 1.0000])
     """
 
-    _kind, _shown = 'Precision', 'precision_score'
+    _kind = 'Precision'
+    _shown = 'precision_score'
 
 
 class RecallMulti(_LabelScore):
@@ -344,7 +350,8 @@ class RecallMulti(_LabelScore):
     0.5
     """
 
-    _kind, _shown = 'Recall', 'recall_score'
+    _kind = 'Recall'
+    _shown = 'recall_score'
 
 
 class JaccardMulti(_LabelScore):
@@ -354,7 +361,8 @@ class JaccardMulti(_LabelScore):
     0.75
     """
 
-    _kind, _shown = 'JaccardIndex', 'jaccard_score'
+    _kind = 'JaccardIndex'
+    _shown = 'jaccard_score'
 
 
 class FBetaMulti(_LabelScore):
@@ -364,7 +372,8 @@ class FBetaMulti(_LabelScore):
     tensor([0.8333, 1.0000])
     """
 
-    _kind, _shown = 'FBetaScore', 'fbeta_score'
+    _kind = 'FBetaScore'
+    _shown = 'fbeta_score'
 
     def __init__(
         self,
@@ -389,7 +398,7 @@ class HammingLossMulti(Score):
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'HammingLossMulti', thresh, sigmoid)
         super().__init__(
-            LazyTorchMetric('MultilabelHammingDistance', prepare, computed, average='micro'),
+            LazyTorchMetric('MultilabelHammingDistance', prepare, average='micro'),
             'hamming_loss',
             on,
         )
@@ -405,14 +414,18 @@ class MatthewsCorrCoefMulti(Score):
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'MatthewsCorrCoefMulti', thresh, sigmoid)
         super().__init__(
-            LazyTorchMetric('MultilabelConfusionMatrix', prepare, matthews), 'matthews_corrcoef', on
+            LazyTorchMetric('MultilabelConfusionMatrix', prepare, compute_matthews),
+            'matthews_corrcoef',
+            on,
         )
 
 
 class _Ranking(Score):
     "Base class of averaged ranking scores of labels."
 
-    _kind, _shown, _needs_both = '', '', False
+    _kind = ''
+    _shown = ''
+    _needs_both = False
 
     def __init__(
         self,
@@ -421,15 +434,13 @@ class _Ranking(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average)
-        finish = (
-            computed if average == 'micro' else partial(over_defined, average, self._needs_both)
-        )
-        late = LazyTorchMetric(
-            f'Multilabel{self._kind}',
-            partial(by_label, type(self).__name__, sigmoid),
-            finish,
-            average='micro' if average == 'micro' else 'none',
-        )
+        kind = f'Multilabel{self._kind}'
+        prepare = partial(flatten_labels, type(self).__name__, sigmoid)
+        if average == 'micro':
+            late = LazyTorchMetric(kind, prepare, average='micro')
+        else:
+            finish = partial(average_defined, average, self._needs_both)
+            late = LazyTorchMetric(kind, prepare, finish, average='none')
         super().__init__(late, self._shown, on)
 
 
@@ -440,7 +451,9 @@ class RocAucMulti(_Ranking):
     0.5
     """
 
-    _kind, _shown, _needs_both = 'AUROC', 'roc_auc_score', True
+    _kind = 'AUROC'
+    _shown = 'roc_auc_score'
+    _needs_both = True
 
 
 class APScoreMulti(_Ranking):
@@ -450,7 +463,8 @@ class APScoreMulti(_Ranking):
     0.75
     """
 
-    _kind, _shown = 'AveragePrecision', 'average_precision_score'
+    _kind = 'AveragePrecision'
+    _shown = 'average_precision_score'
 
 
 # -- others ----------------------------------------------------------------------------------------
@@ -465,7 +479,7 @@ class SpearmanCorrCoef(Score):
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(
-            LazyTorchMetric('SpearmanCorrCoef', partial(values, 'SpearmanCorrCoef'), computed),
+            LazyTorchMetric('SpearmanCorrCoef', partial(match_dtypes, 'SpearmanCorrCoef')),
             'spearmanr',
             on,
         )

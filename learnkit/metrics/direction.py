@@ -59,7 +59,7 @@ class MetricProperties:
 
     A metric is given by its column in the history or by a glob pattern. Case, the prefixes `train_` and `valid_`, and
     the loader's name (`night/loss`) are ignored, unless the pattern contains a slash. Declarations take precedence
-    over built-in patterns (losses, errors, the metrics of `learnkit.metrics.functional`, common metrics of
+    over built-in patterns (losses, errors, the metrics of `learnkit.metrics`, common metrics of
     torchmetrics). Among declarations, names take precedence over patterns, and later ones over earlier ones.
 
     Raises `OptionError` for an unknown name, and for contradicting declarations.

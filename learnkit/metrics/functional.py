@@ -1,10 +1,9 @@
 """Metrics with fastai's names: functions of a batch, and classes for values that are not a mean over batches.
 
-`metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Scores computed by
-torchmetrics (`learnkit.metrics.classification`) can be imported from this module even if torchmetrics is not
-installed. Each class takes `on='train'`, `'valid'` or `'both'`; the default is the Recorder's setting. Values on a
-data set are exact for any batch sizes and sequence lengths: in a list of metrics, these functions are averaged over
-targets, and `AvgMetric(f)` averages a user's function over samples. No metric waits for the device at every batch."""
+`metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Each class takes
+`on='train'`, `'valid'` or `'both'`; the default is the Recorder's setting. Values on a data set are exact for any batch
+sizes and sequence lengths: in a list of metrics, these functions are averaged over targets, and `AvgMetric(f)` averages
+a user's function over samples. No metric waits for the device at every batch."""
 
 from __future__ import annotations
 
@@ -20,79 +19,18 @@ from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
-from learnkit.metrics.averages import (
-    AvgLoss,
-    AvgMetric,
-    SumMetric,
-    TorchMetric,
-    ValueMetric,
-    as_metrics,
-    check_column,
-    dry_run,
-    measures_batches,
-    paired,
-    whole_set_metric,
-    widened,
-)
-from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
-from learnkit.metrics.classification import (
-    APScoreBinary,
-    APScoreMulti,
-    BalancedAccuracy,
-    CohenKappa,
-    CorpusBLEUMetric,
-    F1Score,
-    F1ScoreMulti,
-    FBeta,
-    FBetaMulti,
-    HammingLoss,
-    HammingLossMulti,
-    Jaccard,
-    JaccardMulti,
-    MatthewsCorrCoef,
-    MatthewsCorrCoefMulti,
-    Precision,
-    PrecisionMulti,
-    Recall,
-    RecallMulti,
-    RocAuc,
-    RocAucBinary,
-    RocAucMulti,
-    SpearmanCorrCoef,
-)
-from learnkit.metrics.segmentation import (
-    Dice,
-    DiceMulti,
-    ForegroundAcc,
-    JaccardCoeff,
-    JaccardCoeffMulti,
-    foreground_acc,
-)
-from learnkit.metrics.torchmetrics import by_class
-from learnkit.metrics.whole_set import AccumMetric, LossMetric, LossMetrics, skm_to_fastai
+from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
+from learnkit.metrics.base import flatten_pair, widen
+from learnkit.metrics.torchmetrics import flatten_classes
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 
 __all__ = [
-    'Metric',
-    'Mean',
-    'AvgMetric',
-    'AvgLoss',
-    'AvgSmoothLoss',
     'ElementMean',
-    'SumMetric',
-    'ValueMetric',
-    'TorchMetric',
-    'as_metrics',
-    'check_column',
-    'dry_run',
-    'measures_batches',
     'accuracy',
     'error_rate',
     'top_k_accuracy',
     'accuracy_multi',
-    'foreground_acc',
-    'ForegroundAcc',
     'mse',
     'rmse',
     'RMSE',
@@ -107,37 +45,6 @@ __all__ = [
     'BrierScoreMulti',
     'Perplexity',
     'perplexity',
-    'Dice',
-    'DiceMulti',
-    'JaccardCoeff',
-    'JaccardCoeffMulti',
-    'LossMetric',
-    'LossMetrics',
-    'APScoreBinary',
-    'APScoreMulti',
-    'BalancedAccuracy',
-    'CohenKappa',
-    'CorpusBLEUMetric',
-    'F1Score',
-    'F1ScoreMulti',
-    'FBeta',
-    'FBetaMulti',
-    'HammingLoss',
-    'HammingLossMulti',
-    'Jaccard',
-    'JaccardMulti',
-    'MatthewsCorrCoef',
-    'MatthewsCorrCoefMulti',
-    'Precision',
-    'PrecisionMulti',
-    'Recall',
-    'RecallMulti',
-    'RocAuc',
-    'RocAucBinary',
-    'RocAucMulti',
-    'SpearmanCorrCoef',
-    'AccumMetric',
-    'skm_to_fastai',
 ]
 
 
@@ -188,7 +95,7 @@ def accuracy(
     tensor(0.5000)
     """
     check_choice('accuracy', pred, axis)
-    best, targ = paired('accuracy', pred.argmax(dim=axis), targ)
+    best, targ = flatten_pair('accuracy', pred.argmax(dim=axis), targ)
     return _share(best == targ, targ)
 
 
@@ -223,7 +130,7 @@ def top_k_accuracy(
     >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
     tensor(0.5000)
     """
-    scores, targ = by_class('top_k_accuracy', pred, targ, axis)
+    scores, targ = flatten_classes('top_k_accuracy', pred, targ, axis)
     n = scores.shape[1]
     if not 1 <= k <= n:
         raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
@@ -242,7 +149,7 @@ def accuracy_multi(
     >>> accuracy_multi(torch.tensor([[2., -1.], [-3., -.5]]), torch.tensor([[1, 0], [0, 1]]))
     tensor(0.7500)
     """
-    pred, targ = paired('accuracy_multi', pred, targ)
+    pred, targ = flatten_pair('accuracy_multi', pred, targ)
     if sigmoid:
         pred = pred.sigmoid()
     return ((pred > thresh) == targ.bool()).float().mean()
@@ -258,7 +165,7 @@ def mse(pred: Tensor, targ: Tensor) -> Tensor:
     >>> mse(torch.tensor([1., 2.]), torch.tensor([[1.], [4.]]))
     tensor(2.)
     """
-    pred, targ = paired('mse', pred, targ)
+    pred, targ = flatten_pair('mse', pred, targ)
     return (pred - targ).square().mean()
 
 
@@ -269,7 +176,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
     >>> mae(torch.tensor([1., 2.]), torch.tensor([1., 4.]))
     tensor(1.)
     """
-    pred, targ = paired('mae', pred, targ)
+    pred, targ = flatten_pair('mae', pred, targ)
     return (pred - targ).abs().mean()
 
 
@@ -280,7 +187,7 @@ def msle(pred: Tensor, targ: Tensor) -> Tensor:
     >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 2*math.e - 1]))
     tensor(0.5000)
     """
-    pred, targ = paired('msle', pred, targ)
+    pred, targ = flatten_pair('msle', pred, targ)
     return (pred.log1p() - targ.log1p()).square().mean()
 
 
@@ -313,7 +220,7 @@ def rmse(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def _mean_squared_percentage(pred: Tensor, targ: Tensor) -> Tensor:
-    pred, targ = paired('exp_rmspe', pred, targ)
+    pred, targ = flatten_pair('exp_rmspe', pred, targ)
     return torch.expm1(pred - targ).square().mean()
 
 
@@ -341,7 +248,7 @@ class _Regression(SumMetric):
         super().__init__(self._name, on)
 
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
-        p, t = map(widened, paired(self.name, pred, targ))
+        p, t = map(widen, flatten_pair(self.name, pred, targ))
         e = t - p
         return torch.stack([torch.ones_like(t), t, t * t, p, p * p, p * t, e, e * e]).sum(1)
 
@@ -424,8 +331,8 @@ class BrierScore(SumMetric):
         self.axis = axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        scores, targ = by_class(self.name, pred, targ, self.axis)
-        p = widened(scores).softmax(1)
+        scores, targ = flatten_classes(self.name, pred, targ, self.axis)
+        p = widen(scores).softmax(1)
         n_classes = scores.shape[1]
         # invalid targets are counted and reported by `final`, so that no batch waits for the device
         classes = targ.long().clamp(0, n_classes - 1)
@@ -458,7 +365,7 @@ class BrierScoreMulti(SumMetric):
         self.sigmoid = sigmoid
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        p, t = map(widened, paired(self.name, pred, targ))
+        p, t = map(widen, flatten_pair(self.name, pred, targ))
         if self.sigmoid:
             p = p.sigmoid()
         return (p - t).square().sum(), t.numel()
@@ -470,14 +377,12 @@ class BrierScoreMulti(SumMetric):
 class Perplexity(AvgLoss):
     "Exponential of the mean loss, for language models trained with cross-entropy."
 
+    _name = 'perplexity'
+
     @property
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else float(torch.tensor(mean, dtype=torch.float64).exp())
-
-    @property
-    def name(self) -> str:
-        return 'perplexity'
 
 
 perplexity = Perplexity  # the class, so that each Learner makes its own instance

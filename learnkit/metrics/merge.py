@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import map_tensors
+from learnkit.core.batch import map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, restore_state
+from learnkit.metrics.state import Pairs, collect_state, is_metric, is_torchmetrics, restore_state
 
 __all__ = [
     'Accumulates',
@@ -26,7 +26,7 @@ __all__ = [
     'gather_on_host',
     'in_turn',
     'merge_states',
-    'merged_pairs',
+    'merge_pairs',
     'shared_state',
     'unsynced',
 ]
@@ -44,7 +44,7 @@ class Accumulates:
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state since `reset`; raise `MetricError` for attributes that are not plain values."
-        return accumulated(self)
+        return collect_state(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore a state of `state_dict`; raise `MetricError` for the state of another metric."
@@ -66,13 +66,13 @@ class Accumulates:
 def shared_state(o: Any) -> dict[str, Any]:
     "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
-        return accumulated(o)
+        return collect_state(o)
     if _overrides_merge(o):
-        return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
+        return dict(o.state_dict() if hasattr(o, 'state_dict') else collect_state(o))
     sum_reduced = getattr(o, 'sum_reduced', ())
     inner = _list_inner_metrics(o)
     return {
-        **accumulated(o, but={*sum_reduced, *inner}),
+        **collect_state(o, but={*sum_reduced, *inner}),
         **{f'{name}/': shared_state(metric) for name, metric in inner.items()},
         **{name: getattr(o, name) for name in sum_reduced},
     }
@@ -194,23 +194,15 @@ def _add_up(
             f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
             f'{names}. Define `merge(self, states)`.'
         )
-    total = values[0]
-    for v in values[1:]:
-        total = total + v
-    return total
+    return sum(values[1:], start=values[0])
 
 
 def _are_equal(a: Any, b: Any) -> bool:
     "Return True if two nested values are equal; NaN equals NaN."
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return (
-            isinstance(a, Tensor)
-            and isinstance(b, Tensor)
-            and a.shape == b.shape
-            and torch.equal(a.cpu(), b.cpu())
-        )
     if type(a) is not type(b):
         return False
+    if isinstance(a, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_are_equal, a, b))
     if isinstance(a, dict):
@@ -232,7 +224,7 @@ def in_turn(lists: Iterable[list[T]]) -> list[T]:
     return [x for row in rows for x in row if x is not missing]
 
 
-def merged_pairs(
+def merge_pairs(
     states: Iterable[Mapping[str, Any]],  # states with `waiting` pairs and the batches' `lengths`
 ) -> tuple[Pairs, list[tuple[int, int]]]:
     "Return the batches of all ranks in the order of the data, and their lengths."
@@ -257,17 +249,16 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
     for path, m in o.named_modules():
         if '_defaults' not in vars(m):
             continue
-        found = [sd[path] for sd in states if path in sd]
+        found = [sd[path] for sd in states]
         # ranks without batches are skipped: their initial zeros would change a minimum
-        found = [sd for sd in found if sd['counts'].get('_update_count')] or found
-        counts = [sd['counts'].get('_update_count', 0) for sd in found]
+        found = [sd for sd in found if sd['counts']['_update_count']] or found
+        counts = [sd['counts']['_update_count'] for sd in found]
         for name, how in m._reductions.items():
             value = _reduce([sd['states'][name] for sd in found], counts, how)
-            setattr(m, name, _move(value, m.device))
+            setattr(m, name, to_device(value, m.device))
         for name, value in found[0]['counts'].items():
             setattr(m, name, value)
-        if '_update_count' in found[0]['counts']:
-            m._update_count = sum(counts)
+        m._update_count = sum(counts)
         m._computed = None  # the cached value belongs to this rank's batches
 
 
@@ -296,15 +287,6 @@ def _reduce(
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    "Move the tensors of a nested value to a device."
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_move(v, device) for v in value)
-    return value
-
-
 @contextmanager
 def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     "Disable torchmetrics' synchronization within the block, because states are merged already."
@@ -317,7 +299,7 @@ def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     ]
     previous = [m.distributed_available_fn for m in modules]
     for m in modules:
-        m.distributed_available_fn = _is_never_available
+        m.distributed_available_fn = lambda: False
     try:
         yield
     finally:
@@ -331,7 +313,3 @@ def _find_torchmetrics(o: Any) -> list[Any]:
         return [o]
     inner_metrics = _list_inner_metrics(o).values()
     return [found for metric in inner_metrics for found in _find_torchmetrics(metric)]
-
-
-def _is_never_available() -> bool:
-    return False

@@ -12,7 +12,8 @@ from torch import Tensor
 from learnkit.core.denominator import IGNORED
 from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice
-from learnkit.metrics.averages import SumMetric, paired, whole_set_metric
+from learnkit.metrics.averages import SumMetric, whole_set_metric
+from learnkit.metrics.base import flatten_pair
 
 __all__ = [
     'foreground_acc',
@@ -34,11 +35,12 @@ class ForegroundAcc(SumMetric):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('foreground_acc', on)
-        self.bkg_idx, self.axis = bkg_idx, axis
+        self.bkg_idx = bkg_idx
+        self.axis = axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice('foreground_acc', pred, self.axis)
-        best, targ = paired('foreground_acc', pred.argmax(dim=self.axis), targ)
+        best, targ = flatten_pair('foreground_acc', pred.argmax(dim=self.axis), targ)
         mask = (targ != self.bkg_idx) & (targ != IGNORED)
         return ((best == targ) & mask).sum(), mask.sum()
 
@@ -88,8 +90,9 @@ class Dice(SumMetric):
                 f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
                 f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
             )
-        best, targ = paired(self.name, pred.argmax(dim=self.axis), targ)
-        p, t = (best == 1) & (targ != IGNORED), targ == 1
+        best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
+        p = (best == 1) & (targ != IGNORED)
+        t = targ == 1
         return (p & t).sum(), p.sum() + t.sum()
 
     def final(self, sums: Tensor) -> Any:
@@ -118,9 +121,10 @@ class DiceMulti(Dice):
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice(self.name, pred, self.axis)
-        best, targ = paired(self.name, pred.argmax(dim=self.axis), targ)
+        best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
         classes = torch.arange(pred.shape[self.axis], device=pred.device)[:, None]
-        p, t = (best == classes) & (targ != IGNORED), targ == classes
+        p = (best == classes) & (targ != IGNORED)
+        t = targ == classes
         return torch.stack([(p & t).sum(1), p.sum(1) + t.sum(1)])
 
     def final(self, sums: Tensor) -> float:

@@ -18,13 +18,13 @@ from torch import Tensor
 from learnkit.core.errors import MetricError
 from learnkit.core.plain import ATOMS, clone_view
 
-__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'restore_state']
+__all__ = ['collect_state', 'is_metric', 'is_torchmetrics', 'join_batches', 'restore_state']
 
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def accumulated(
+def collect_state(
     o: Any,
     but: Collection[str] = (),  # attributes to leave out
 ) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def accumulated(
 
     >>> class Best:
     ...     def __init__(self, k): self.k, self.seen = k, [3., 5.]
-    >>> accumulated(Best(k=2))
+    >>> collect_state(Best(k=2))
     {'seen': [3.0, 5.0]}
     """
     if is_torchmetrics(o):
@@ -49,7 +49,7 @@ def accumulated(
         if name in but or name.startswith('__'):  # fastcore's `store_attr` keeps a list of options
             continue
         if is_metric(value):
-            state[f'{name}/'] = _collect_state(value)
+            state[f'{name}/'] = _collect_inner_state(value)
             continue
         is_option = name.lstrip('_') in options
         if not (is_option or isinstance(value, TOOLS) or callable(value)):
@@ -59,7 +59,7 @@ def accumulated(
 
 def restore_state(
     o: Any,  # object after its reset
-    sd: Mapping[str, Any],  # return value of `accumulated`, not changed
+    sd: Mapping[str, Any],  # return value of `collect_state`, not changed
 ) -> None:
     "Restore an accumulated state. Raises `MetricError` for the state of another object."
     if is_torchmetrics(o):
@@ -73,17 +73,17 @@ def restore_state(
             raise MetricError(
                 f'{type(o).__name__} has no metric `{name[:-1]}` to which its state could be loaded.'
             )
-        _load_state(metric, value)
+        _load_inner_state(metric, value)
 
 
-def _collect_state(metric: Any) -> dict[str, Any]:
+def _collect_inner_state(metric: Any) -> dict[str, Any]:
     "Return the state of an inner metric, by its own method if it has one."
     if hasattr(metric, 'state_dict') and not is_torchmetrics(metric):
         return metric.state_dict()
-    return accumulated(metric)
+    return collect_state(metric)
 
 
-def _load_state(metric: Any, sd: dict[str, Any]) -> None:
+def _load_inner_state(metric: Any, sd: dict[str, Any]) -> None:
     "Restore the state of an inner metric, by its own method if it has one."
     if hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric):
         metric.load_state_dict(sd)
@@ -205,7 +205,7 @@ def _copy(value: Any, device: Any = None) -> Any:
     return value
 
 
-def joined(pairs: Pairs) -> Pairs:
+def join_batches(pairs: Pairs) -> Pairs:
     "Concatenate the predictions and targets of several batches to one pair, on the device of the last batch."
     if not pairs:
         return pairs

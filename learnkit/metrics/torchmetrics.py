@@ -8,35 +8,35 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
-from learnkit.metrics.averages import TorchMetric, paired
-from learnkit.metrics.base import is_number
-from learnkit.metrics.merge import in_turn, merge_states, merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
+from learnkit.metrics.base import flatten_pair
+from learnkit.metrics.merge import in_turn, merge_states
+from learnkit.metrics.state import join_batches, restore_state
+from learnkit.metrics.whole_set import KeptMetric, KeptPairs
 
 __all__ = [
     'LazyTorchMetric',
     'Score',
-    'by_class',
-    'argmax_preds',
-    'softmax_probs',
-    'chance_of',
-    'by_label',
+    'flatten_classes',
+    'take_argmax',
+    'take_softmax',
+    'take_class_softmax',
+    'flatten_labels',
     'threshold_labels',
-    'values',
-    'computed',
-    'over_defined',
-    'mean_recall',
-    'matthews',
-    'averaged',
+    'match_dtypes',
+    'compute_value',
+    'average_defined',
+    'compute_mean_recall',
+    'compute_matthews',
+    'make_score',
     'check_average',
     'Bleu',
 ]
@@ -49,6 +49,8 @@ Prepare = Callable[[Tensor, Tensor], Prepared]
 Finish = Callable[[Any], Any]  # function from the torchmetrics object to the value
 Labels = Sequence[int] | None
 
+compute_value = methodcaller('compute')  # function that returns the value of a torchmetrics object
+
 
 def from_torchmetrics(module: str, name: str) -> Any:
     "Import an object of torchmetrics; raise `MissingExtraError` if torchmetrics is not installed."
@@ -58,21 +60,25 @@ def from_torchmetrics(module: str, name: str) -> Any:
         return getattr(import_library(f'torchmetrics.{module}', name), name)
 
 
-class LazyTorchMetric:
+class LazyTorchMetric(KeptPairs):
     """Wrapper that creates a torchmetrics object at the first batch, when the number of classes is known.
 
     Batches are passed on in large groups, because an update is slow on the host and waits for the GPU."""
 
-    def __init__(self, kind: str, prepare: Prepare, finish: Finish, **options: Any) -> None:
+    def __init__(
+        self, kind: str, prepare: Prepare, finish: Finish = compute_value, **options: Any
+    ) -> None:
         module = 'regression' if kind == 'SpearmanCorrCoef' else 'classification'
-        self.make, self.options = from_torchmetrics(module, kind), options
-        self.kind, self.prepare, self.finish = kind, prepare, finish
+        self.make = from_torchmetrics(module, kind)
+        self.options = options
+        self.kind = kind
+        self.prepare = prepare
+        self.finish = finish
         self.reset()
 
     def reset(self) -> None:
+        super().reset()
         self.metric: Any = None
-        self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # of each waiting batch
         self.n = 0  # number of classes or labels
         self.n_waiting = 0  # number of waiting predicted values
 
@@ -80,9 +86,9 @@ class LazyTorchMetric:
         pred, targ, n = self.prepare(pred, targ)
         if self.n and n != self.n:
             raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
-        self.n, self.n_waiting = n, self.n_waiting + pred.numel()
+        self.keep(pred, targ)
+        self.n = n
+        self.n_waiting += pred.numel()
         if self.n_waiting >= GROUP:
             self.flush()
 
@@ -90,8 +96,10 @@ class LazyTorchMetric:
         "Update the torchmetrics object with the waiting batches."
         if not self.waiting:
             return
-        pred, targ = joined(self.waiting)[0]
-        self.waiting, self.lengths, self.n_waiting = [], [], 0
+        pred, targ = join_batches(self.waiting)[0]
+        self.waiting = []
+        self.lengths = []
+        self.n_waiting = 0
         self._check_range(targ)
         with _suppress_warnings():
             if self.metric is None:
@@ -125,10 +133,6 @@ class LazyTorchMetric:
         with _suppress_warnings():
             return self.finish(self.metric)
 
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
-        return accumulated(self)
-
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.n = sd['n']
@@ -145,7 +149,7 @@ class LazyTorchMetric:
             )
         self.reset()
         self.n = known[0] if known else 0
-        self.waiting, self.lengths = merged_pairs(states)
+        super().merge(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
         metric_states = [sd['metric/'] for sd in states if 'metric/' in sd]
         if metric_states:
@@ -162,30 +166,17 @@ def _suppress_warnings() -> Iterator[None]:
         yield
 
 
-class Score(TorchMetric):
-    "Base class of scores computed by a `LazyTorchMetric`; a call returns the value of one batch."
-
-    metric: LazyTorchMetric
-
-    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        value = self._compute_batch(pred, targs)
-        return float(value) if is_number(value) else to_detach(value)
+class Score(KeptMetric):
+    "Base class of scores computed by a `LazyTorchMetric`."
 
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
         self._compute_batch(pred, yb)
-
-    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        metric = LazyTorchMetric(
-            self.metric.kind, self.metric.prepare, self.metric.finish, **self.metric.options
-        )
-        self._update(metric, pred, yb)
-        return metric.compute()
 
 
 # -- from predictions to inputs of the metric ------------------------------------------------------
 
 
-def by_class(
+def flatten_classes(
     name: str,  # name of the metric, for the message
     pred: Tensor,  # scores, with the classes along `axis`
     targ: Tensor,  # class numbers, one for each prediction
@@ -193,7 +184,7 @@ def by_class(
 ) -> tuple[Tensor, Tensor]:
     """Reshape to scores (N, C) and targets (N,). Raises `MetricError` unless there is one target per prediction.
 
-    >>> [list(t.shape) for t in by_class('m', torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4), axis=1)]
+    >>> [list(t.shape) for t in flatten_classes('m', torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4), axis=1)]
     [[32, 3], [32]]
     """
     check_choice(name, pred, axis)
@@ -206,7 +197,7 @@ def by_class(
     )
 
 
-def _widen(t: Tensor) -> Tensor:
+def _promote(t: Tensor) -> Tensor:
     "Convert half-precision and integer tensors to float32."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
@@ -222,7 +213,7 @@ def _check_two_classes(name: str, n: int, axis: int, instead: str) -> None:
 
 
 @needs_class_indices
-def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
+def take_argmax(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the class with the highest score of each prediction; with `two`, require two classes."
     check_choice(name, pred, axis)
     n = pred.shape[axis]
@@ -230,37 +221,37 @@ def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) ->
         _check_two_classes(
             f"{name} with average='binary'", n, axis, "average='macro', 'micro', 'weighted' or None"
         )
-    pred, targ = paired(name, pred.argmax(dim=axis), targ)
+    pred, targ = flatten_pair(name, pred.argmax(dim=axis), targ)
     return pred, targ.long(), n
 
 
 @needs_class_indices
-def softmax_probs(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
+def take_softmax(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the softmax of the scores (N, C), and targets (N,)."
-    scores, targ = by_class(name, pred, targ, axis)
-    return _widen(scores).softmax(1), targ.long(), scores.shape[1]
+    scores, targ = flatten_classes(name, pred, targ, axis)
+    return _promote(scores).softmax(1), targ.long(), scores.shape[1]
 
 
 @needs_class_indices
-def chance_of(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Prepared:
+def take_class_softmax(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the softmax (N,) of the class `label` of two classes, and targets of 0 and 1."
     check_choice(name, pred, axis)
     _check_two_classes(name, pred.shape[axis], axis, 'RocAuc')
-    probs, targ, n = softmax_probs(name, axis, pred, targ)
+    probs, targ, n = take_softmax(name, axis, pred, targ)
     return probs[:, label], (targ == label).long(), n
 
 
-def by_label(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
+def flatten_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
     "Reshape predictions and targets to (N, L) for L labels; with `sigmoid`, apply the sigmoid."
     if pred.dim() < 2 or pred.shape[1] == 1:
-        pred, targ = (t[:, None] for t in paired(name, pred, targ))
+        pred, targ = (t[:, None] for t in flatten_pair(name, pred, targ))
     if pred.shape != targ.shape:
         raise MetricError(
             f'{name}: predictions of shape {tuple(pred.shape)} do not fit targets of shape '
             f'{tuple(targ.shape)}: give 0 or 1 for each label, shape (B, L).'
         )
     n = pred.shape[1]
-    pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (_widen(pred), targ))
+    pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (_promote(pred), targ))
     return pred.sigmoid() if sigmoid else pred, targ.long(), n
 
 
@@ -268,28 +259,18 @@ def threshold_labels(
     name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor
 ) -> Prepared:
     "Return 1 for each label whose prediction is at least `thresh`, else 0, shape (N, L)."
-    pred, targ, n = by_label(name, sigmoid, pred, targ)
+    pred, targ, n = flatten_labels(name, sigmoid, pred, targ)
     return (pred >= thresh).long(), targ, n
 
 
-def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
+def match_dtypes(name: str, pred: Tensor, targ: Tensor) -> Prepared:
     "Return predictions and targets of a regression in a common dtype, float32 or wider."
-    pred, targ = paired(name, pred, targ)
+    pred, targ = flatten_pair(name, pred, targ)
     dtype = torch.promote_types(torch.promote_types(pred.dtype, targ.dtype), torch.float32)
     return pred.to(dtype), targ.to(dtype), 1
 
 
 # -- from the state of the metric to the value -----------------------------------------------------
-
-
-def computed(metric: Any) -> Any:
-    "Return the value of a torchmetrics object."
-    return metric.compute()
-
-
-def _select_score(label: int, metric: Any) -> Any:
-    "Return the score of one class."
-    return metric.compute()[label]
 
 
 def _select_scores(labels: Sequence[int], mean: bool, metric: Any) -> Any:
@@ -298,7 +279,7 @@ def _select_scores(labels: Sequence[int], mean: bool, metric: Any) -> Any:
     return scores.mean() if mean else scores
 
 
-def over_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
+def average_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
     """Average the scores of the classes that occur; the score is NaN for other classes, and if no class occurs.
 
     With `needs_both`, a class must also be absent from some targets."""
@@ -315,7 +296,7 @@ def over_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
     return (scores[defined] * weights).sum() / weights.sum()
 
 
-def mean_recall(adjusted: bool, metric: Any) -> float:
+def compute_mean_recall(adjusted: bool, metric: Any) -> float:
     "Return the balanced accuracy of a confusion matrix: the mean recall over the classes that occur."
     matrix = metric.compute().double()
     counts = matrix.sum(1)
@@ -326,7 +307,7 @@ def mean_recall(adjusted: bool, metric: Any) -> float:
     return float((recalls.mean() - chance) / (1 - chance))
 
 
-def matthews(metric: Any) -> float:
+def compute_matthews(metric: Any) -> float:
     "Return Matthews' correlation coefficient of a confusion matrix, 0 if it is undefined."
     matrix = metric.compute().double()
     if matrix.dim() == 3:
@@ -339,7 +320,7 @@ def matthews(metric: Any) -> float:
     return float((n_correct * n - targ_counts @ pred_counts) / spread) if spread else 0.0
 
 
-def averaged(
+def make_score(
     kind: str,  # name of the torchmetrics class
     prepare: Prepare,  # function from predictions and targets to inputs of the metric
     labels: Labels,  # classes to score; None: all
@@ -351,16 +332,14 @@ def averaged(
     check_average(average, ('binary', *AVERAGES) if kind.startswith('Multiclass') else AVERAGES)
     if beta is not None and not beta > 0:
         raise MetricError(f'beta={beta!r}: give a number above 0.')
-    options = {} if beta is None else {'beta': float(beta)}
+    options: dict[str, Any] = {} if beta is None else {'beta': float(beta)}
     if average == 'binary':
         if pos_label not in (0, 1):
             raise MetricError(f"pos_label={pos_label!r}: with average='binary' it is 0 or 1.")
-        return LazyTorchMetric(
-            kind, prepare, partial(_select_score, pos_label), average='none', **options
-        )
-    if labels is None:
-        return LazyTorchMetric(kind, prepare, computed, average=average or 'none', **options)
-    if average in ('micro', 'weighted'):
+        labels = [pos_label]
+    elif labels is None:
+        return LazyTorchMetric(kind, prepare, average=average or 'none', **options)
+    elif average in ('micro', 'weighted'):
         raise MetricError(
             f"labels={list(labels)} with average={average!r} is not supported: use 'macro' or None."
         )

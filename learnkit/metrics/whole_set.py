@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch  # noqa: F401  # the examples use it
 from torch import Tensor
 
-from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
-from learnkit.metrics.averages import TorchMetric, batch_weight, check_on
-from learnkit.metrics.base import Mean, Metric, is_number, paired
-from learnkit.metrics.merge import merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
+from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
+from learnkit.metrics.base import Mean, Metric, flatten_pair
+from learnkit.metrics.merge import Accumulates, merge_pairs
+from learnkit.metrics.state import Pairs, collect_state, join_batches
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
 
-class AccumMetric(TorchMetric):
+class KeptPairs(Accumulates):
+    "Base class of objects that keep the predictions and targets of the batches."
+
+    waiting: Pairs
+    lengths: list[tuple[int, int]]  # numbers of predictions and targets of each batch
+
+    def reset(self) -> None:
+        self.waiting = []
+        self.lengths = []
+
+    def keep(self, pred: Tensor, targ: Tensor) -> None:
+        "Append the predictions and targets of a batch."
+        self.waiting.append((pred, targ))
+        self.lengths.append((len(pred), len(targ)))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
+        return collect_state(self)
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.waiting, self.lengths = merge_pairs(states)
+
+
+class KeptMetric(TorchMetric):
+    "Base class of metrics that keep predictions and targets; a call returns the value of one batch."
+
+    def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
+        return as_plain_value(self._compute_batch(pred, targs))
+
+    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        metric = copy(self.metric)
+        metric.reset()
+        self._update(metric, pred, yb)
+        return metric.compute()
+
+
+class AccumMetric(KeptMetric):
     """Compute `func(preds, targs)` once over the whole data set, for values that are not a mean over batches.
 
     Predictions and targets are kept on their device until the value is read. Argmax and `thresh` are applied to each
@@ -34,8 +70,6 @@ class AccumMetric(TorchMetric):
     >>> AccumMetric(median_error)(torch.tensor([[1.], [2.], [5.]]), torch.tensor([1., 1., 1.]))
     1.0
     """
-
-    metric: _WholeSet
 
     def __init__(
         self,
@@ -62,49 +96,27 @@ class AccumMetric(TorchMetric):
         prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
         super().__init__(_WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
 
-    def __call__(self, pred: Tensor, targ: Tensor) -> Any:
-        metric = self.metric.clone_empty()
-        metric.update(pred, targ)
-        value = metric.compute()
-        return float(value) if is_number(value) else to_detach(value)
 
-
-class _WholeSet:
+class _WholeSet(KeptPairs):
     "Predictions and targets kept for a function of the whole data set."
 
     def __init__(
         self, func: Callable[..., Any], prepare: Callable[..., Any], to_np: bool, invert_arg: bool
     ) -> None:
-        self.func, self.prepare, self.to_np, self.invert_arg = func, prepare, to_np, invert_arg
+        self.func = func
+        self.prepare = prepare
+        self.to_np = to_np
+        self.invert_arg = invert_arg
         self.reset()
 
-    def clone_empty(self) -> _WholeSet:
-        return _WholeSet(self.func, self.prepare, self.to_np, self.invert_arg)
-
-    def reset(self) -> None:
-        self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets of each batch
-
     def update(self, pred: Tensor, targ: Tensor) -> None:
-        pred, targ = self.prepare(pred, targ)
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
+        self.keep(*self.prepare(pred, targ))
 
     def compute(self) -> Any:
-        both: Any = joined(self.waiting)[0]
+        both: Any = join_batches(self.waiting)[0]
         if self.to_np:
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
-
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
-        return accumulated(self)
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        restore_state(self, sd)
-
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting, self.lengths = merged_pairs(states)
 
 
 def _prepare(
@@ -131,7 +143,7 @@ def _prepare(
         pred = pred[:, -1]
     if thresh is not None:
         pred = pred >= thresh
-    return paired(name, pred, targ) if flatten else (pred, targ)
+    return flatten_pair(name, pred, targ) if flatten else (pred, targ)
 
 
 def skm_to_fastai(

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from learnkit.core.dtensor import local
+from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 
 __all__ = [
     'HYPERS',
-    'Place',
+    'GroupKey',
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
-    'place_of',
+    'find_group_key',
     'set_value',
     'torch_names',
     'list_values',
@@ -37,10 +37,10 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# place of a hyperparameter: a key of torch's param group, and an index if the value of the key is a tuple
-Place = tuple[str, int | None]
-# fastai's name of a hyperparameter -> possible places; the first key that exists is used
-HYPERS: dict[str, tuple[Place, ...]] = {
+# where torch's param group has a hyperparameter: a key, and an index if its value is a tuple
+GroupKey = tuple[str, int | None]
+# fastai's name of a hyperparameter -> possible keys; the first key that exists is used
+HYPERS: dict[str, tuple[GroupKey, ...]] = {
     'lr': (('lr', None),),
     'mom': (('momentum', None), ('betas', 0)),
     'sqr_mom': (('alpha', None), ('betas', 1)),
@@ -52,7 +52,7 @@ OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
-def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
+def find_group_key(name: str, group: Mapping[str, Any]) -> GroupKey | None:
     "Return the key and index of a hyperparameter in a param group, or None if absent."
     for key, index in HYPERS.get(name, ((name, None),)):
         if key in group:
@@ -61,7 +61,7 @@ def place_of(name: str, group: Mapping[str, Any]) -> Place | None:
 
 
 def set_value(group: dict[str, Any], key: str, index: int | None, value: Any) -> None:
-    "Set the hyperparameter at a place in a param group."
+    "Set the hyperparameter at a key of a param group."
     old: Any = group.get(key)
     if index is not None:
         group[key] = (*old[:index], value, *old[index + 1 :])
@@ -89,10 +89,10 @@ class Hypers(MutableMapping[str, Any]):
     ) -> list[tuple[dict[str, Any], str, int | None]]:
         "Return the param groups that have a hyperparameter, each with the key and index in it."
         return [
-            (group, *place)
+            (group, *group_key)
             for group in self.groups
-            if (place := place_of(name, group))
-            and (with_exempt or place[0] != 'weight_decay' or not self._is_exempt(group))
+            if (group_key := find_group_key(name, group))
+            and (with_exempt or group_key[0] != 'weight_decay' or not self._is_exempt(group))
         ]
 
     def _is_exempt(self, group: dict[str, Any]) -> bool:
@@ -140,8 +140,8 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        place = None if name in accepted else place_of(name, accepted)
-        key, index = place or (name, None)
+        group_key = None if name in accepted else find_group_key(name, accepted)
+        key, index = group_key or (name, None)
         if index is not None:
             res.setdefault(key, accepted[key].default)
         set_value(res, key, index, value)
@@ -195,7 +195,8 @@ def spread(values: slice, n: int) -> list[float]:
     >>> spread(slice(1e-4, 1e-2), 3), spread(slice(1e-2), 2)
     ([0.0001, 0.001, 0.01], [0.001, 0.01])
     """
-    lo, hi = values.start, values.stop
+    lo = values.start
+    hi = values.stop
     if not all(isinstance(v, (int, float)) and v >= 0 for v in (lo or 0, hi)) or not hi:
         raise OptimizerError(
             f'{values!r}: give slice(lowest, highest) or slice(highest), of numbers above 0.'
@@ -342,7 +343,8 @@ class FusedGuard:
         return last.layout == read_layout(last.cpu_params, last.device_params)
 
     def _remember(self, i: int, group: dict[str, Any]) -> None:
-        params, state = group['params'], self.opt.state
+        params = group['params']
+        state = self.opt.state
         # a parameter that lacks a momentum buffer may get its first gradient at any step
         if group.get('momentum') and any(
             state.get(p, {}).get('momentum_buffer') is None for p in params
@@ -360,7 +362,8 @@ class FusedGuard:
         "Match gradient and state strides to the parameter's; return False if the group cannot be fused."
         has_momentum = bool(group.get('momentum')) and bool(self.opt.state)
         for p in group['params']:
-            state, grad = self.opt.state.get(p, {}), p.grad
+            state = self.opt.state.get(p, {})
+            grad = p.grad
             if grad is not None and has_momentum and state.get('momentum_buffer') is None:
                 return False
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -398,7 +401,7 @@ def read_layout(cpu_params: list[Any], device_params: list[Any]) -> Any:
 
 def can_fuse(p: torch.Tensor) -> bool:
     "Return True if torch's fused kernels support a parameter: floating point, dense, without gaps, dense gradient."
-    p = local(p)
+    p = local_shard(p)
     return (
         type(p) in (torch.Tensor, nn.Parameter)
         and p.is_floating_point()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.core.dtensor import locals_of
+from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import MissingExtraError, OptimizerError
 from learnkit.core.optional import import_library
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, members
@@ -174,7 +174,7 @@ class DecoupledRMSprop(torch.optim.RMSprop):
 
 # attributes that a Lookahead copies from the OptimWrapper that it wraps
 LAYOUT = (
-    '_places',
+    'positions',
     'exempt',
     'splits',
     'always_trained',
@@ -218,7 +218,8 @@ class Lookahead(OptimWrapper):
         if isinstance(opt, OptimWrapper):
             for name in LAYOUT:
                 setattr(self, name, getattr(opt, name))
-        self.k, self.alpha = k, alpha
+        self.k = k
+        self.alpha = alpha
         for g in self.param_groups:
             g.setdefault('lookahead_step', 0)
 
@@ -245,8 +246,8 @@ class Lookahead(OptimWrapper):
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
             if g['lookahead_step'] % self.k or not ps:
                 continue
-            slow_weights = locals_of(state[p]['slow_weights'] for p in ps)
-            fast_weights = locals_of(ps)
+            slow_weights = local_shards(state[p]['slow_weights'] for p in ps)
+            fast_weights = local_shards(ps)
             torch._foreach_lerp_(slow_weights, fast_weights, self.alpha)
             torch._foreach_copy_(fast_weights, slow_weights)
         return loss

@@ -206,7 +206,8 @@ def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
     "Return a saved param group with the current `KEPT_OPTIONS`; an option is a tensor if it is one in `own`."
     group = {**saved, **{n: own[n] for n in KEPT_OPTIONS if n in own}}
     for name in (n for n in OPTIONS if n in own and n in saved):
-        here, there = own[name], saved[name]
+        here = own[name]
+        there = saved[name]
         if isinstance(here, Tensor):
             group[name] = here.detach().clone().fill_(there)
         elif isinstance(here, Real) and isinstance(there, Tensor):

@@ -23,9 +23,9 @@ from learnkit.optim.hyperparams import (
     Hypers,
     as_groups,
     check_maker,
+    find_group_key,
     list_values,
     norm_bias_params,
-    place_of,
     torch_names,
     trainable_params,
 )
@@ -108,10 +108,10 @@ class OptimWrapper(torch.optim.Optimizer):
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
         # for each group of the splitter: a list of (optimizer, index of the param group), one for each part
-        self._places = [
+        self.positions = [
             [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
         ]
-        if len(self._places) > 1:
+        if len(self.positions) > 1:
             unshare_options(self.optimizers.values())
         # groups split by `split_groups`: optimizer, index, index of the exempt part, all parameters
         self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []
@@ -204,15 +204,15 @@ class OptimWrapper(torch.optim.Optimizer):
 
         The param groups are looked up at each call because `load_state_dict` replaces them.
         """
-        known = {place for places in self._places for place in places}
+        known = {place for places in self.positions for place in places}
         every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        self._places += [[place] for place in every if place not in known]
-        return [[o.param_groups[i] for o, i in places] for places in self._places]
+        self.positions += [[place] for place in every if place not in known]
+        return [[o.param_groups[i] for o, i in places] for places in self.positions]
 
     @property
     def last_group(self) -> dict[str, Any]:
         "The param group that holds the hyperparameters of the last group."
-        opt, i = self._places[-1][0]
+        opt, i = self.positions[-1][0]
         return opt.param_groups[i]
 
     # torch sets `param_groups` and `state` as attributes
@@ -374,7 +374,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
             )
         for own_groups in groups:
-            if all(place_of(name, group) is None for group in own_groups):
+            if all(find_group_key(name, group) is None for group in own_groups):
                 known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
                     f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(known)}.'
@@ -392,7 +392,7 @@ class OptimWrapper(torch.optim.Optimizer):
         names = {o: key for key, o in self.optimizers.items()}
         return [
             values.get(names[places[0][0]], hypers.get(name))
-            for places, hypers in zip(self._places, self.hypers, strict=True)
+            for places, hypers in zip(self.positions, self.hypers, strict=True)
         ]
 
     def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
@@ -414,7 +414,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 self.splits.append((o, i, len(o.param_groups), group['params']))
                 group['params'] = [p for p in group['params'] if p not in self.exempt]
                 o.add_param_group({**group, 'params': exempt, 'weight_decay': 0.0})
-                places = next(places for places in self._places if (o, i) in places)
+                places = next(places for places in self.positions if (o, i) in places)
                 places.append((o, len(o.param_groups) - 1))
 
     def join_groups(self, opt: torch.optim.Optimizer) -> None:
@@ -425,7 +425,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 return
             opt.param_groups.pop()
             opt.param_groups[i]['params'] = all_params
-            for places in self._places:
+            for places in self.positions:
                 places[:] = [place for place in places if place != (opt, j)]
             self.splits.remove(split)
 
@@ -434,7 +434,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
         A group is a list of (name of the optimizer, index of its param group).
         """
-        self._places = [[(self.optimizers[name], i) for name, i in places] for places in groups]
+        self.positions = [[(self.optimizers[name], i) for name, i in places] for places in groups]
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -451,9 +451,11 @@ class OptimWrapper(torch.optim.Optimizer):
             return False
         opt = self[0]
         self.join_groups(opt)
-        is_whole = all(len(places) == 1 for places in self._places)
+        is_whole = all(len(places) == 1 for places in self.positions)
         if is_whole:
-            for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
+            for (_, i), params in zip(
+                (places[0] for places in self.positions), groups, strict=True
+            ):
                 opt.param_groups[i]['params'] = list(params)
             self._drop_orphan_states()
         self.spare_from_decay()

@@ -28,7 +28,7 @@ import numpy.random  # noqa: F401
 import torch
 
 from learnkit.core.errors import LearnkitError
-from learnkit.core.plain import plain
+from learnkit.core.plain import to_plain
 
 __all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
 
@@ -52,7 +52,7 @@ class HarnessError(LearnkitError, RuntimeError):
 
 @dataclass
 class Planned:
-    "Place in a job at which the child kills itself."
+    "Point in a job at which the child kills itself."
 
     name: str  # name given to `reached`
     nth: int  # number of calls of `reached` with this name
@@ -124,7 +124,7 @@ def _run_job(job: Callable[[], Any], folder: Path) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    torch.save(plain(result, "The job's result"), folder / 'result.tmp')
+    torch.save(to_plain(result, "The job's result"), folder / 'result.tmp')
     os.replace(folder / 'result.tmp', folder / 'result.pt')
     return 0
 
@@ -149,7 +149,9 @@ def _leave_parent(folder: Path, parent: int) -> None:
     sys.excepthook = sys.__excepthook__
     sys.unraisablehook = sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
-    _reset_exit_functions()
+    with catch_warnings():
+        simplefilter('ignore', ResourceWarning)  # releases processes that the parent still uses
+        _reset_exit_functions()
     torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

@@ -79,7 +79,7 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
                 self.learn.do_evaluation()
 
         def after_eval(self) -> None:
-            seen.append(self.learn.recorder._frame.values['valid_loss'])
+            seen.append(self.learn.recorder.epoch_metrics.values['valid_loss'])
 
     learn = learner(BestMetric('valid_loss', 'test/loss'), Evaluate())
     learn.fit(4)

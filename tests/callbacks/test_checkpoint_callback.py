@@ -30,7 +30,8 @@ from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.digest import differences
 from learnkit.checkpoint.folder import entries, find, load_state
-from learnkit.metrics.functional import mae
+from learnkit.metrics import mae
+from learnkit.testing import synth_learner
 
 N = 5  # batches an epoch, of 4 samples each
 
@@ -564,3 +565,14 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     assert (info['place'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 2)
     tensors = load_file(tmp_path / names(tmp_path)[-1])  # by the library alone
     assert torch.equal(tensors['model.0.weight'], learn.model[0].weight)
+
+
+def test_an_attribute_of_the_learner_named_like_a_method_of_callbacks(tmp_path: Path) -> None:
+    learn = synth_learner(path=tmp_path)
+    learn.checkpoint_folder = 'runs'  # callbacks have every attribute of the Learner
+    with learn.no_bar(), pytest.warns(UserWarning, match='has no checkpoint'):
+        learn.fit(1, resume=True)
+    with learn.no_bar():
+        learn.fit(1, cbs=Checkpoint())
+        learn.fit(2, cbs=Checkpoint(), resume=True)
+    assert len(learn.history) == 3

@@ -28,7 +28,7 @@ from learnkit import (
 )
 from learnkit.callbacks.compile import ODD_IN_A_ROW, TIMED
 from learnkit.core.errors import LossError
-from learnkit.metrics.functional import mae
+from learnkit.metrics import mae
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
-from learnkit.core.dtensor import local
+from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import (
     CancelFitException,
     LearnkitError,
@@ -289,11 +289,11 @@ def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     learn = learner(folder, ExportForInference('taken/net'), model=net)
     with learn.no_bar(), learn.distributed(strategy, timeout='30s'):
-        before = {name: local(p).clone() for name, p in learn.model.named_parameters()}
+        before = {name: local_shard(p).clone() for name, p in learn.model.named_parameters()}
         with pytest.raises(LearnkitError) as e:
             learn.fit(1)
         # a failed run has closed its process group
-        after = [local(p) for p in learn.model.parameters()]
+        after = [local_shard(p) for p in learn.model.parameters()]
     return all(map(torch.equal, before.values(), after)), f'{type(e.value).__name__}: {e.value}'
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkit.checkpoint.torch_file import damage
+from learnkit.checkpoint.torch_file import find_damage
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_folder, check_writable, sweep
 
@@ -171,13 +171,13 @@ def saved(path: Path) -> bytes:
 
 def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path) -> None:
     data, draw, silent = saved(tmp_path / 'good'), random.Random(0), 0
-    assert damage(tmp_path / 'good') is None
+    assert find_damage(tmp_path / 'good') is None
     right = torch.load(tmp_path / 'good', weights_only=True)
     for _ in range(300):
         bad = bytearray(data)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         (tmp_path / 'bad').write_bytes(bad)
-        if damage(tmp_path / 'bad') is not None:
+        if find_damage(tmp_path / 'bad') is not None:
             continue
         try:
             found = torch.load(tmp_path / 'bad', weights_only=True)
@@ -191,15 +191,15 @@ def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_found(tmp_path: Path, share: float) -> None:
     data = saved(tmp_path / 'a')
     (tmp_path / 'a').write_bytes(data[: int(len(data) * share)])
-    assert damage(tmp_path / 'a')
+    assert find_damage(tmp_path / 'a')
 
 
 def test_compressed_records_are_none_of_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / 'bomb', 'w', zipfile.ZIP_DEFLATED) as z:
         z.writestr('a/data.pkl', bytes(10**6))
-    assert damage(tmp_path / 'bomb') == 'it holds compressed records'
+    assert find_damage(tmp_path / 'bomb') == 'it holds compressed records'
 
 
 def test_another_format_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / 'a').write_text('text')
-    assert damage(tmp_path / 'a') is None
+    assert find_damage(tmp_path / 'a') is None

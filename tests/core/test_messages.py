@@ -37,7 +37,7 @@ from learnkit import (
     load_learner,
 )
 from learnkit.core.batch import split_batch
-from learnkit.metrics.functional import LossMetrics
+from learnkit.metrics import LossMetrics
 from learnkit.testing import synth_learner
 
 

@@ -41,7 +41,7 @@ from learnkit.core.errors import (
     TimeError,
 )
 from learnkit.losses import CrossEntropyLossFlat, DiceLoss
-from learnkit.metrics.functional import accuracy_multi
+from learnkit.metrics import accuracy_multi
 from learnkit.optim.optimizers import Lookahead, MuonAdamW
 
 X, Y = torch.linspace(-1, 1, 96).reshape(24, 4), torch.arange(24) % 3

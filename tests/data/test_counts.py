@@ -26,7 +26,7 @@ from learnkit import (
 )
 from learnkit.callbacks import progress
 from learnkit.engine.timings import EVERY
-from learnkit.metrics.functional import AvgMetric
+from learnkit.metrics import AvgMetric
 from tests.helpers.fresh import output_of
 
 ROOT = Path(__file__).resolve().parents[2]

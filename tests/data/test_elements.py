@@ -12,8 +12,7 @@ from torch import nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import MetricError
-from learnkit.metrics.averages import AvgMetric, as_metrics
-from learnkit.metrics.functional import (
+from learnkit.metrics import (
     AvgLoss,
     BrierScore,
     LossMetric,
@@ -31,6 +30,7 @@ from learnkit.metrics.functional import (
     rmse,
     top_k_accuracy,
 )
+from learnkit.metrics.averages import AvgMetric, as_metrics
 from learnkit.metrics.torchmetrics import GROUP
 from tests.helpers.measuring import batch, devices
 

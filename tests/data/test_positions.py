@@ -66,11 +66,6 @@ def test_random_samples_in_this_process(sampler: str, noise: str) -> None:
     check(loader(noise, **SAMPLERS[sampler]), PLACES)
 
 
-@pytest.mark.parametrize('replay', [False, True])
-def test_skipped_or_replayed_it_is_the_same(replay: bool) -> None:
-    check(loader('numpy', shuffle=True, generator=seeded), PLACES, replay=replay)
-
-
 @pytest.mark.parametrize(
     ('sampler', 'epochs'),
     [

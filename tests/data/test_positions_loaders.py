@@ -92,16 +92,9 @@ def test_a_generator_that_others_draw_from_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ('make', 'replay'),
-    [
-        (loader('own', shuffle=True), None),
-        (loader('own', shuffle=True), True),
-        (lambda seed: Own(Items('own', seed), BS), None),
-    ],
+    'make', [loader('own', shuffle=True), lambda seed: Own(Items('own', seed), BS)]
 )
-def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(
-    make: Any, replay: bool | None
-) -> None:
+def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(make: Any) -> None:
     dl = make(1)
     drawing = LoaderPosition(dl)
     batches = drawing.begin()
@@ -110,9 +103,7 @@ def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(
     position, rng = drawing.state_dict(1), capture_rng()
     expected = [b.tolist() for b in batches]
     restore_rng(rng)
-    assert [
-        b.tolist() for b in LoaderPosition.resume(make(2), position, replay).begin()
-    ] == expected
+    assert [b.tolist() for b in LoaderPosition.resume(make(2), position).begin()] == expected
 
 
 @pytest.mark.parametrize('kind', [list, tuple])

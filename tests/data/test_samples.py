@@ -178,6 +178,14 @@ def test_samples_that_are_not_counted_are_refused_where_they_are_asked_for(how: 
     assert (counted.time.sp, counted.time.ba) == (10, 2)
 
 
+def test_losses_of_samples_that_are_not_counted_are_refused() -> None:
+    learn = learner([(Opaque(5), torch.tensor(1.0))], OfOpaque(), loss_func=nn.MSELoss())
+    with pytest.raises(BatchError, match='size_func'):
+        learn.get_preds(dl=learn.dls.train, with_loss=True)
+    with pytest.raises(BatchError, match='size_func'):
+        next(iter(learn.predict_iter(dl=learn.dls.train, with_loss=True)))
+
+
 def test_a_size_func_is_a_function() -> None:
     with pytest.raises(OptionError, match='size_func=64'):
         learner([(torch.zeros(2), torch.zeros(2))], size_func=64)

@@ -24,7 +24,7 @@ from learnkit.callbacks.training import ChannelsLast, GradientValueClip
 from learnkit.checkpoint.digest import digest, learn_state
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
-from learnkit.distributed.fsdp import Sharded, check_can_be_cut, units_of
+from learnkit.distributed.fsdp import Sharded, check_can_be_sharded, find_units
 from learnkit.optim.optimizers import SGD, Adam, Lookahead, MuonAdamW, RAdam, RMSProp
 from tests.helpers.ranks import run_ranks
 
@@ -192,14 +192,14 @@ def test_fsdp_trains_as_ddp_does(names):
 
 def test_repeated_blocks_are_cut_on_their_own():
     model = Net()
-    assert units_of(model, None) == list(model.blocks)
-    assert units_of(model, nn.LayerNorm) == [b.norm for b in model.blocks][::-1]
-    assert units_of(model, lambda m: m is model.head) == [model.head]
-    assert units_of(nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1)), None) == []
-    both = units_of(model, (Block, nn.Sequential))
+    assert find_units(model, None) == list(model.blocks)
+    assert find_units(model, nn.LayerNorm) == [b.norm for b in model.blocks][::-1]
+    assert find_units(model, lambda m: m is model.head) == [model.head]
+    assert find_units(nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1)), None) == []
+    both = find_units(model, (Block, nn.Sequential))
     assert both.index(model.blocks[0].inner) < both.index(model.blocks[0])  # inner ones first
     with pytest.raises(OptionError, match='no such module'):
-        units_of(model, nn.Conv2d)
+        find_units(model, nn.Conv2d)
 
 
 class Tied(Net):
@@ -216,9 +216,9 @@ class Tied(Net):
 
 def test_a_block_that_shares_weights_is_not_cut_on_its_own():
     model = Tied()
-    assert units_of(model, None) == [model.blocks[1]]
+    assert find_units(model, None) == [model.blocks[1]]
     with pytest.raises(OptionError, match='shares weights'):
-        units_of(model, Block)
+        find_units(model, Block)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_what_fails_leaves_the_model_as_it_was():
 )
 def test_models_that_cannot_be_cut_are_refused(model, message):
     with pytest.raises(ModelError, match=message):
-        check_can_be_cut(model())
+        check_can_be_sharded(model())
 
 
 def spoiled(rank):

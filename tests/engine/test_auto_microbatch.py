@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import SAM, Callback, DataLoaders, FitError, Learner, mse
-from learnkit.metrics.functional import AvgMetric
+from learnkit.metrics import AvgMetric
 
 
 class Hungry(nn.Module):

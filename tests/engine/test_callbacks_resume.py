@@ -20,7 +20,7 @@ from learnkit.callbacks import (
 )
 from learnkit.checkpoint.digest import differences
 from learnkit.core.errors import CancelStepException, MetricError, WeightsError
-from learnkit.engine.moving import found_path
+from learnkit.engine.portable_paths import from_portable_path
 from learnkit.loggers import ConsoleLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
 from tests.callbacks.test_every_callback_resumes import learner
@@ -218,12 +218,12 @@ def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path
     mine.write_text('all of it')
     (tmp_path / 'run').mkdir()
     assert (
-        found_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth')
+        from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth')
         == tmp_path / 'run' / 'models' / 'a.pth'
     )
     for kept in (str(mine), '../mine.txt'):
         with pytest.warns(UserWarning, match='lies outside of'):
-            assert found_path(synth_learner(path=tmp_path / 'run'), kept) is None
+            assert from_portable_path(synth_learner(path=tmp_path / 'run'), kept) is None
         learn = synth_learner(path=tmp_path / 'run', cbs=SaveModelCallback())
         state = {
             **learn.save_model.state_dict(),
@@ -233,4 +233,4 @@ def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path
         }
         with pytest.warns(UserWarning, match='lies outside of'):
             learn.save_model.load_state_dict(state)
-    assert found_path(synth_learner(path=tmp_path / 'run'), str(mine), tmp_path) == mine
+    assert from_portable_path(synth_learner(path=tmp_path / 'run'), str(mine), tmp_path) == mine

@@ -27,7 +27,7 @@ from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import ParamScheduler, SchedCos
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
-from learnkit.metrics.functional import RMSE, AccumMetric, mae
+from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
 
 N_BATCHES, N_EPOCH = 5, 3

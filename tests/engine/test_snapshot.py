@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.snapshot import Snapshot, unchanged_loaders
+from learnkit.engine.snapshot import Snapshot, preserve_dataloaders
 from learnkit.metrics.base import Mean, Metric
 
 
@@ -223,7 +223,7 @@ def test_a_long_chain_of_objects() -> None:
 def test_persistent_workers_are_let_go() -> None:
     dl = DataLoader(list(range(8)), 2, shuffle=True, num_workers=1, persistent_workers=True)
     torch.manual_seed(0)
-    with unchanged_loaders(DataLoaders(dl)):
+    with preserve_dataloaders(DataLoaders(dl)):
         first = [b.tolist() for b in dl]
     assert dl._iterator is None
     assert [b.tolist() for b in dl] == first

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from learnkit import DataLoaders, Learner
-from learnkit.metrics.functional import AvgMetric
+from learnkit.metrics import AvgMetric
 
 
 class Broken(Exception):

@@ -18,7 +18,7 @@ from learnkit.callbacks import (
     SaveModelCallback,
 )
 from learnkit.checkpoint.folder import entries, find
-from learnkit.metrics.functional import ValueMetric
+from learnkit.metrics import ValueMetric
 
 NAN, INF = math.nan, math.inf
 

@@ -15,7 +15,7 @@ import torch
 from file_helpers import rebuilt, saved
 from torch import Tensor
 
-from learnkit.checkpoint.torch_file import damage, read_torch_file
+from learnkit.checkpoint.torch_file import find_damage, read_torch_file
 from learnkit.core.errors import WeightsError
 
 WEIGHTS = {'a': torch.arange(1.0, 5.0), 'b': torch.full((600,), 2.0)}
@@ -135,7 +135,8 @@ def test_extra_fields_and_comments(tmp_path: Path) -> None:
             setattr(archive.infolist()[-1], field, value)
             archive._didModify = True  # type: ignore[attr-defined]  # the table alone is written again
         assert (
-            damage(path) == "it has a record 'a/.data/serialization_id', which torch does not write"
+            find_damage(path)
+            == "it has a record 'a/.data/serialization_id', which torch does not write"
         )
 
 
@@ -149,5 +150,5 @@ def test_records_of_other_sizes(tmp_path: Path) -> None:
     for content in contents:
         for is_zip in (True, False):
             path = saved(tmp_path / 'a.pth', content, _use_new_zipfile_serialization=is_zip)
-            assert damage(path) is None
+            assert find_damage(path) is None
             assert read_torch_file(path).keys() == content.keys()

@@ -188,7 +188,6 @@ def go_on(
     make: Callable[[int], Any],
     checkpoint: bytes,
     epochs: int = 2,
-    replay: bool | None = None,
     keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
     "Go on from a checkpoint in a loader made anew, with other global seeds; return as `straight` does."
@@ -198,7 +197,7 @@ def go_on(
     dl = make(7)
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
-    drawing, n = LoaderPosition.resume(dl, state['position'], replay), state['position']['n']
+    drawing, n = LoaderPosition.resume(dl, state['position']), state['position']['n']
     seen, kept = one_pass(drawing, n, begun=state['position']['start'] is not None, keep=keep)
     passes, checkpoints = [seen], [kept]
     for _ in range(epochs - 1):
@@ -208,11 +207,9 @@ def go_on(
     return passes, checkpoints
 
 
-def gone_on(
-    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None
-) -> list[Any]:
+def gone_on(make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2) -> list[Any]:
     "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
-    return go_on(make, checkpoint, epochs, replay, keep=False)[0]
+    return go_on(make, checkpoint, epochs, keep=False)[0]
 
 
 def straight(
@@ -230,9 +227,7 @@ def straight(
     return passes, checkpoints
 
 
-def check(
-    make: Callable[[int], Any], places: list[Any], epochs: int = 2, replay: bool | None = None
-) -> None:
+def check(make: Callable[[int], Any], places: list[Any], epochs: int = 2) -> None:
     "Compare the rest of the first epoch, and the next ones, bit for bit; at 'end' it is the next ones alone."
     passes, checkpoints = straight(make, epochs)
     assert len(passes[0]) > 3
@@ -240,7 +235,7 @@ def check(
         if place == 'last':
             place = len(passes[0]) - 1
         rest = passes[1:] if place == 'end' else [list(islice(passes[0], place, None)), *passes[1:]]
-        assert gone_on(make, checkpoints[0][place], len(rest), replay) == rest, place
+        assert gone_on(make, checkpoints[0][place], len(rest)) == rest, place
 
 
 def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:

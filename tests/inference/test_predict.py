@@ -22,6 +22,7 @@ from learnkit import (
     mae,
 )
 from learnkit.core.errors import BatchError
+from learnkit.core.model import name_of
 from learnkit.testing import RegModel, synth_learner
 
 N = 13  # no multiple of the batch size 4
@@ -200,6 +201,37 @@ def test_with_loss_of_classes(xy: Any) -> None:
     learn = learner(TensorLoader(x, y, bs=4), loss=nn.CrossEntropyLoss(), metrics=accuracy)
     preds, targs, losses = learn.get_preds(with_loss=True)
     assert torch.allclose(losses, -preds.log()[torch.arange(N), targs], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'loss', [nn.CrossEntropyLoss(), F.cross_entropy, nn.NLLLoss()], ids=name_of
+)
+def test_losses_of_torch_decode_classes(loss: Any, xy: Any) -> None:
+    x, y = xy[0], torch.randint(2, (N,))
+    model = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
+    learn = learner(TensorLoader(x, y, bs=4), model, loss=loss)
+    expected = model(x).argmax(1)
+    assert torch.equal(learn.get_preds(with_decoded=True)[2], expected)
+    batches = [decoded for _, _, decoded in learn.predict_iter(with_decoded=True)]
+    assert torch.equal(torch.cat(batches), expected)
+    learn.dls.vocab = ['no', 'yes']
+    label, decoded, probs = learn.predict(x[0])
+    assert label == learn.dls.vocab[int(expected[0])] and decoded == expected[0]
+    assert torch.allclose(probs, model(x[:1])[0].exp(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'loss', [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()], ids=name_of
+)
+def test_losses_of_torch_decode_labels(loss: Any, xy: Any) -> None:
+    x, y = xy[0], torch.randint(2, (N, 2)).float()
+    model = nn.Linear(3, 2)
+    if isinstance(loss, nn.BCELoss):
+        model = nn.Sequential(model, nn.Sigmoid())
+    learn = learner(TensorLoader(x, y, bs=4), model, loss=loss)
+    decoded = learn.get_preds(with_decoded=True)[2]
+    cut = 0.5 if isinstance(loss, nn.BCELoss) else 0.0
+    assert torch.equal(decoded, model(x) > cut)
 
 
 def test_with_input_comes_first(xy: Any) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from learnkit import Callback, DataLoaders, GuardNonFinite, Learner, TensorLoader, to_device
 from learnkit.core.errors import BatchError, LoaderError, LossError, MetricError
 from learnkit.losses import MSELossFlat
-from learnkit.metrics.functional import (
+from learnkit.metrics import (
     Dice,
     F1Score,
     RocAuc,

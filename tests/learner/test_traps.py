@@ -565,6 +565,6 @@ def test_lists_of_a_configuration() -> None:
 
 
 def test_lists_of_a_configuration_are_logged_by_their_values() -> None:
-    from learnkit.loggers.values import plain
+    from learnkit.loggers.values import to_loggable
 
-    assert plain(UserList([1, 'a'])) == plain([1, 'a']) == '[1, a]'
+    assert to_loggable(UserList([1, 'a'])) == to_loggable([1, 'a']) == '[1, a]'

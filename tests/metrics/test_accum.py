@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import MetricError
-from learnkit.metrics.functional import AccumMetric, skm_to_fastai
+from learnkit.metrics import AccumMetric, skm_to_fastai
 from tests.helpers.libraries import require
 
 sklearn = require('sklearn.metrics')

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from learnkit.core.errors import CancelBatchException, MetricError
+from learnkit.metrics import RMSE, ElementMean, accuracy, mae, mse, rmse
 from learnkit.metrics.averages import (
     AvgLoss,
     AvgMetric,
@@ -22,7 +23,6 @@ from learnkit.metrics.averages import (
     whole_set_metric,
 )
 from learnkit.metrics.base import Metric
-from learnkit.metrics.functional import RMSE, ElementMean, accuracy, mae, mse, rmse
 from tests.helpers.measuring import Watched, batch, devices, fed, scores, watched
 
 # ---------------------------------------------------------------- averages

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import learnkit.metrics as M
 from learnkit.callbacks.epoch_metrics import EpochMetrics, value_of
 from learnkit.core.errors import MetricError
-from learnkit.metrics import functional as M
 from learnkit.metrics.averages import as_metrics
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses
 from learnkit.metrics.merge import check_mergeable, in_turn, merge_states, shared_state, unsynced

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import learnkit.callbacks
-import learnkit.metrics.functional
+import learnkit.metrics
 from learnkit.callbacks import EarlyStoppingCallback, SaveModelCallback
 from learnkit.callbacks.monitor import Monitor
 from learnkit.core.errors import OptionError
+from learnkit.metrics import as_metrics
 from learnkit.metrics.direction import MetricProperties, as_comparison
-from learnkit.metrics.functional import as_metrics
 
 LOWER = {
     'error_rate',
@@ -55,16 +55,14 @@ OTHERS = (
 
 
 def metric(name: str) -> Any:
-    made = getattr(learnkit.metrics.functional, name)
+    made = getattr(learnkit.metrics, name)
     needs_beta = name.startswith('FBeta')
     return as_metrics(
         made(2) if needs_beta else made() if inspect.isclass(made) or name[0].isupper() else made
     )[0]
 
 
-@pytest.mark.parametrize(
-    'name', [n for n in learnkit.metrics.functional.__all__ if n not in OTHERS]
-)
+@pytest.mark.parametrize('name', [n for n in learnkit.metrics.__all__ if n not in OTHERS])
 def test_every_metric_of_the_package_is_known(name: str) -> None:
     assert MetricProperties()[metric(name).name] == ('lower' if name in LOWER else 'higher')
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from learnkit.core.errors import MetricError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.learner import Learner
-from learnkit.metrics.averages import AvgMetric, as_metrics, dry_run
-from learnkit.metrics.functional import (
+from learnkit.metrics import (
     RMSE,
     BrierScore,
     BrierScoreMulti,
@@ -40,6 +39,7 @@ from learnkit.metrics.functional import (
     rmse,
     top_k_accuracy,
 )
+from learnkit.metrics.averages import AvgMetric, as_metrics, dry_run
 from learnkit.testing import synth_learner
 from tests.helpers.measuring import Watched, batch, fed, scores, watched
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import learnkit.metrics as M
 from learnkit import (
     Callback,
     DataLoaders,
@@ -29,7 +30,6 @@ from learnkit import (
     accuracy,
 )
 from learnkit.inference.sinks import read_rows
-from learnkit.metrics import functional as M
 from tests.helpers.distributing import (
     make_data,
     make_dls,

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from learnkit import metrics
 from learnkit.core.errors import MetricError, MissingExtraError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.learner import Learner
-from learnkit.metrics import classification as scores, functional as metrics, torchmetrics as late
-from learnkit.metrics.averages import as_metrics, dry_run
-from learnkit.metrics.functional import (
+from learnkit.metrics import (
     APScoreBinary,
     APScoreMulti,
     BalancedAccuracy,
@@ -41,7 +40,10 @@ from learnkit.metrics.functional import (
     RocAucBinary,
     RocAucMulti,
     SpearmanCorrCoef,
+    classification as scores,
+    torchmetrics as late,
 )
+from learnkit.metrics.averages import as_metrics, dry_run
 from tests.helpers.libraries import require
 from tests.helpers.measuring import Watched, batch, fed, watched
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from learnkit.core.errors import MetricError
-from learnkit.metrics.averages import as_metrics, dry_run
-from learnkit.metrics.functional import (
+from learnkit.metrics import (
     Dice,
     DiceMulti,
     ForegroundAcc,
@@ -20,6 +19,7 @@ from learnkit.metrics.functional import (
     JaccardCoeffMulti,
     foreground_acc,
 )
+from learnkit.metrics.averages import as_metrics, dry_run
 from tests.helpers.libraries import require
 from tests.helpers.measuring import Watched, batch, fed, watched
 

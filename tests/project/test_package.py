@@ -467,7 +467,7 @@ def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
     }
     for module in map(
         importlib.import_module,
-        ('learnkit.metrics.functional', 'learnkit.losses', 'learnkit.optim.optimizers'),
+        ('learnkit.metrics', 'learnkit.losses', 'learnkit.optim.optimizers'),
     ):
         for name in {*module.__all__} - inner:
             assert getattr(learnkit, name) is getattr(module, name), name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
@@ -23,6 +25,28 @@ DOCS = ROOT / 'docs'
 # by CSS, from another host
 FETCHED = re.compile(r'(?:url\(|@import)\s*["\']?((?:https?:)?//[^"\')]+)')
 site_test = pytest.mark.site
+
+
+# ------------------------------------------------------------------------------------ the API pages
+
+
+def list_public_values() -> Iterator[Any]:
+    "Yield the classes and functions of the package that users import."
+    public = (
+        'all callbacks metrics losses loggers optim data testing distributed interop checkpoint'
+    )
+    for module in ('learnkit', *(f'learnkit.{name}' for name in public.split())):
+        for name in getattr(import_module(module), '__all__', ()):
+            value = getattr(import_module(module), name)
+            if isinstance(value, type | FunctionType) and value.__module__.startswith('learnkit'):
+                yield value
+
+
+def test_the_module_of_every_public_name_belongs_to_an_api_page() -> None:
+    tasks = runpy.run_path(str(DOCS / 'site_tasks.py'))['TASKS']
+    on_pages = {f'learnkit.{module}' for task in tasks for module in task.modules}
+    missing = {value.__module__ for value in list_public_values()} - on_pages
+    assert not missing, 'add each module to a page of docs/site_tasks.py'
 
 
 # -------------------------------------------------------------------------------------- the drawing
@@ -185,15 +209,9 @@ def test_every_guide_and_page_is_there(site: Path) -> None:
 def test_every_public_name_is_described_once_and_no_internal_one(site: Path) -> None:
     pages = {path.stem: Page(path.read_text('utf-8')) for path in (site / 'api').glob('*.html')}
     anchors = {anchor for page in pages.values() for anchor in page.anchors}
-    public = (
-        'all callbacks metrics losses loggers optim data testing distributed interop checkpoint'
-    )
-    for module in ('learnkit', *(f'learnkit.{name}' for name in public.split())):
-        for name in getattr(import_module(module), '__all__', ()):
-            value = getattr(import_module(module), name)
-            if isinstance(value, type | FunctionType) and value.__module__.startswith('learnkit'):
-                full = f'{value.__module__}.{value.__qualname__}'
-                assert sum(full in page.anchors for page in pages.values()) == 1, full
+    for value in list_public_values():
+        full = f'{value.__module__}.{value.__qualname__}'
+        assert sum(full in page.anchors for page in pages.values()) == 1, full
     assert {
         'learnkit.learner.Learner.fit',
         'learnkit.engine.events.EVENTS',

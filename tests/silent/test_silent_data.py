@@ -23,8 +23,8 @@ from learnkit.data.dataloaders import DataLoaders
 from learnkit.data.evaluator import Evaluator
 from learnkit.engine.events import event
 from learnkit.losses import CrossEntropyLossFlat
+from learnkit.metrics import Metric
 from learnkit.metrics.averages import AvgMetric
-from learnkit.metrics.functional import Metric
 from learnkit.metrics.merge import shared_state
 
 EVALUATING_EVENTS = (

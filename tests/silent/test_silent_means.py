@@ -21,7 +21,7 @@ from learnkit import (
     Recorder,
     TrainEvalCallback,
 )
-from learnkit.metrics.functional import Perplexity
+from learnkit.metrics import Perplexity
 from tests.helpers.ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,22 @@ def test_nothing_of_the_parents_exit_runs_in_it_and_everything_of_its_own(tmp_pa
     finally:
         atexit.unregister(touch)
     assert {p.name for p in tmp_path.iterdir()} == {'child', 'thread', 'closed'} and left
+
+
+def test_a_process_that_only_an_exit_function_of_the_parent_holds_gives_no_warning() -> None:
+    sleeper = subprocess.Popen(['sleep', '60'])
+    kill = weakref.WeakMethod(sleeper.kill)
+    atexit.register(sleeper.kill)
+    del sleeper
+    try:
+        with start(lambda: None) as child:
+            assert (child.wait(), child.stderr) == (0, '')
+    finally:
+        stop = kill()
+        assert stop is not None
+        atexit.unregister(stop)
+        stop()
+        stop.__self__.wait()
 
 
 def test_it_has_the_parents_generators_its_own_handlers_and_one_thread() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 
-__all__ = ['kept_path', 'found_path']
+__all__ = ['to_portable_path', 'from_portable_path']
 
 
-def kept_path(
+def to_portable_path(
     learn: LearnerLike,  # Learner whose `path` is the folder
     path: str | Path | None,  # path of a file
 ) -> str | None:
@@ -19,7 +19,7 @@ def kept_path(
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(path='/runs/a')
-    >>> kept_path(learn, '/runs/a/models/best.pth'), kept_path(learn, '/other/best.pth')
+    >>> to_portable_path(learn, '/runs/a/models/best.pth'), to_portable_path(learn, '/other/best.pth')
     ('models/best.pth', '/other/best.pth')
     """
     if path is None or learn is None:
@@ -29,9 +29,9 @@ def kept_path(
     return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(path)
 
 
-def found_path(
+def from_portable_path(
     learn: LearnerLike,  # Learner whose `path` is the folder, possibly another one than before
-    kept: str | None,  # string that `kept_path` returned
+    kept: str | None,  # string that `to_portable_path` returned
     own: str | Path | None = None,  # folder that the callback was given
 ) -> Path | None:
     """Return the path that a checkpoint holds.

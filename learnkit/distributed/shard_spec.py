@@ -7,19 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from learnkit.core.batch import find_bs
-from learnkit.core.errors import LoaderError, OptionError, did_you_mean
+from learnkit.core.errors import OptionError, did_you_mean
 
-__all__ = ['ShardSpec', 'BATCH_SIZES', 'UNEVEN']
+__all__ = ['ShardSpec', 'check_option']
 
 BATCH_SIZES = ('process', 'global')
 UNEVEN = ('join', 'pad', 'drop')
+
+
+def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
+    "Raise `OptionError` if the value of an option is not one of the known values."
+    if value not in known:
+        raise OptionError(
+            f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
+            f'{did_you_mean(str(value), known)}'
+        )
 
 
 @dataclass(frozen=True)
 class ShardSpec:
     """Division of a round, the batches of all ranks, into contiguous pieces, one for each rank.
 
-    Raises `OptionError` for an unknown option, and `LoaderError` for an invalid rank.
+    Raises `OptionError` for an unknown option.
 
     >>> [list(ShardSpec(rank, 3).rows(7)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
@@ -35,15 +44,8 @@ class ShardSpec:
     count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
 
     def __post_init__(self) -> None:
-        for name, known in (('batch_size', BATCH_SIZES), ('uneven', UNEVEN)):
-            value = getattr(self, name)
-            if value not in known:
-                raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
-                    f'{did_you_mean(str(value), known)}'
-                )
-        if not 0 <= self.rank < self.size:
-            raise LoaderError(f'There is no process {self.rank} of {self.size}: they count from 0.')
+        check_option('batch_size', self.batch_size, BATCH_SIZES)
+        check_option('uneven', self.uneven, UNEVEN)
 
     @property
     def per_round(self) -> int:
@@ -71,7 +73,7 @@ class ShardSpec:
         filler = min(start, k - 1)
         return range(filler, filler + 1)
 
-    def n_given(
+    def count_batches(
         self,
         n: int,  # number of samples of a pass over the loader
         full: int,  # number of samples of a full round
