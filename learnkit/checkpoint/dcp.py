@@ -127,14 +127,15 @@ class Writers:
         gathered = self.world.gather(described)
         files = {make_rank_file_name(rank): file for rank, (file, _) in enumerate(gathered)}
         self.world.run_on_all(lambda: self._check_files(folder, files))
+        lengths_by_tensor = zip(*[lengths for _, lengths in gathered], strict=True)
         tensors = [
             {
                 'name': name,
                 'dtype': str(t.dtype).removeprefix('torch.'),
                 'size': [*t.shape],
-                'lengths': [lengths[i] for _, lengths in gathered],
+                'lengths': [*lengths],
             }
-            for i, (name, t) in enumerate(parts.items())
+            for (name, t), lengths in zip(parts.items(), lengths_by_tensor, strict=True)
         ]
         return {'files': files, 'tensors': tensors}
 

@@ -139,8 +139,12 @@ def _select_keys(
     anywhere = frozenset(p for p in patterns if p[0] == 'Timestamp')
     if isinstance(state, Mapping) and set(state) == set(UNITS):
         patterns |= {p[1:] for p in anywhere}
-    inside = {k: frozenset(p[1:] for p in patterns if p[0] in ('*', str(k))) for k in keys}
-    return {k: inner | anywhere for k, inner in inside.items() if () not in inner}
+    selected = {}
+    for k in keys:
+        inner = frozenset(p[1:] for p in patterns if p[0] in ('*', str(k)))
+        if () not in inner:
+            selected[k] = inner | anywhere
+    return selected
 
 
 # -- digests ---------------------------------------------------------------------------------------

@@ -35,11 +35,14 @@ from learnkit.engine.snapshot import restored
 
 __all__ = ['ResumeCheck', 'check_resume']
 
-
 MAX_LENGTH = 100  # of a list or dict in a loader that is compared
+# suggested fixes for attributes that no checkpoint holds
 BY_CALLBACK = 'let a callback keep it'
 BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
 BY_DATA = 'keep a number, or give the loader `state_dict` and `load_state_dict`'
+
+# digests of attributes, by owner, name and suggested fix
+Digests = dict[tuple[str, str, str], str]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _StopAt(Callback):
 
     def __init__(self, n: int) -> None:
         self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()
-        self.digests: dict[tuple[str, str, str], str] = {}
+        self.digests: Digests = {}
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
@@ -147,12 +150,17 @@ def check_resume(
         write_state(folder / 'state.pt', train(middle).kept, {})
         resumed = train(n, read_state(folder / 'state.pt')[0])
     found = differences(uninterrupted.kept, resumed.kept)
-    hints = uninterrupted.hints + [
-        f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
-        for (owner, name, fix), d in uninterrupted.digests.items()
-        if resumed.digests.get((owner, name, fix)) != d
-    ]
+    hints = uninterrupted.hints + _list_changed(uninterrupted.digests, resumed.digests)
     return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
+
+
+def _list_changed(uninterrupted: Digests, resumed: Digests) -> list[str]:
+    "Return a line for each attribute that no checkpoint holds and that differs at the end of the resumed run."
+    return [
+        f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
+        for (owner, name, fix), value in uninterrupted.items()
+        if resumed.get((owner, name, fix)) != value
+    ]
 
 
 @contextmanager
@@ -193,7 +201,7 @@ def list_hints(cb: Any) -> list[str]:
     ]
 
 
-def digest_attributes(learn: LearnerLike) -> dict[tuple[str, str, str], str]:
+def digest_attributes(learn: LearnerLike) -> Digests:
     "Return digests of attributes that no checkpoint holds, by the attribute's owner and name, and the suggested fix."
     found = {}
     for name, m in bare_model(learn.model).named_modules():

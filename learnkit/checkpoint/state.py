@@ -310,6 +310,7 @@ def _load_weights(learn: LearnerLike, r: ResumeState) -> None:
 
 
 def _find_trained(state: Mapping[str, Any]) -> Stored:
+    "Return the states of the model, the optimizer and the loss function in a checkpoint."
     return Stored(state['model'], state['optimizer'], state['loss_func'])
 
 

@@ -455,7 +455,7 @@ def _encode_attributes(
     base_names = _find_base_names(cls) if _inherits_state(cb) else frozenset[str]()
     encoded = {}
     for name, value in _get_attributes(cb).items():
-        if name in _NOT_STATE or name in base_names or not isinstance(name, str):
+        if name in _NOT_STATE or name in base_names:
             continue
         if isinstance(value, Tensor) and _shares_weights(value, cb):
             continue
