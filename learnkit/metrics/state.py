@@ -41,8 +41,6 @@ def collect_state(
     """
     if is_torchmetrics(o):
         return _collect_torchmetrics(o)
-    if not hasattr(o, '__dict__'):
-        raise MetricError(f'a {type(o).__name__} keeps its attributes to itself')
     options = _list_options(type(o))
     state: dict[str, Any] = {}
     for name, value in vars(o).items():
