@@ -17,7 +17,8 @@ from warnings import warn
 import torch
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch import describe, map_tensors, tensors_in
+from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
@@ -258,9 +259,7 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    rng = capture_rng()
-    # `digest` covers the tensors of the states, the hash covers the numbers
-    found['random numbers'] = digest(rng), hash(str(map_tensors(rng, torch.numel)))
+    found['random numbers'] = digest_plain(capture_rng(), leave_out=())
     return found
 
 
