@@ -145,15 +145,15 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
      'optimizer': '...SGD', 'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     params = list(learn.model.parameters())
-    config = {
+    config: dict[str, Any] = {
         'model': type(learn.model).__name__,
         'parameters': sum(p.numel() for p in params),
         'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
-        'loss': name_of(unwrap_partial(learn.loss_func)) if learn.loss_func is not None else None,
+        'loss': learn.loss_func,
         'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
         'epochs': learn.n_epoch,
     }
-    if getattr(learn, 'microbatch', None):
+    if learn.microbatch:
         config['microbatch'] = learn.microbatch
     if learn.opt is not None:
         config |= _optimizer_settings(learn.opt)
@@ -215,9 +215,7 @@ def as_images(
         t = torch.as_tensor(images).detach()
     except (TypeError, ValueError, RuntimeError):
         t = torch.empty(0)
-    if t.ndim == 2:
-        t = t[None]
-    if t.ndim == 3:
+    while t.ndim in (2, 3):
         t = t[None]
     if t.ndim != 4 or t.shape[1] not in (1, 3, 4) or not t.numel():
         what = f'shape {tuple(images.shape)}' if hasattr(images, 'shape') else repr(images)[:80]
