@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from learnkit.core.errors import MissingExtraError
+from learnkit.core.files import atomic_write
 from learnkit.core.optional import check_libraries
 from learnkit.data.dataloaders import DataLoaders
+from learnkit.inference.interpretation import ClassificationInterpretation
 from learnkit.learner import Learner
 from learnkit.metrics.functional import accuracy
 from learnkit.optim.optimizers import Adam
@@ -98,21 +98,10 @@ def train(
 # -- output files ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def write_atomically(path: Path) -> Iterator[Path]:
-    "Yield the path of a temporary file, which replaces `path` if the block succeeds."
-    temporary = path.with_name(path.name + '.tmp')
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
     "Write a CSV file with a header and one line per epoch."
     with (
-        write_atomically(path) as temporary,
+        atomic_write(path) as temporary,
         temporary.open('w', newline='', encoding='utf-8') as f,
     ):
         writer = csv.DictWriter(f, fieldnames=list(history[0]))
@@ -120,74 +109,29 @@ def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
         writer.writerows(history)
 
 
-def count_pairs(pred: Tensor, targ: Tensor, n: int = 10) -> Tensor:
-    """Return the confusion matrix: counts of shape [true class, predicted class].
-
-    >>> count_pairs(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), n=2)
-    tensor([[1, 1],
-            [0, 1]])
-    """
-    return torch.bincount(targ * n + pred, minlength=n * n).view(n, n)
-
-
-def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Path) -> None:
+def save_picture(learn: Learner, interp: ClassificationInterpretation, path: Path) -> None:
     "Plot the losses of each epoch, and the confusion matrix."
-    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 5), layout='constrained')
     losses, matrix = figure.subplots(1, 2, width_ratios=(1.15, 1))
-
-    epochs = [row['epoch'] for row in history]
-    marker = 'o' if len(history) <= 30 else None
-    for name, label in ('train_loss', 'training'), ('valid_loss', 'validation'):
-        losses.plot(
-            epochs,
-            [row[name] for row in history],
-            marker=marker,
-            markersize=4,
-            clip_on=False,
-            label=label,
-        )
-    losses.set(
-        title='Loss',
-        xlabel='epoch',
-        ylabel='cross-entropy',
-        ylim=(0, None),
-        xlim=(-0.5, len(history) - 0.5),
-    )
-    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    losses.grid(alpha=0.3)
-    losses.legend()
-
-    n_correct, total = int(confusion.diag().sum()), int(confusion.sum())
-    # the square root makes a single error visible next to 36 correct predictions
-    matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))
-    matrix.set(
-        title=f'Validation: {n_correct} of {total} right',
-        xlabel='predicted digit',
-        ylabel='true digit',
-        xticks=range(10),
-        yticks=range(10),
-    )
-    for row, column in confusion.nonzero().tolist():
-        count = int(confusion[row, column])
-        color = 'white' if count > confusion.max() / 3 else 'black'
-        matrix.text(column, row, count, ha='center', va='center', color=color)
-
-    with write_atomically(path) as temporary:
+    learn.recorder.plot_metrics('loss', ax=losses)
+    losses.set(title='Loss', ylabel='cross-entropy')
+    counts = interp.confusion_matrix()
+    title = f'Validation: {counts.trace()} of {counts.sum()} right'
+    interp.plot_confusion_matrix(title=title, ax=matrix)
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, format='png', dpi=120)
 
 
 def save_all(learn: Learner, out: Path) -> float:
     "Write weights, history and plot, and return the validation accuracy."
-    pred, targ = learn.get_preds()
-    with write_atomically(out / 'model.pth') as temporary:
+    interp = ClassificationInterpretation.from_learner(learn)
+    with atomic_write(out / 'model.pth') as temporary:
         torch.save(learn.model.cpu().state_dict(), temporary)
     save_history(learn.history, out / 'history.csv')
-    save_picture(learn.history, count_pairs(pred.argmax(1), targ), out / 'digits.png')
-    return accuracy(pred, targ).item()
+    save_picture(learn, interp, out / 'digits.png')
+    return accuracy(interp.preds, interp.targs).item()
 
 
 # -- the command line ------------------------------------------------------------------------------

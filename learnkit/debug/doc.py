@@ -172,7 +172,11 @@ def _describe_function(f: Any) -> Doc:
     return Doc(_get_title(f), module, parameters, returns, _get_docstring(function))
 
 
-def _describe_class(cls: type) -> Doc:
+def _describe_class(
+    cls: type,
+    cb: Callback | None = None,  # callback to describe; None: the class
+    head: str = 'Runs at',  # start of the heading of a callback's events
+) -> Doc:
     text = _get_docstring(cls)
     if issubclass(cls, BaseException):
         return Doc(cls.__name__, cls.__module__, text=text, lists=_list_exception_uses(cls))
@@ -180,21 +184,16 @@ def _describe_class(cls: type) -> Doc:
     parameters, _ = _read_signature(init if inspect.isfunction(init) else cls)
     lists: dict[str, list[tuple[str, str]]] = {}
     if issubclass(cls, Callback):
-        lists[f'Runs at (order {cls.order:g}{_format_limits(cls)})'] = _list_handlers(cls)
+        source = cls if cb is None else cb
+        head = f'{head} (order {source.order:g}{_format_limits(source)})'
+        lists[head] = _list_handlers(source)
     lists['Methods'] = _list_methods(cls)
     return Doc(cls.__name__, cls.__module__, parameters, None, text, lists)
 
 
 def _describe_callback(cb: Callback) -> Doc:
-    result = _describe_class(type(cb))
-    lists = {head: rows for head, rows in result.lists.items() if not head.startswith('Runs at')}
     owner = f', of a {type(cb.learn).__name__},' if cb.learn is not None else ''
-    handlers = _list_handlers(cb)
-    if handlers:
-        head = f'{cb!r}{owner} runs at (order {cb.order:g}{_format_limits(cb)})'
-        lists = {head: handlers, **lists}
-    result.lists = lists
-    return result
+    return _describe_class(type(cb), cb, f'{cb!r}{owner} runs at')
 
 
 def _describe_module(module: ModuleType) -> Doc:

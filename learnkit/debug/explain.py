@@ -17,7 +17,8 @@ from warnings import warn
 import torch
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch import describe, map_tensors, tensors_in
+from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
@@ -102,17 +103,17 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     tables = learn.callbacks.tables
-    cb_ids = [[id(entry[2]) for entry in table[name]] for table in tables]
-    entries: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-    cbs = [cb for cb in learn.callbacks.list_ordered() if id(cb) in entries]
-
-    def find_mode(cb: Any) -> str:
-        in_evaluation, in_training = (id(cb) in ids for ids in cb_ids)
-        if in_evaluation and in_training:
-            return 'always'
-        return 'training' if in_training else 'evaluation'
-
-    return Handlers(describe_handler(entries[id(cb)], find_mode(cb), name) for cb in cbs)
+    evaluation, training = ({id(entry[2]): entry for entry in table[name]} for table in tables)
+    handlers = Handlers()
+    for cb in learn.callbacks.ordered():
+        entry = training.get(id(cb)) or evaluation.get(id(cb))
+        if entry is None:
+            continue
+        when = 'training' if id(cb) in training else 'evaluation'
+        if id(cb) in training and id(cb) in evaluation:
+            when = 'always'
+        handlers.append(describe_handler(entry, when, name))
+    return handlers
 
 
 def list_metric_names(learn: LearnerLike) -> dict[str, str]:
@@ -260,9 +261,7 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    rng = capture_rng()
-    # `digest` covers the tensors of the states, the hash covers the numbers
-    found['random numbers'] = digest(rng), hash(str(map_tensors(rng, torch.numel)))
+    found['random numbers'] = digest_plain(capture_rng(), leave_out=())
     return found
 
 

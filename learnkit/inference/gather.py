@@ -121,11 +121,9 @@ class GatherPredsCallback(Callback):
             return
         self.n_batches += 1
         inputs = self._input if self.with_input else None
-        losses = (
-            average_per_sample(learn.loss, count_samples(learn), learn.yb)
-            if self.with_loss
-            else None
-        )
+        losses = None
+        if self.with_loss:
+            losses = average_per_sample(learn.loss, count_samples(learn), learn.yb)
         n = sample_count(learn)
         self._sizes.append(n)
         self._has_lists = self._has_lists or has_listed_samples((*learn.xb, *learn.yb), n)
@@ -215,11 +213,11 @@ class GatherPredsCallback(Callback):
                 'cancel them all?'
             )
         res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
-        return [
-            *([self.inputs] if self.with_input else []),
-            *res,
-            *([self.losses] if self.with_loss else []),
-        ]
+        if self.with_input:
+            res.insert(0, self.inputs)
+        if self.with_loss:
+            res.append(self.losses)
+        return res
 
 
 def _join_entries(items: list[Any], join: Callable[[list[Any]], Any]) -> Any:
@@ -241,18 +239,14 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
         return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
-    options: dict[str, Any] = {'count': batch_counter(learn)}
+    options: dict[str, Any] = {'count': batch_counter(learn), 'fillers': False}
     if team:
         options |= {
             'batch_size': team.loader_options['batch_size'],
             'fillers': team.parallelism.needs_equal_evaluations,
         }
-    rank_dl = shard(
-        dl.source if isinstance(dl, Shard) else dl,
-        world.rank,
-        world.size,
-        **{'fillers': False, **options},
-    )
+    source = dl.source if isinstance(dl, Shard) else dl
+    rank_dl = shard(source, world.rank, world.size, **options)
     return rank_dl, _get_sharing_ranks(world, rank_dl)
 
 

@@ -21,13 +21,13 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from learnkit.core.batch import describe
-from learnkit.core.comm import SINGLE_RANK, Comm
+from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, OptionError
 
 __all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
 
 
-def check_sink(sink: Any, names: tuple[str, ...], world: Comm = SINGLE_RANK) -> None:
+def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     "Raise `OptionError`, on every rank, for a sink that cannot store the entries of these names."
     world.run_on_all(partial(_check_on_rank, sink, names, world))
 
@@ -105,8 +105,8 @@ def _is_folder(sink: Any) -> bool:
 def open_sink(
     sink: Any,
     names: tuple[str, ...],  # names of a batch's entries
-    world: Comm = SINGLE_RANK,  # ranks that share the loader
-    number: Callable[[], int] | None = None,  # f() -> number of the batch, if ranks share a loader
+    world: Comm,  # ranks that share the loader
+    number: Callable[[], int],  # f() -> number of the batch, used if several ranks share the loader
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that writes the entries of a batch.
 
@@ -114,7 +114,7 @@ def open_sink(
     `<name>.part` until they are complete, and are readable at any time. Several ranks write into one folder, with files
     numbered in the order of the data. As for `.npy` files, each rank writes a separate file; `read_rows` joins them.
     """
-    if world.size == 1 or number is None:
+    if world.size == 1:
         number = partial(next, count())  # cancelled batches leave no gap
     if callable(sink):
         yield sink

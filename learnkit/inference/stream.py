@@ -26,8 +26,8 @@ from learnkit.engine.run import STATE
 
 __all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
 
-# attributes that a run sets on the Learner, in addition to `STATE`
-_RUN_ATTRIBUTES = ('fitting', 'error', 'logger', 'create_mbar')
+# attributes that a run sets on the Learner
+_RUN_ATTRIBUTES = (*STATE, 'fitting', 'error', 'logger', 'create_mbar')
 
 
 class PredictionStream(Iterator[tuple[Any, ...]]):
@@ -136,9 +136,7 @@ _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # paused streams
 
 def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
     "Return the state of the Learner that a stream captures and restores when it pauses or resumes."
-    attributes = {
-        name: learn.__dict__[name] for name in (*STATE, *_RUN_ATTRIBUTES) if name in learn.__dict__
-    }
+    attributes = {name: learn.__dict__[name] for name in _RUN_ATTRIBUTES if name in learn.__dict__}
     return (
         attributes,
         dict(vars(learn.run)),
@@ -151,7 +149,7 @@ def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
 def _restore_state(learn: LearnerLike, state: tuple[Any, ...]) -> None:
     attributes, run, modes, rng, grad = state
     vars(learn.run).update(run)
-    for name in (*STATE, *_RUN_ATTRIBUTES):
+    for name in _RUN_ATTRIBUTES:
         learn.__dict__.pop(name, None)
     learn.__dict__.update(attributes)
     for module, mode in modes:

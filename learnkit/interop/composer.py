@@ -158,10 +158,6 @@ class _Pass:
     "Count the batches, samples and seconds of one pass over a loader outside of training."
 
     def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        "Reset the counts and start the clock."
         self.batches, self.samples, self.started_at = 0, 0, perf_counter()
 
     def make_timestamp(
@@ -431,12 +427,12 @@ class _FromComposer(Callback):
         self._eval_start = 0.0
 
     def _before_predict(self) -> None:
-        self.passes['predict'].start()
+        self.passes['predict'] = _Pass()
         self.loader_kind = 'predict'
 
     def _before_validate(self) -> None:
         if self.learn.phase != 'predict':
-            self.passes['eval'].start()
+            self.passes['eval'] = _Pass()
             self.loader_kind = 'eval'
 
     def _after_batch(self) -> None:

@@ -50,8 +50,6 @@ UNSUPPORTED = {
     'set_dataloader': 'a method that replaces the loader; here assign `learn.dls`',
 }
 WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
-# attributes of a loader that set its batch size
-_BATCH_SIZES = 'batch_size', 'bs'
 # norms that Composer's OptimizerMonitor logs as 0 if no parameter has a gradient
 GRADIENT_NORMS = 'l2_norm/grad'
 
@@ -264,10 +262,8 @@ class ComposerState:
     def _find_batch_size(self) -> int:
         "Return the batch size of the training loader, or of the current batch if the loader has no size."
         train = self.learn.dls.train
-        sizes = (getattr(train, name, None) for name in _BATCH_SIZES)
-        return (
-            next((size for size in sizes if isinstance(size, int)), None) or self._count_samples()
-        )
+        size = getattr(train, 'batch_size', None) or getattr(train, 'bs', None)
+        return size if isinstance(size, int) else self._count_samples()
 
     def _count_samples(self) -> int:
         "Return the number of samples of the current batch, or 0 if unknown."

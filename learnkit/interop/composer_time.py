@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import StrEnum
-from functools import total_ordering
+from functools import partial, total_ordering
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,18 +309,11 @@ class ComposerTimestamp:
         }
 
 
-def _is_time(value: Any) -> bool:
-    "Return True for an instance of Composer's `Time` or of `ComposerTime`."
-    return type(value).__name__ in ('Time', 'ComposerTime') and _is_in_time_module(value)
-
-
-def _is_timestamp(value: Any) -> bool:
-    "Return True for an instance of Composer's `Timestamp` or of `ComposerTimestamp`."
-    return type(value).__name__ in ('Timestamp', 'ComposerTimestamp') and _is_in_time_module(value)
-
-
-def _is_in_time_module(value: Any) -> bool:
-    return type(value).__module__ in ('composer.core.time', __name__)
+def _is_instance(name: str, value: Any) -> bool:
+    "Return True for an instance of Composer's class of this name, or of learnkit's `Composer<name>`."
+    cls = type(value)
+    is_time_module = cls.__module__ in ('composer.core.time', __name__)
+    return is_time_module and cls.__name__.removeprefix('Composer') == name
 
 
 def _encode_time(time: Any) -> tuple[Any, str]:
@@ -343,8 +336,10 @@ def _decode_timestamp(data: Any, cb: Any) -> Any:
     return types_for(cb).Timestamp(**data)
 
 
-data_kinds['Composer time'] = DataKind(_is_time, _encode_time, _decode_time)
-data_kinds['Composer timestamp'] = DataKind(_is_timestamp, _encode_timestamp, _decode_timestamp)
+data_kinds['Composer time'] = DataKind(partial(_is_instance, 'Time'), _encode_time, _decode_time)
+data_kinds['Composer timestamp'] = DataKind(
+    partial(_is_instance, 'Timestamp'), _encode_timestamp, _decode_timestamp
+)
 
 
 _LEARNKIT_TYPES = SimpleNamespace(

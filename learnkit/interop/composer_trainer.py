@@ -10,7 +10,7 @@ import torch
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, takes_batches, whole_batch
+from learnkit.core.model import bare_model, preserved_modes, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import token_count
 from learnkit.interop.composer_state import (
@@ -103,14 +103,11 @@ class ComposerTrainer(Callback):
         if outputs is None:
             return
         model: Any = bare_model(self.learn.model)
-        modules = [m for m in self.learn.model.modules() if m.training]
-        with torch.no_grad():
+        with preserved_modes(self.learn.model), torch.no_grad():
             self.learn.model.eval()
             measured = model.eval_forward(batch, outputs)
             for metric in self.batch_metrics.values():
                 model.update_metric(batch, measured, metric)
-        for m in modules:
-            m.training = True
 
     def after_step(self) -> None:
         "Log loss and metrics of the batch."

@@ -40,7 +40,7 @@ def is_of(
     package: str,  # name of a package, such as 'composer'
 ) -> bool:
     "Return True if the class of `cb` or one of its bases is defined in a package or in its submodules."
-    return any(_is_within(cls.__module__, package) for cls in type(cb).__mro__)
+    return any(_is_defined_in(cls, package) for cls in type(cb).__mro__)
 
 
 def own_hooks(
@@ -52,7 +52,7 @@ def own_hooks(
     hooks = {}
     for name in names:
         f = getattr(cb, name, None)
-        if callable(f) and not (bases and _is_within(_module_of(f), bases)):
+        if callable(f) and not (bases and _is_defined_in(f, bases)):
             hooks[name] = f
     return hooks
 
@@ -73,7 +73,8 @@ def check_style(
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
     close = {}
-    for name in _find_methods(cb) - set(names):
+    methods = _find_methods(cb)
+    for name in methods - set(names):
         matches = get_close_matches(name, likely, n=1, cutoff=0.85)
         if matches and name.startswith('_') == matches[0].startswith('_'):
             close[name] = matches[0]
@@ -83,8 +84,7 @@ def check_style(
             stacklevel=4,
         )
     if not found and not close:
-        methods = sorted(_find_methods(cb))
-        hints = (did_you_mean(name, names) for name in methods)
+        hints = (did_you_mean(name, names) for name in sorted(methods))
         hint = next(filter(None, hints), '')
         raise CallbackError(
             f'{cb!r} ({type(cb).__name__}) is not a {style} callback: it lacks all hooks '
@@ -155,7 +155,7 @@ def _warn_of_lost(cb: Any, lost: Mapping[str, str], consequence: str) -> None:
 def _find_state_method(cb: Any, name: str) -> Any:
     "Return a method of a callback, or None if it is missing or is the empty method of Composer's base class."
     f = getattr(cb, name, None)
-    return None if f is None or _is_within(_module_of(f), 'composer.core') else f
+    return None if f is None or _is_defined_in(f, 'composer.core') else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:
@@ -197,9 +197,7 @@ def _find_methods(cb: object) -> set[str]:
     }
 
 
-def _module_of(f: Callable[..., Any]) -> str:
-    return getattr(f, '__module__', '') or ''
-
-
-def _is_within(module: str, package: str) -> bool:
+def _is_defined_in(o: Any, package: str) -> bool:
+    "Return True if a class or function is defined in a package or in its submodules."
+    module = getattr(o, '__module__', '') or ''
     return module == package or module.startswith(f'{package}.')

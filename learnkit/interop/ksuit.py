@@ -20,7 +20,7 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.state import copy_to_host
 from learnkit.core.batch import concat, to_device
 from learnkit.core.errors import CallbackError, add_note
-from learnkit.core.model import model_device
+from learnkit.core.model import model_device, preserved_modes
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
@@ -514,15 +514,10 @@ class _FromKsuit(Callback):
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         "Set the model to evaluation mode in a context; restore modes and random generators."
-        training = [m for m in self.learn.model.modules() if m.training]
-        for m in training:
-            m.training = False
-        try:
-            with preserved_rng():
-                yield
-        finally:
-            for m in training:
-                m.training = True
+        model = self.learn.model
+        with preserved_modes(model), preserved_rng():
+            model.eval()
+            yield
 
     def _set_attributes(self) -> None:
         "Set missing attributes of the callback, and replace attributes that were set for another Learner."

@@ -237,7 +237,7 @@ class Logger(Callback):
         if not shown:
             self._logged_columns.add(name)
         writer = writer_of(sys._getframe(1))
-        values = self._get_row() if self._evaluated is None else self._evaluated
+        values, _ = self._find_row()
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)
         if weight is None:
@@ -245,13 +245,8 @@ class Logger(Callback):
         values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
-        "Add a value to the current evaluation if there is one, otherwise to the current step."
-        if self._evaluated is None:
-            values = self._get_row()
-            writers = self._writers
-        else:
-            values = self._evaluated
-            writers = self._eval_writers
+        "Add a value to the current evaluation or step."
+        values, writers = self._find_row()
         if name in values and writers.get(name, writer) is not writer:
             raise OptionError(
                 f'`{name}` was logged twice in step {self._step + self._step_offset}: by '
@@ -265,11 +260,14 @@ class Logger(Callback):
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
-    def _get_row(self) -> dict[str, Any]:
-        if not self._rows or self._rows[-1][0] != self._step:
-            self._rows.append((self._step, {}))
+    def _find_row(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        "Return values and writers of the current evaluation if there is one, otherwise of the current step."
+        if self._evaluated is not None:
+            return self._evaluated, self._eval_writers
+        if not self._rows or self._rows[-1][0] != self._now:
+            self._rows.append((self._now, {}))
             self._writers = {}
-        return self._rows[-1][1]
+        return self._rows[-1][1], self._writers
 
     def before_eval(self) -> None:
         "Start collecting the values of this evaluation."

@@ -291,11 +291,9 @@ def _have_int_steps(rows: list[dict[str, Any]]) -> bool:
 
 
 def _as_number(text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for number_type in (int, float):
+        try:
+            return number_type(text)
+        except ValueError:
+            continue
+    return text

@@ -49,13 +49,12 @@ def fetch(
     >>> fetch([{'loss': torch.tensor([0.5]), 'lr': 0.1}])
     [{'loss': 0.5, 'lr': 0.1}]
     """
-    totals = [[(name, *_split_mean(v)) for name, v in row.items()] for row in rows]
+    entries = [(i, name, _split_mean(v)) for i, row in enumerate(rows) for name, v in row.items()]
     tensors: dict[torch.device, list[Tensor]] = {}
-    for row in totals:
-        for _, total, count in row:
-            for value in (total, count):
-                if isinstance(value, Tensor):
-                    tensors.setdefault(value.device, []).append(value.detach().reshape(()))
+    for _, _, parts in entries:
+        for value in parts:
+            if isinstance(value, Tensor):
+                tensors.setdefault(value.device, []).append(value.detach().reshape(()))
     numbers = {device: iter(_stack(ts).tolist()) for device, ts in tensors.items()}
 
     def as_number(value: Any) -> Any:
@@ -63,13 +62,12 @@ def fetch(
             return next(numbers[value.device])
         return value if isinstance(value, (int, float)) else float(value)
 
-    fetched = [
-        [(name, as_number(total), as_number(count)) for name, total, count in row] for row in totals
-    ]
-    return [
-        {name: total if count == 1 else total / count for name, total, count in row if count}
-        for row in fetched
-    ]
+    fetched: list[dict[str, Any]] = [{} for _ in rows]
+    for i, name, parts in entries:
+        total, count = map(as_number, parts)
+        if count:
+            fetched[i][name] = total if count == 1 else total / count
+    return fetched
 
 
 def encode_rows(
@@ -147,15 +145,15 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
      'optimizer': '...SGD', 'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     params = list(learn.model.parameters())
-    config = {
+    config: dict[str, Any] = {
         'model': type(learn.model).__name__,
         'parameters': sum(p.numel() for p in params),
         'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
-        'loss': name_of(unwrap_partial(learn.loss_func)) if learn.loss_func is not None else None,
+        'loss': learn.loss_func,
         'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
         'epochs': learn.n_epoch,
     }
-    if getattr(learn, 'microbatch', None):
+    if learn.microbatch:
         config['microbatch'] = learn.microbatch
     if learn.opt is not None:
         config |= _optimizer_settings(learn.opt)
@@ -169,13 +167,11 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
 
 def _optimizer_settings(opt: Any) -> dict[str, Any]:
     hypers = opt.hypers
-    names = '+'.join(type(o).__name__ for o in opt.optimizers.values())
-    if len(hypers) == 1:
-        return {'optimizer': names, **hypers[0]}
-    return {
-        'optimizer': names,
-        **{f'{name}/{i}': v for i, h in enumerate(hypers) for name, v in h.items()},
-    }
+    settings = {'optimizer': '+'.join(type(o).__name__ for o in opt.optimizers.values())}
+    for i, group in enumerate(hypers):
+        suffix = f'/{i}' if len(hypers) > 1 else ''
+        settings |= {f'{name}{suffix}': value for name, value in group.items()}
+    return settings
 
 
 def _callback_options(cb: Any, key: str) -> dict[str, Any]:
@@ -219,9 +215,7 @@ def as_images(
         t = torch.as_tensor(images).detach()
     except (TypeError, ValueError, RuntimeError):
         t = torch.empty(0)
-    if t.ndim == 2:
-        t = t[None]
-    if t.ndim == 3:
+    while t.ndim in (2, 3):
         t = t[None]
     if t.ndim != 4 or t.shape[1] not in (1, 3, 4) or not t.numel():
         what = f'shape {tuple(images.shape)}' if hasattr(images, 'shape') else repr(images)[:80]

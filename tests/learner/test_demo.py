@@ -13,7 +13,7 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
-from learnkit.demo import FILES, count_pairs, digits, main, small_cnn
+from learnkit.demo import FILES, digits, main, small_cnn
 from learnkit.metrics import accuracy
 from learnkit.testing.forks import start
 
@@ -75,11 +75,6 @@ def test_what_an_earlier_run_wrote_is_replaced(tmp_path: Path) -> None:
         (tmp_path / name).write_text('old')
     assert run_main('--epochs', 1, '--bs', 500, '--out', tmp_path) == 0
     assert not any((tmp_path / name).read_bytes() == b'old' for name in FILES)
-
-
-def test_confusion_counts_rows_of_truth() -> None:
-    pred, targ = torch.tensor([0, 2, 2, 1]), torch.tensor([0, 2, 1, 1])
-    assert count_pairs(pred, targ, n=3).tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
 
 
 @pytest.mark.parametrize(
