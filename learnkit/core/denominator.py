@@ -133,21 +133,17 @@ class ClassTargets(Denominator):
         reduction = values.get('reduction', 'mean')
         if reduction == 'sum':
             return None
-        if reduction != 'mean' or targ.dtype.is_floating_point:
-            return self._count_rows(targ)
+        if targ.dtype.is_floating_point:  # class probabilities over `axis`
+            axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
+            return targ.numel() // max(targ.shape[axis], 1) if targ.ndim else 1
+        if reduction != 'mean':
+            return targ.numel()
         # `_buffers` is ten times as fast as access by attribute
         tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
             return count_targets(targ, ignore_index)
         return sum_of_weights(targ, ignore_index, weight)
-
-    def _count_rows(self, targ: Tensor) -> int:
-        "Return the number of losses: targets that are class numbers, or class probabilities over `axis`."
-        if not targ.is_floating_point():
-            return targ.numel()
-        axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
-        return targ.numel() // max(targ.shape[axis], 1) if targ.ndim else 1
 
 
 class ModelTargets(Denominator):
