@@ -146,25 +146,20 @@ class ClassTargets(Denominator):
         return sum_of_weights(targ, ignore_index, weight)
 
 
-class ModelTargets(Denominator):
+class ModelTargets(Tokens):
     "Denominator of the loss that Hugging Face models compute: the number of labels that are not -100."
 
     def __init__(
         self,
         is_shifted: bool,  # True if tokens predict the next token, so that the first label is unused
     ) -> None:
+        super().__init__()
         self.is_shifted = is_shifted
 
-    def varies(self, yb: tuple[Any, ...]) -> bool:
-        return has_class_numbers(yb)
-
     def count(self, yb: tuple[Any, ...]) -> Any:
-        if not has_class_numbers(yb):
-            return None
-        labels = yb[0]
-        if self.is_shifted and labels.ndim > 1:
-            labels = labels[..., 1:]
-        return count_targets(labels, IGNORED)
+        if self.is_shifted and has_class_numbers(yb) and yb[0].ndim > 1:
+            yb = (yb[0][..., 1:],)
+        return super().count(yb)
 
 
 class Unknown(Denominator):
