@@ -678,12 +678,11 @@ def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
     "Return the number of samples by cases 2 to 5 of `find_bs`, and whether it is certain, see `has_certain_size`."
     for o in chain(_iter_entries(xb), _iter_entries(yb)):
         n = next(_iter_tensor_sizes(o), None)
-        if n is not None:
-            return (
-                _count_listed(o, [*_iter_entries(xb), *_iter_entries(yb)])
-                if _is_list(o)
-                else (n, True)
-            )
+        if n is None:
+            continue
+        if _is_list(o):
+            return _count_listed(o, [*_iter_entries(xb), *_iter_entries(yb)])
+        return n, True
     for n in chain(_iter_list_sizes(xb), _iter_list_sizes(yb)):
         return n, True
     raise BatchError(
@@ -697,9 +696,9 @@ def _count_listed(counted: Any, entries: list[Any]) -> tuple[int, bool]:
     "Return the number of samples by cases 3 and 4, and whether it is certain; `counted` is the first list with a size."
     candidates = {len(counted), *_list_first_sizes(counted)}
     for other in reversed(entries):
-        fitting = (
-            candidates.intersection(_list_possible_sizes(other)) if other is not counted else ()
-        )
+        if other is counted:
+            continue
+        fitting = candidates.intersection(_list_possible_sizes(other))
         if len(fitting) == 1:
             return next(iter(fitting)), True
     return len(counted), len(candidates) == 1 or _must_be_samples(counted)
@@ -752,7 +751,7 @@ def is_sample_list(
 
 
 def has_listed_samples(b: Any, n: int) -> bool:
-    """Return True if a batch of `n` samples has a list of tensors or dicts with one entry per sample.
+    """Return True if a batch of `n` samples certainly has a list of tensors or dicts with one entry per sample.
 
     >>> has_listed_samples((torch.zeros(2, 3), [{'a': 1}, {'a': 2}]), 2), has_listed_samples((['a', 'b'],), 2)
     (True, False)
@@ -840,13 +839,10 @@ _parameter_cache: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyD
 
 def _get_parameters(model: Any) -> tuple[frozenset[str], bool]:
     "Return the cached parameter names of a model's forward, and True if forward takes only `**kwargs`."
-    try:
-        known = _parameter_cache.get(model)
-        if known is None:
-            known = _parameter_cache[model] = _read_parameters(model)
-        return known
-    except TypeError:
-        return _read_parameters(model)  # the model is not hashable or has no weak references
+    known = _parameter_cache.get(model)
+    if known is None:
+        known = _parameter_cache[model] = _read_parameters(model)
+    return known
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:

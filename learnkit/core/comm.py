@@ -263,7 +263,7 @@ class Comm:
 
     @property
     def is_exchanging(self) -> bool:
-        "True while an exchange is in flight, on all ranks alike."
+        "True while an exchange is in flight; equal on all ranks."
         return self._pending is not None
 
     def sync(

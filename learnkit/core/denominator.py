@@ -133,8 +133,11 @@ class ClassTargets(Denominator):
         reduction = values.get('reduction', 'mean')
         if reduction == 'sum':
             return None
-        if reduction != 'mean' or targ.dtype.is_floating_point:
-            return self._count_rows(targ)
+        if targ.dtype.is_floating_point:  # class probabilities over `axis`
+            axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
+            return targ.numel() // max(targ.shape[axis], 1) if targ.ndim else 1
+        if reduction != 'mean':
+            return targ.numel()
         # `_buffers` is ten times as fast as access by attribute
         tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
@@ -142,33 +145,21 @@ class ClassTargets(Denominator):
             return count_targets(targ, ignore_index)
         return sum_of_weights(targ, ignore_index, weight)
 
-    def _count_rows(self, targ: Tensor) -> int:
-        "Return the number of losses: targets that are class numbers, or class probabilities over `axis`."
-        if not targ.is_floating_point():
-            return targ.numel()
-        axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
-        return targ.numel() // max(targ.shape[axis], 1) if targ.ndim else 1
 
-
-class ModelTargets(Denominator):
+class ModelTargets(Tokens):
     "Denominator of the loss that Hugging Face models compute: the number of labels that are not -100."
 
     def __init__(
         self,
         is_shifted: bool,  # True if tokens predict the next token, so that the first label is unused
     ) -> None:
+        super().__init__()
         self.is_shifted = is_shifted
 
-    def varies(self, yb: tuple[Any, ...]) -> bool:
-        return has_class_numbers(yb)
-
     def count(self, yb: tuple[Any, ...]) -> Any:
-        if not has_class_numbers(yb):
-            return None
-        labels = yb[0]
-        if self.is_shifted and labels.ndim > 1:
-            labels = labels[..., 1:]
-        return count_targets(labels, IGNORED)
+        if self.is_shifted and has_class_numbers(yb) and yb[0].ndim > 1:
+            yb = (yb[0][..., 1:],)
+        return super().count(yb)
 
 
 class Unknown(Denominator):

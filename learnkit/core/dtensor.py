@@ -46,14 +46,8 @@ def is_dtensor(value: Any) -> bool:
     >>> is_dtensor(torch.zeros(2))
     False
     """
-    return (
-        type(value) is not Tensor
-        and 'torch.distributed.tensor' in sys.modules
-        and _is_dtensor(value)
-    )
-
-
-def _is_dtensor(value: Any) -> bool:
+    if type(value) is Tensor or 'torch.distributed.tensor' not in sys.modules:
+        return False
     # the import takes 0.25 s, which single-process training avoids
     from torch.distributed.tensor import DTensor
 

@@ -150,7 +150,7 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
 
 def end_in_one_line(
     error: KeyboardInterrupt,  # interrupt that ends a run
-    line: str,  # what to print if the script does not catch the interrupt
+    line: str,  # line to print if the script does not catch the interrupt
 ) -> None:
     """Print `line` instead of a traceback if the interrupt ends a script.
 

@@ -129,7 +129,7 @@ def to_storable(value: Any) -> Any:
 
 def clone_view(t: Tensor) -> Tensor:
     "Return a detached plain tensor; a view of a larger storage is cloned, because torch saves whole storages."
-    t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
+    t = t.detach().as_subclass(Tensor)
     if (
         t.layout is not torch.strided
         or t.untyped_storage().nbytes() <= t.numel() * t.element_size()
