@@ -77,7 +77,9 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _start_sum(self) -> None:
-        self._n_samples, self._n_batches, self._weight_sum = 0, 0, 0
+        self._n_samples = 0
+        self._n_batches = 0
+        self._weight_sum = 0
         self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
 
     def before_fit(self) -> None:
@@ -101,7 +103,10 @@ class GradientAccumulation(Callback):
 
     def _forget(self) -> None:
         "Reset all counts."
-        self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
+        self._turn = ''
+        self._others = {}
+        self._n_steps = 0
+        self._stepped = False
         self._is_checked = False
         self._start_sum()
 
@@ -116,10 +121,12 @@ class GradientAccumulation(Callback):
         }
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
-        self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
+        self._n_samples = counts['n_samples']
+        self._weight_sum = counts['weight_sum']
         self._n_batches = counts['n_batches']
         self._divisor = counts['divisor']
-        self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
+        self._n_steps = counts['n_steps']
+        self._stepped = counts['stepped']
 
     def _take_turn(self) -> None:
         "Switch to the counts of the current optimizer."
@@ -137,7 +144,8 @@ class GradientAccumulation(Callback):
         self._turn = turn
         if turn in self._others:
             return self._set_counts(self._others.pop(turn))
-        self._n_steps, self._stepped = 0, False
+        self._n_steps = 0
+        self._stepped = False
         self._start_sum()
 
     # -- batches -----------------------------------------------------------------------------------
@@ -192,7 +200,8 @@ class GradientAccumulation(Callback):
         return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
 
     def after_step(self) -> None:
-        self._n_steps, self._stepped = self._n_steps + 1, True
+        self._n_steps = self._n_steps + 1
+        self._stepped = True
         self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:
@@ -236,7 +245,7 @@ class GradientAccumulation(Callback):
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor):
             return
-        grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
+        grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = divide(self._divisor, total)
         if grads:
             if isinstance(scale, Tensor):

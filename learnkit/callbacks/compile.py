@@ -236,7 +236,9 @@ class WholeStep:
         return perf_counter()
 
     def _run_compiled(self) -> None:
-        learn, plan, error = self.learn, self.plan, ''
+        learn = self.learn
+        plan = self.plan
+        error = ''
         assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
@@ -307,7 +309,9 @@ class WholeStep:
             self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
-        self.failure, self.plan, self.compiled = reason, None, None
+        self.failure = reason
+        self.plan = None
+        self.compiled = None
 
 
 def find_overrides(learn: LearnerLike) -> list[str]:

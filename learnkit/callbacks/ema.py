@@ -236,7 +236,8 @@ class EMA(Callback):
         if not (self._is_paused and self._stores):
             self._link()
         weights = [t.detach().clone() for t in self._tensors()]
-        self._raw, self._use_depth = (self._stores, weights), depth
+        self._raw = (self._stores, weights)
+        self._use_depth = depth
         copy_values(self._stores, list(self._averages[index].values()))
 
     def _find_average(self, decay: float | None) -> int:

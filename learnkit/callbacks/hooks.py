@@ -388,7 +388,8 @@ class HookCallback(Callback):
     def _remove(self) -> None:
         if self._registration is None:
             return
-        registration, self._registration = self._registration, None
+        registration = self._registration
+        self._registration = None
         registration.close()
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -181,7 +181,8 @@ class GuardNonFinite(Callback):
             if learn.world.any(not math.isfinite(value.item())):
                 self._act_on_loss(learn.iter)
             return
-        finite, unseen = value.isfinite().reshape(()), self._unchecked
+        finite = value.isfinite().reshape(())
+        unseen = self._unchecked
         if unseen and unseen[-1][0] == learn.iter:
             unseen[-1] = learn.iter, unseen[-1][1] & finite
         else:
@@ -235,7 +236,8 @@ class GuardNonFinite(Callback):
         self._check_unseen()
 
     def _check_unseen(self, in_time: bool = False) -> None:
-        unseen, self._unchecked = self._unchecked, []
+        unseen = self._unchecked
+        self._unchecked = []
         arrived = self._transfer.flush()
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
@@ -375,7 +377,7 @@ class GuardNonFinite(Callback):
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
-                cb._drop()
+                cb.drop_gradients()
         self._interval_start = self._read_time()
 
     def cleanup(self) -> None:
@@ -400,7 +402,8 @@ class GuardNonFinite(Callback):
         self.n_skipped = sd['n_skipped']
         self.n_rollbacks = sd['n_rollbacks']
         self._n_successive = sd['in_a_row']
-        self._snapshot_time, self._interval_start = sd['made'], sd['since']
+        self._snapshot_time = sd['made']
+        self._interval_start = sd['since']
         self._snapshot = sd['good']
 
 

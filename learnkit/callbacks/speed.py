@@ -47,7 +47,9 @@ class _TimedMonitor(Monitor):
 
     machine_dependent = True
     nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
-    _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_last_read`
+    # over all fits, up to `_last_read`
+    _train_s = 0.0
+    _eval_s = 0.0
     _last_read: float | None = None  # last reading of the clock; None: no fit is running
     _eval_depth: int | None = None  # depth of the run that evaluates; None: training
 
@@ -65,7 +67,8 @@ class _TimedMonitor(Monitor):
         "Start the clock."
         super().before_fit()
         if self.learn.fitting:
-            self._last_read, self._eval_depth = perf_counter(), None
+            self._last_read = perf_counter()
+            self._eval_depth = None
 
     def before_eval(self) -> None:
         "Count evaluation from now on."
@@ -106,7 +109,8 @@ class _TimedMonitor(Monitor):
 
     def _stop(self) -> None:
         self._read()
-        self._last_read, self._eval_depth = None, None
+        self._last_read = None
+        self._eval_depth = None
 
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
@@ -388,7 +392,7 @@ class RuntimeEstimator(_TimedMonitor):
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._measured()
+        seconds, share = self._get_progress()
         if self._position is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
         rest = 1 - self._position if self._position < 1 - 1e-9 else 0.0  # without rounding errors
@@ -412,8 +416,10 @@ class RuntimeEstimator(_TimedMonitor):
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base, self._earlier_totals = None, (0.0, 0.0)
-        self._skip, self._evals = self.skip_batches, {}
+        self._base = None
+        self._earlier_totals = (0.0, 0.0)
+        self._skip = self.skip_batches
+        self._evals = {}
         self._n_last = self._position = self._start = None
 
     def before_train(self) -> None:
@@ -477,7 +483,10 @@ class RuntimeEstimator(_TimedMonitor):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore rates, costs and positions."
         super().load_state_dict(sd)
-        self._earlier_totals, self._base = (sd['seconds'], sd['share']), None
+        self._earlier_totals = (sd['seconds'], sd['share'])
+        self._base = None
         self._skip = self.skip_batches
-        self._start, self._position, self._n_last = sd['start'], sd['at'], sd['n_last']
+        self._start = sd['start']
+        self._position = sd['at']
+        self._n_last = sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

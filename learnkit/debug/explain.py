@@ -105,7 +105,7 @@ def explain(learn: LearnerLike, event_name: str) -> Handlers:
     tables = learn.callbacks.tables
     evaluation, training = ({id(entry[2]): entry for entry in table[name]} for table in tables)
     handlers = Handlers()
-    for cb in learn.callbacks.ordered():
+    for cb in learn.callbacks.list_ordered():
         entry = training.get(id(cb)) or evaluation.get(id(cb))
         if entry is None:
             continue

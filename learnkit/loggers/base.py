@@ -264,8 +264,8 @@ class Logger(Callback):
         "Return values and writers of the current evaluation if there is one, otherwise of the current step."
         if self._evaluated is not None:
             return self._evaluated, self._eval_writers
-        if not self._rows or self._rows[-1][0] != self._now:
-            self._rows.append((self._now, {}))
+        if not self._rows or self._rows[-1][0] != self._step:
+            self._rows.append((self._step, {}))
             self._writers = {}
         return self._rows[-1][1], self._writers
 
