@@ -55,38 +55,38 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     >>> take_parts({'a': [torch.ones(1), 2]})
     ({'a': [tensor([1.]), 2]}, [], {})
     """
-    places: list[list[Any]] = []
+    key_paths: list[list[Any]] = []
     parts: Parts = {}
 
-    def take(value: Any, place: tuple[Any, ...]) -> Any:
+    def take(value: Any, key_path: tuple[Any, ...]) -> Any:
         if is_dtensor(value) and not is_sharded(value):
             return full_tensor(value)
         if is_dtensor(value):
-            places.append(list(place))
-            parts[make_part_name(places[-1], len(parts))] = value
+            key_paths.append(list(key_path))
+            parts[make_part_name(key_paths[-1], len(parts))] = value
             return None
         if isinstance(value, Mapping):
-            return {k: take(v, (*place, k)) for k, v in value.items()}
+            return {k: take(v, (*key_path, k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(take(v, (*place, i)) for i, v in enumerate(value))
+            return type(value)(take(v, (*key_path, i)) for i, v in enumerate(value))
         return value
 
-    return take(state, ()), places, parts
+    return take(state, ()), key_paths, parts
 
 
-def make_part_name(place: list[Any], i: int) -> str:
+def make_part_name(key_path: list[Any], i: int) -> str:
     "Return the name of a tensor in the folder: a unique number, and the position for readability."
-    return f'{i}.{".".join(map(str, place))}'
+    return f'{i}.{".".join(map(str, key_path))}'
 
 
-def replace_at(state: Any, place: list[Any], value: Any) -> Any:
+def replace_at(state: Any, key_path: list[Any], value: Any) -> Any:
     "Return a nested state with the value at a position replaced; dicts and lists are modified."
-    if not place:
+    if not key_path:
         return value
-    key, *inner_place = place
+    key, *inner_path = key_path
     if isinstance(state, tuple):
-        return (*state[:key], replace_at(state[key], inner_place, value), *state[key + 1 :])
-    state[key] = replace_at(state[key], inner_place, value)
+        return (*state[:key], replace_at(state[key], inner_path, value), *state[key + 1 :])
+    state[key] = replace_at(state[key], inner_path, value)
     return state
 
 
@@ -201,8 +201,8 @@ def load_parts(
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
     try:
         tensors = _read(parts, find_parts_folder(path), mesh)
-        for i, place in enumerate(parts['places']):
-            full_state = replace_at(full_state, place, tensors[make_part_name(place, i)])
+        for i, key_path in enumerate(parts['places']):
+            full_state = replace_at(full_state, key_path, tensors[make_part_name(key_path, i)])
     except (
         ValueError,
         KeyError,

@@ -127,58 +127,58 @@ class _Packer:
         self.names: dict[Any, str] = {}  # names by memory layout (device, address, dtype, shape)
         self.referred = 0  # bytes of all tensors, counted at each reference
 
-    def pack(self, value: Any, place: tuple[Any, ...]) -> Any:
+    def pack(self, value: Any, key_path: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
             value = value.item()
         kind = type(value)
         if kind in _ATOMS:
             return value
         if isinstance(value, Tensor):
-            return {'$tensor': self._name(value, place)}
+            return {'$tensor': self._name(value, key_path)}
         if kind is bytes:
             return {'$bytes': value.hex()}
         if kind is complex:
             return {'$complex': [value.real, value.imag]}
-        if len(place) == MAX_DEPTH:
+        if len(key_path) == MAX_DEPTH:
             raise ValueError(f'the state is nested more than {MAX_DEPTH} levels deep')
         if isinstance(value, Mapping):
-            return self._pack_mapping(value, place)
+            return self._pack_mapping(value, key_path)
         if isinstance(value, (list, tuple)):
-            items = [self.pack(v, (*place, i)) for i, v in enumerate(value)]
+            items = [self.pack(v, (*key_path, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else {'$tuple': items}
         raise ValueError(
-            f'the state has a {kind.__name__}{_describe_place(place)}. Keep tensors, numbers, strings, '
+            f'the state has a {kind.__name__}{_describe_keys(key_path)}. Keep tensors, numbers, strings, '
             'bytes, None, and lists, tuples or dicts of them'
         )
 
-    def _pack_mapping(self, value: Mapping[Any, Any], place: tuple[Any, ...]) -> dict[str, Any]:
+    def _pack_mapping(self, value: Mapping[Any, Any], key_path: tuple[Any, ...]) -> dict[str, Any]:
         for key in value:
             if type(key) not in _ATOMS:
                 raise ValueError(
-                    f'the state has a key that is a {type(key).__name__}{_describe_place(place)}. Keep '
+                    f'the state has a key that is a {type(key).__name__}{_describe_keys(key_path)}. Keep '
                     'strings or numbers as keys'
                 )
-        packed = [[key, self.pack(v, (*place, key))] for key, v in value.items()]
+        packed = [[key, self.pack(v, (*key_path, key))] for key, v in value.items()]
         if all(type(key) is str and not key.startswith('$') for key in value):
             return dict(packed)
         return {'$dict': packed}
 
-    def _name(self, t: Tensor, place: tuple[Any, ...]) -> str:
+    def _name(self, t: Tensor, key_path: tuple[Any, ...]) -> str:
         "Return the name of a stored tensor, and store it if it is new."
         if type(t) not in (Tensor, nn.Parameter) or not is_dense(t):
             raise ValueError(
                 f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
-                f'{_describe_place(place)}. Keep plain, dense tensors in states'
+                f'{_describe_keys(key_path)}. Keep plain, dense tensors in states'
             )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
         memory = identify_memory(t)
         if memory not in self.names:
-            self.names[memory] = self._add(t, place)
+            self.names[memory] = self._add(t, key_path)
         return self.names[memory]
 
-    def _add(self, t: Tensor, place: tuple[Any, ...]) -> str:
-        name = '.'.join(map(str, place))
+    def _add(self, t: Tensor, key_path: tuple[Any, ...]) -> str:
+        name = '.'.join(map(str, key_path))
         while name in self.tensors or name == '__metadata__':
             name += '_'
         view: dict[str, Any] = {}
@@ -196,10 +196,10 @@ class _Packer:
         return name
 
 
-def _describe_place(place: tuple[Any, ...]) -> str:
+def _describe_keys(key_path: tuple[Any, ...]) -> str:
     "Return the position of a value in the state, shortened, because keys may have any length."
-    keys = ''.join(f'[{ascii(key)[:60]}]' for key in place[:8])
-    return f' at {keys}{"..." * (len(place) > 8)}' if place else ''
+    keys = ''.join(f'[{ascii(key)[:60]}]' for key in key_path[:8])
+    return f' at {keys}{"..." * (len(key_path) > 8)}' if key_path else ''
 
 
 def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:

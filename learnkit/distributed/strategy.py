@@ -187,12 +187,12 @@ class SeveralProcesses(SingleProcess):
             return resume
         own = dict(rank_states[world.rank])
         states = dict(resume.state['callbacks'])
-        shared_places = own.pop('shared', {})
+        shared_paths = own.pop('shared', {})
         for key, own_state in own.pop('callbacks').items():
             state, *_ = take_parts(own_state)  # a copy, because `replace_at` modifies its argument
-            for place in shared_places.get(key, ()):
-                shared_tensor = reduce(getitem, place, states[key])
-                state = replace_at(state, place, shared_tensor)
+            for key_path in shared_paths.get(key, ()):
+                shared_tensor = reduce(getitem, key_path, states[key])
+                state = replace_at(state, key_path, shared_tensor)
             states[key] = state
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume
@@ -225,18 +225,18 @@ def gather_rank_states(
     grads = compute_fingerprint(state['grads'])
     first_fingerprints, first_grads = world.broadcast((fingerprints, grads))
     own_states: dict[str, Any] = {}
-    shared_places: dict[str, Any] = {}
+    shared_paths: dict[str, Any] = {}
     for key, callback_state in state['callbacks'].items():
         if fingerprints[key] == first_fingerprints.get(key):
             continue
         own_states[key], places, _ = take_parts(callback_state)
         if places:
-            shared_places[key] = places
+            shared_paths[key] = places
     own = {
         'rng': state['rng'],
         'position': state['position'],
         'callbacks': own_states,
-        'shared': shared_places,
+        'shared': shared_paths,
     }
     if grads != first_grads:
         own['grads'] = state['grads']
