@@ -159,7 +159,11 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
         config |= _optimizer_settings(learn.opt)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
-        config |= _callback_options(cb, learn.callbacks.keys.get(id(cb), cb.name))
+        key = learn.callbacks.keys.get(id(cb), cb.name)
+        # constructor arguments that the callback keeps under the same name
+        for name in inspect.signature(type(cb)).parameters:
+            if name in cb.__dict__:
+                config[f'callback/{key}/{name}'] = cb.__dict__[name]
         if defined_on_class(cb, 'configuration'):
             config |= cb.configuration()  # settings that the callback found during the run
     return {name: plain(value) for name, value in config.items()}
@@ -172,15 +176,6 @@ def _optimizer_settings(opt: Any) -> dict[str, Any]:
         suffix = f'/{i}' if len(hypers) > 1 else ''
         settings |= {f'{name}{suffix}': value for name, value in group.items()}
     return settings
-
-
-def _callback_options(cb: Any, key: str) -> dict[str, Any]:
-    "Return the constructor arguments that a callback keeps under the same name."
-    try:
-        names = inspect.signature(type(cb)).parameters
-    except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]  # some builtins have no signature
-    return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
 
 
 def plain(value: Any) -> Any:
