@@ -226,10 +226,7 @@ class _FromKsuit(Callback):
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
         self.wrapped = cb
         self._inner_hooks = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
-        self._hooks = {
-            **self._inner_hooks,
-            **{name: f for name, f in found.items() if name not in TEMPLATES},
-        }
+        self._hooks = {**self._inner_hooks, **found}
         if '_periodic_callback' in found:
             self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
         if 'periodic_callback' in self._hooks:
@@ -528,7 +525,10 @@ class _FromKsuit(Callback):
             self._writer_class.log_writer_singleton = self.services['writer']
         # names of the attributes that this function has set, and may replace
         set_names = getattr(self.wrapped, '__dict__', {}).setdefault(SET_ATTRIBUTES, set())
-        for name, value in {**self.services, 'model': self._view_model()}.items():
+        model = self.learn.model
+        if self._is_constructed:
+            model = model_view(model, self)
+        for name, value in {**self.services, 'model': model}.items():
             if name not in set_names and getattr(self.wrapped, name, None) is not None:
                 continue
             try:
@@ -536,11 +536,6 @@ class _FromKsuit(Callback):
             except AttributeError:
                 continue  # a read-only property
             set_names.add(name)
-
-    def _view_model(self) -> Any:
-        "Return the Learner's model; for a callback constructed from a class, a view with Noether's attributes."
-        model = self.learn.model
-        return model_view(model, self) if self._is_constructed else model
 
     def _find_first(self) -> _FromKsuit:
         "Return the first ksuit callback of the Learner, which stores the services that all of them share."

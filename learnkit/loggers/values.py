@@ -159,7 +159,11 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
         config |= _optimizer_settings(learn.opt)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
-        config |= _callback_options(cb, learn.callbacks.keys.get(id(cb), cb.name))
+        key = learn.callbacks.keys.get(id(cb), cb.name)
+        # constructor arguments that the callback keeps under the same name
+        for name in inspect.signature(type(cb)).parameters:
+            if name in cb.__dict__:
+                config[f'callback/{key}/{name}'] = cb.__dict__[name]
         if defined_on_class(cb, 'configuration'):
             config |= cb.configuration()  # settings that the callback found during the run
     return {name: to_loggable(value) for name, value in config.items()}
@@ -174,16 +178,7 @@ def _optimizer_settings(opt: Any) -> dict[str, Any]:
     return settings
 
 
-def _callback_options(cb: Any, key: str) -> dict[str, Any]:
-    "Return the constructor arguments that a callback keeps under the same name."
-    try:
-        names = inspect.signature(type(cb)).parameters
-    except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]  # some builtins have no signature
-    return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
-
-
-def to_loggable(value: Any) -> Any:
+def plain(value: Any) -> Any:
     "Return a plain value unchanged, a tensor with one element as a number, and other values as a string or a name."
     if isinstance(value, PLAIN):
         return as_atom(value)
