@@ -329,6 +329,7 @@ class DataLoaders:
         return show_samples(xb, {'target': yb}, getattr(self, 'vocab', None), **kwargs)
 
     def list_named(self) -> list[tuple[str, Any]]:
+        "Return all loaders with their names: the training loader, the validation loaders, and others."
         return [
             ('train', self.train),
             *self.evaluation,

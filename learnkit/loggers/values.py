@@ -178,7 +178,7 @@ def _optimizer_settings(opt: Any) -> dict[str, Any]:
     return settings
 
 
-def plain(value: Any) -> Any:
+def to_loggable(value: Any) -> Any:
     "Return a plain value unchanged, a tensor with one element as a number, and other values as a string or a name."
     if isinstance(value, PLAIN):
         return as_atom(value)
