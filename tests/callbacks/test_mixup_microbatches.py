@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mixup import CLASSES, Notes, images, learner, net, soft
 from torch import Tensor
 
 from learnkit import Callback, CancelBackwardException, CancelBatchException
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
+from tests.callbacks.test_mixup import CLASSES, Notes, images, learner, net, soft
 
 AT = (
     'before_batch',

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_shards import batch_list, ids, items, own, tensors
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from learnkit import DataLoaders, TensorLoader
@@ -15,6 +14,7 @@ from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import in_order
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
+from tests.data.test_shards import batch_list, ids, items, own, tensors
 from tests.helpers.positions import Items
 
 

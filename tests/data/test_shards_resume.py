@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_shards import Make, Together, batch_list, ids, items, one_of, own, rounds_of, tensors
 from torch.utils.data import DataLoader
 
 from learnkit import TensorLoader
@@ -16,6 +15,17 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.distributed.shards import shard
+from tests.data.test_shards import (
+    Make,
+    Together,
+    batch_list,
+    ids,
+    items,
+    one_of,
+    own,
+    rounds_of,
+    tensors,
+)
 from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, between
 
 pytestmark = pytest.mark.dist

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite('fault_helpers')
+pytest.register_assert_rewrite('tests.faults.fault_helpers')

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
@@ -15,6 +14,7 @@ from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
 from learnkit.testing.forks import reached, start
+from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
 from tests.helpers.resuming import scramble
 
 State = dict[str, Any]

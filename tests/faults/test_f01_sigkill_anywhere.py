@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from resume_helpers import learner
 
 from learnkit.testing.harness import kill_and_resume
+from tests.faults.resume_helpers import learner
 
 
 def test_some_kills() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_helpers import augmented, learner, resumed_at
+
+from tests.faults.resume_helpers import augmented, learner, resumed_at
 
 
 def test_some_steps(tmp_path: Path) -> None:

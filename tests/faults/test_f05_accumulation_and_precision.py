@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from resume_helpers import BS, learner, resumed_at
 
 from learnkit import GradientAccumulation, MixedPrecision
+from tests.faults.resume_helpers import BS, learner, resumed_at
 
 CASES = {
     'accumulation': [partial(GradientAccumulation, 3 * BS)],

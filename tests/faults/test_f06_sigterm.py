@@ -13,8 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault_helpers import make_learner
-from run_helpers import State, all_load, checkpointed, in_child, names, same, torch_dls, training
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -22,6 +20,17 @@ from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
 from learnkit.testing.forks import start
 from learnkit.testing.harness import reached, run_until_done
+from tests.faults.fault_helpers import make_learner
+from tests.faults.run_helpers import (
+    State,
+    all_load,
+    checkpointed,
+    in_child,
+    names,
+    same,
+    torch_dls,
+    training,
+)
 
 # of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
 PLACES = [

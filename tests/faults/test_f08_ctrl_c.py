@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import (
+
+from learnkit import Callback, Learner
+from learnkit.testing.forks import start
+from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
     N_EPOCH,
@@ -34,10 +37,7 @@ from fault_helpers import (
     start_again,
     trigger,
 )
-from file_helpers import fork
-
-from learnkit import Callback, Learner
-from learnkit.testing.forks import start
+from tests.faults.file_helpers import fork
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError, FitError
+from learnkit.core.errors import CancelBatchException
+from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
     N_EPOCH,
@@ -28,9 +31,6 @@ from fault_helpers import (
     start_again,
     trigger,
 )
-
-from learnkit import Callback, CancelError, FitError
-from learnkit.core.errors import CancelBatchException
 
 
 class Custom(Exception):

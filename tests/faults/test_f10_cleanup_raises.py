@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError
+from learnkit.core.errors import CancelFitException
+from tests.faults.fault_helpers import (
     At,
     Watch,
     anew,
@@ -17,9 +20,6 @@ from fault_helpers import (
     raised_by,
     start_again,
 )
-
-from learnkit import Callback, CancelError
-from learnkit.core.errors import CancelFitException
 
 
 class Mute(Exception):

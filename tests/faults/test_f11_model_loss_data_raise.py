@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from learnkit import DataLoaders, Learner
+from learnkit.metrics.functional import AvgMetric
+from tests.faults.fault_helpers import (
     N_EPOCH,
     Watch,
     digest,
@@ -22,11 +27,6 @@ from fault_helpers import (
     rows,
     start_again,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-
-from learnkit import DataLoaders, Learner
-from learnkit.metrics.functional import AvgMetric
 
 
 class Broken(Exception):

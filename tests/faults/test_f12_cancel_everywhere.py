@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError, Learner
+from learnkit.core.errors import BatchError
+from learnkit.engine.events import LEVELS
+from tests.faults.fault_helpers import (
     FIT_EVENTS,
     N_EPOCH,
     N_TRAIN,
@@ -26,10 +30,6 @@ from fault_helpers import (
     raised_by,
     start_again,
 )
-
-from learnkit import Callback, CancelError, Learner
-from learnkit.core.errors import BatchError
-from learnkit.engine.events import LEVELS
 
 KINDS = ('backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit')
 

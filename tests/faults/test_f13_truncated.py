@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from file_helpers import forged, split, write
 
 from learnkit.checkpoint.file import read_info, read_state
 from learnkit.core.errors import DamagedError
+from tests.faults.file_helpers import forged, split, write
 
 
 def refused(path: Path, content: bytes) -> bool:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_helpers import split, write
 from safetensors.torch import load_file
 
 from learnkit.checkpoint.file import read_state
 from learnkit.core.errors import DamagedError
+from tests.faults.file_helpers import split, write
 
 
 def regions(path: Path) -> list[range]:

@@ -13,11 +13,11 @@ from zipfile import ZIP_DEFLATED, ZIP_LZMA
 
 import pytest
 import torch
-from file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
 
 from learnkit.checkpoint.file import read_info, read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import CheckpointError, DamagedError, WeightsError
+from tests.faults.file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
 
 Change = Callable[[Path], Any]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_helpers import INFO, make_state, result_of, same, write
 
 from learnkit.checkpoint.file import read_state, write_state
+from tests.faults.file_helpers import INFO, make_state, result_of, same, write
 
 
 def test_at_every_stage_of_writing(tmp_path: Path) -> None:

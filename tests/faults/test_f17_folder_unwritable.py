@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_helpers import checkpointed, content, names
 
 from learnkit import Callback, CheckpointError
+from tests.faults.run_helpers import checkpointed, content, names
 
 
 def a_file_as_parent(path: Path) -> Path:

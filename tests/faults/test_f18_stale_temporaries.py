@@ -6,10 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from file_helpers import fork, make_state, same, write
-
 from learnkit.checkpoint.file import read_state
 from learnkit.core.files import atomic_write, sweep
+from tests.faults.file_helpers import fork, make_state, same, write
 
 
 def killed_while_saving(folder: Path) -> int:

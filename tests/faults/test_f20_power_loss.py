@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from file_helpers import write
 
 from learnkit.checkpoint.file import read_state
+from tests.faults.file_helpers import write
 
 
 def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

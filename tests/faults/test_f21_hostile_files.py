@@ -20,12 +20,12 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from file_helpers import make_state, members, saved, with_pickle, with_state, write
 from torch import nn
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
+from tests.faults.file_helpers import make_state, members, saved, with_pickle, with_state, write
 
 
 class Calls:

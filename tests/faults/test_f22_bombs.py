@@ -13,11 +13,20 @@ from zipfile import ZIP_DEFLATED
 
 import pytest
 import torch
-from file_helpers import forged, rebuilt, result_of, saved, split, with_pickle, with_state, write
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
+from tests.faults.file_helpers import (
+    forged,
+    rebuilt,
+    result_of,
+    saved,
+    split,
+    with_pickle,
+    with_state,
+    write,
+)
 
 BIG = 1 << 33
 

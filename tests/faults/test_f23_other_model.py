@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import make_learner, make_model
-from run_helpers import checkpointed, content, names, quiet
 from torch import nn
 
 from learnkit import Callback, WeightsError
 from learnkit.checkpoint.folder import load_state
+from tests.faults.fault_helpers import make_learner, make_model
+from tests.faults.run_helpers import checkpointed, content, names, quiet
 
 
 def wider() -> nn.Module:

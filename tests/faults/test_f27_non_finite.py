@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import fits_like_fresh, is_clean, make_learner, notes, raised_by, start_again
 from torch import Tensor
 
 from learnkit import Callback, Learner
@@ -16,6 +15,14 @@ from learnkit.callbacks import GradientAccumulation, GuardNonFinite
 from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
 from learnkit.engine.passes import TrainingPasses
+from tests.faults.fault_helpers import (
+    fits_like_fresh,
+    is_clean,
+    make_learner,
+    notes,
+    raised_by,
+    start_again,
+)
 
 BAD_BATCH = 2
 

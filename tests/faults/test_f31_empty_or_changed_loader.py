@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import BS, make_dls
-from run_helpers import checkpointed, content, make_learner, quiet, same, torch_dls
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
@@ -20,6 +18,8 @@ from learnkit import (
     LoaderError,
     TensorLoader,
 )
+from tests.faults.fault_helpers import BS, make_dls
+from tests.faults.run_helpers import checkpointed, content, make_learner, quiet, same, torch_dls
 
 
 def pairs(n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import checkpointed, names, same
 
 from learnkit import EMA, Callback, CallbackError, MixUp
 from learnkit.callbacks import EarlyStoppingCallback
+from tests.faults.run_helpers import checkpointed, names, same
 
 
 class Counter(Callback):

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, Learner
+from tests.faults.fault_helpers import (
     N_EPOCH,
     At,
     Watch,
@@ -25,8 +27,6 @@ from fault_helpers import (
     rows,
     start_again,
 )
-
-from learnkit import Callback, Learner
 from tests.helpers.fresh import output_of
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_helpers import At
-from file_helpers import fork, result_of
-from run_helpers import checkpointed, content, names, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
 from learnkit.testing.forks import start
+from tests.faults.fault_helpers import At
+from tests.faults.file_helpers import fork, result_of
+from tests.faults.run_helpers import checkpointed, content, names, torch_dls
 
 
 def can_lock(folder: Path) -> bool:

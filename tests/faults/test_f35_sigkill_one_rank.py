@@ -8,10 +8,10 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from run_helpers import State, make_learner, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
+from tests.faults.run_helpers import State, make_learner, quiet, same, torch_dls
 from tests.helpers.ranks import run_ranks, started_ranks
 from tests.helpers.resuming import scramble
 

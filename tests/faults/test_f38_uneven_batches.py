@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import DistributedError
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.distributing import make_data, make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 

@@ -9,11 +9,11 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from run_helpers import State, make_learner, names, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
+from tests.faults.run_helpers import State, make_learner, names, quiet, same, torch_dls
 from tests.helpers.ranks import run_ranks, started_ranks
 
 

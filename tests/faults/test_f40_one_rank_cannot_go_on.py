@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import Callback, GuardNonFinite
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint import file as statefile
 from learnkit.core.errors import LearnkitError
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.distributing import make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 

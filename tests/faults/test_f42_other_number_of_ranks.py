@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import CheckpointError
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.distributing import interrupted, make_dls, make_learner
 from tests.helpers.ranks import run_ranks
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import At, in_child, make_learner, quiet, same
 from torch import nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
 from learnkit.checkpoint.weights import read_weights
+from tests.faults.run_helpers import At, in_child, make_learner, quiet, same
 
 WIDTH = 64  # so that a weight fills several pages
 

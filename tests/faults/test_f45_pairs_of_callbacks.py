@@ -11,7 +11,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from run_helpers import Reach, State
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
@@ -21,6 +20,7 @@ from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.testing.harness import run_until_done
 from tests.callbacks.test_every_callback import DEFAULTS, weights
 from tests.callbacks.test_every_callback_resumes import RESUMED, learner, made
+from tests.faults.run_helpers import Reach, State
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]

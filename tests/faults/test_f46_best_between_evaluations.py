@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import N_TRAIN, checkpointed
 
 from learnkit import Callback, Learner
 from learnkit.checkpoint.folder import Entry, entries, find
+from tests.faults.run_helpers import N_TRAIN, checkpointed
 
 Plan = dict[int, float]  # validation loss by the number of batches trained before the evaluation
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
 
 from learnkit import Callback, Learner, Replay
 from learnkit.callbacks.lr_finder import LRFinder
 from learnkit.core.interrupts import deferred_interrupts, run_all
 from learnkit.engine.snapshot import Snapshot
+from tests.faults.fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning

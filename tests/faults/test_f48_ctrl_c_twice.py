@@ -11,7 +11,6 @@ from time import sleep
 from typing import Any
 
 import pytest
-from fault_helpers import make_learner, raised_by
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, sigterm
@@ -19,6 +18,7 @@ from learnkit.callbacks.sigterm import StopRequest
 from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
 from learnkit.testing.forks import start
+from tests.faults.fault_helpers import make_learner, raised_by
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning

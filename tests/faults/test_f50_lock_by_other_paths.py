@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_helpers import At
-from file_helpers import fork, result_of
-from run_helpers import checkpointed
 
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
+from tests.faults.fault_helpers import At
+from tests.faults.file_helpers import fork, result_of
+from tests.faults.run_helpers import checkpointed
 
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 

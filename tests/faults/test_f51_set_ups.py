@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import Reach, State, quiet
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -45,6 +44,7 @@ from learnkit.callbacks import (
 from learnkit.callbacks.schedule import combined_cos
 from learnkit.checkpoint.digest import differences
 from learnkit.testing.harness import run_until_done
+from tests.faults.run_helpers import Reach, State, quiet
 from tests.helpers.resuming import scramble
 
 N, BS = 20, 4  # samples, batch size: five batches an epoch

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import FIT_EVENTS, At, fits_like_fresh
-from run_helpers import BS, make_learner, quiet, torch_dls
 
 from learnkit import EMA, Learner
 from learnkit.callbacks import Checkpoint, GradientAccumulation, SaveModelCallback
 from learnkit.core.errors import CancelEpochException, CancelFitException
 from learnkit.loggers import CSVLogger, JSONLinesLogger
+from tests.faults.fault_helpers import FIT_EVENTS, At, fits_like_fresh
+from tests.faults.run_helpers import BS, make_learner, quiet, torch_dls
 
 Fault = Callable[[Any], None]
 

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from logger_helpers import LogHalf, learner, plain_losses
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import ConsoleLogger, log_images, log_text
+from tests.loggers.logger_helpers import LogHalf, learner, plain_losses
 
 
 def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logger_helpers import LogHalf, data, learner, plain_losses
 from torch import nn
 
 from learnkit import Callback, MetricError, OptionError, Recorder, TimeError
@@ -27,6 +26,7 @@ from learnkit.loggers import (
 )
 from learnkit.loggers.values import fetch
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
+from tests.loggers.logger_helpers import LogHalf, data, learner, plain_losses
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, png
 from learnkit.testing.forks import start
+from tests.loggers.logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 BOTH = pytest.mark.parametrize(
     ('cls', 'name'),
