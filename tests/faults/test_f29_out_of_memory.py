@@ -1,6 +1,6 @@
 """Row 29: out of memory. Gradients are freed, cleanup runs; with microbatch='auto' the batch is done in smaller pieces.
 
-`tests/engine/test_auto_microbatch.py` has more of the halving."""
+`tests/engine/test_microbatch_auto.py` has more of the halving."""
 
 from __future__ import annotations
 

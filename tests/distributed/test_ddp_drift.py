@@ -18,7 +18,7 @@ from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, Tenso
 from learnkit.callbacks import Checkpoint, OOMObserver
 from learnkit.core.errors import DistributedError
 from learnkit.distributed import DistributedTraining
-from tests.distributed.test_distributed import compare
+from tests.distributed.test_ddp import compare
 from tests.helpers.distributing import interrupted, make_data, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 

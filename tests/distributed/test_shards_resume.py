@@ -15,7 +15,7 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.distributed.shards import shard
-from tests.data.test_shards import (
+from tests.distributed.test_shards import (
     Make,
     Together,
     batch_list,

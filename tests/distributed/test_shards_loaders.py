@@ -14,7 +14,7 @@ from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import in_order
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
-from tests.data.test_shards import batch_list, ids, items, own, tensors
+from tests.distributed.test_shards import batch_list, ids, items, own, tensors
 from tests.helpers.positions import Items
 
 

@@ -1,4 +1,4 @@
-"""The picture of the losses that is kept up to date; in a real kernel: `test_jupyter.py`."""
+"""The picture of the losses that is kept up to date; in a real kernel: `tests/learner/test_learner_jupyter.py`."""
 
 from __future__ import annotations
 
