@@ -30,7 +30,10 @@ os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# no doctests there, and one module name for all of them
+# show the values in the assertions of shared helpers, too
+pytest.register_assert_rewrite('tests.helpers', 'tests.faults.fault_helpers')
+
+# no doctests there
 collect_ignore_glob = ['conftest.py', '*/conftest.py']
 
 # the same sums in the same order on every machine, and no fight for two cores

@@ -3,42 +3,25 @@ holds and in all that it has written, also from a folder that was moved and that
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks import LRFinder, TorchProfiler
+from learnkit import Callback, Learner
 from learnkit.checkpoint.digest import differences
-from tests.callbacks.test_every_callback import CLASSES, DEFAULTS, MADE_BY, Net
+from tests.helpers.every_callback import (
+    CLASSES,
+    DEFAULTS,
+    RESUMED,
+    learner,
+    made,
+)
 from tests.helpers.output import files_of, printed, said
 from tests.helpers.resuming import State, check_every_place
 
-# options with which there is something to remember at every place; all that count in batches do so every second one
-OPTIONS: dict[str, dict[str, Any]] = {
-    'ActivationStats': {'with_hist': True},
-    'BestMetric': {'targets': 'valid_*'},
-    'Budget': {'total': '7ba'},
-    'Checkpoint': {'background': False},
-    'EMA': {'every': 2, 'start': '3ba'},
-    'FixedStopper': {'at': '7ba'},
-    'GradientAccumulation': {'n_acc': 30},
-    'HookCallback': {'every': '3ba'},
-    'LRMonitor': {'every': '2ba', 'mom': True},
-    'PeriodicData': {'every': '3ba'},
-    'RNNRegularizer': {'alpha': 1.0, 'beta': 1.0},
-    'SAM': {'interval': 2},
-    'SaveModelCallback': {'with_opt': True},
-    'ShortEpochCallback': {'pct': 0.5},
-    'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},
-    'ThresholdStopper': {'monitor': 'valid_loss', 'threshold': 0.0},
-}
 # what is there to be looked at: large, of no influence on what comes, and not in a checkpoint, as the classes say
 NOT_KEPT = {
     'FetchPredsCallback': {'preds'},
@@ -60,29 +43,6 @@ ONE_PLACE = (
     'WandbLogger',
     'ExportForInference',
 )  # they take seconds
-# the first undoes what it has trained, the second records a resumed fit again, with other times
-RESUMED = [c for c in CLASSES if c not in (LRFinder, TorchProfiler)]
-
-
-def made(cls: type[Callback]) -> Callback:
-    if cls.__name__ in OPTIONS:
-        return cls(**OPTIONS[cls.__name__])
-    if cls in MADE_BY:
-        return MADE_BY[cls]()
-    every = inspect.signature(cls).parameters.get('every')
-    return cls(
-        **({'every': '2ba'} if every is not None and str(every.default).endswith('ba') else {})
-    )
-
-
-def learner(path: Path, *cbs: Any, rnn: bool = False, **kwargs: Any) -> Learner:
-    "Return a Learner of 4 training and 2 validation batches."
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
-    dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=12)
-    return Learner(
-        dls, Net(rnn), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs
-    )
 
 
 class Watch(Callback):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learnkit import Callback, CancelBackwardException, CancelBatchException
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from tests.callbacks.test_mixup import CLASSES, Notes, images, learner, net, soft
+from tests.helpers.mixup import CLASSES, Notes, images, learner, net, soft
 
 AT = (
     'before_batch',

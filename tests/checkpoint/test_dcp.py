@@ -20,7 +20,7 @@ from learnkit.checkpoint.folder import check_files, find, sweep_folders
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
-from tests.distributed.test_fsdp import WithStatistics, apart, learner, values
+from tests.helpers.fsdp import WithStatistics, apart, learner, values
 from tests.helpers.ranks import run_ranks, started_ranks
 
 pytestmark = pytest.mark.dist

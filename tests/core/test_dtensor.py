@@ -13,7 +13,7 @@ import torch
 from learnkit import Checkpoint, DistributedError
 from learnkit.core import dtensor as dtensors
 from learnkit.core.dtensor import close_hosts, host_mesh, open_hosts
-from tests.distributed.test_fsdp import learner, values
+from tests.helpers.fsdp import learner, values
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -18,8 +18,15 @@ from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, Tenso
 from learnkit.callbacks import Checkpoint, OOMObserver
 from learnkit.core.errors import DistributedError
 from learnkit.distributed import DistributedTraining
-from tests.distributed.test_ddp import compare
-from tests.helpers.distributing import interrupted, make_data, make_dls, make_learner, rows, weights
+from tests.helpers.distributing import (
+    compare,
+    interrupted,
+    make_data,
+    make_dls,
+    make_learner,
+    rows,
+    weights,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

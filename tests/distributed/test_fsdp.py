@@ -12,11 +12,9 @@ from learnkit import (
     EMA,
     SAM,
     Callback,
-    DataLoaders,
     GradientAccumulation,
     GradientClip,
     GuardNonFinite,
-    Learner,
     MixedPrecision,
     OptimizerMonitor,
 )
@@ -26,56 +24,10 @@ from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
 from learnkit.distributed.fsdp import Sharded, check_can_be_cut, units_of
 from learnkit.optim.optimizers import SGD, Adam, Lookahead, MuonAdamW, RAdam, RMSProp
+from tests.helpers.fsdp import Block, Net, WithStatistics, apart, learner, values
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 7))
-        self.norm = nn.LayerNorm(7)
-
-    def forward(self, x):
-        return self.norm(x + self.inner(x))
-
-
-class Net(nn.Module):
-    "Blocks between two layers, one of which is a block's size too small for two processes."
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.blocks, self.head = (
-            nn.Linear(5, 7),
-            nn.ModuleList([Block(), Block()]),
-            nn.Linear(7, 1),
-        )
-
-    def forward(self, x):
-        x = self.stem(x)
-        for b in self.blocks:
-            x = b(x)
-        return self.head(x)
-
-
-def learner(model=Net, n=33, **kwargs):
-    g = torch.Generator().manual_seed(0)
-    # at both ends one is left over
-    x, y = torch.randn(n + 17, 5, generator=g), torch.randn(n + 17, 1, generator=g)
-    torch.manual_seed(1)
-    options = {'loss_func': nn.MSELoss(), 'lr': 0.01, **kwargs}
-    return Learner(
-        DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8), model(), **options
-    )
-
-
-def values(learn):
-    return [t.detach().clone() for t in learn.model.state_dict().values()]
-
-
-def apart(a, b):
-    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
@@ -237,15 +189,6 @@ def test_options_are_checked(options, message):
 
 
 # -- the model and the Learner around it -----------------------------------------------------------
-
-
-class WithStatistics(Net):
-    "Running statistics, and frozen weights."
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 1))
-        self.stem.requires_grad_(False)
 
 
 def several_things(rank):

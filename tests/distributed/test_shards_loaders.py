@@ -14,8 +14,8 @@ from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import in_order
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
-from tests.distributed.test_shards import batch_list, ids, items, own, tensors
 from tests.helpers.positions import Items
+from tests.helpers.shards import batch_list, ids, items, own, tensors
 
 
 def test_loaders_have_all_that_the_users_have() -> None:

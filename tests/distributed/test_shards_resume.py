@@ -15,7 +15,8 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.distributed.shards import shard
-from tests.distributed.test_shards import (
+from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, between
+from tests.helpers.shards import (
     Make,
     Together,
     batch_list,
@@ -26,7 +27,6 @@ from tests.distributed.test_shards import (
     rounds_of,
     tensors,
 )
-from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, between
 
 pytestmark = pytest.mark.dist
 

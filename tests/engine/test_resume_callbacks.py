@@ -23,7 +23,7 @@ from learnkit.core.errors import CancelStepException, MetricError, WeightsError
 from learnkit.engine.moving import found_path
 from learnkit.loggers import ConsoleLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
-from tests.callbacks.test_every_callback_resumes import learner
+from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place, straight, through_a_file
 
 

@@ -18,9 +18,8 @@ from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.testing.harness import run_until_done
-from tests.callbacks.test_every_callback import DEFAULTS, weights
-from tests.callbacks.test_every_callback_resumes import RESUMED, learner, made
 from tests.faults.run_helpers import Reach, State
+from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, made, weights
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import DataLoaders, Learner, accuracy
+from learnkit import (
+    DataLoaders,
+    Learner,
+    accuracy,
+)
+from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError
+from tests.helpers.ranks import run_ranks
 
 
 def make_data(n: int, seed: int = 1, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -92,3 +98,47 @@ def interrupted() -> Iterator[None]:
     with pytest.raises((KeyboardInterrupt, DistributedError)) as e:
         yield
     assert 'KeyboardInterrupt' in repr(e.value)
+
+
+def told(learn: Learner) -> dict[str, Any]:
+    "What a training has come to, as plain values."
+    return {
+        'weights': weights(learn),
+        'rows': rows(learn),
+        'train_iter': learn.train_iter,
+        'time': {k: v for k, v in learn.time.state_dict().items() if k not in ('sec', 'dur')},
+        'losses': torch.tensor(learn.recorder.smooth_loss.smooth, dtype=torch.float64),
+        'preds': learn.get_preds()[0],
+    }
+
+
+def compare(
+    make: Callable[[int], Learner],  # by the batch size of the loaders
+    fit: Callable[[Learner], Any],
+    n: int = 2,
+    tolerance: float = 1e-10,
+    bs: int = 4,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    "Train in `n` processes, and in one on batches `n` times the size; compare everything; return what came out."
+
+    def job(rank: int) -> dict[str, Any]:
+        learn = make(bs if options.get('batch_size') != 'global' else n * bs)
+        with learn.distributed('ddp', timeout='20s', **options):
+            fit(learn)
+            learn.check_replicas()
+            res = told(learn)
+        assert learn.world is SINGLE_RANK
+        return res
+
+    alone = make(n * bs)
+    fit(alone)
+    expected, ranks = told(alone), run_ranks(job, n)
+    for got in ranks:
+        assert (got['weights'] - expected['weights']).abs().max() < tolerance
+        assert got['train_iter'] == expected['train_iter'] and got['time'] == expected['time']
+        assert same_rows(got['rows'], expected['rows'], tolerance)
+        assert (got['losses'] - expected['losses']).abs().max() < tolerance
+        assert (got['preds'] - expected['preds']).abs().max() < tolerance
+        assert torch.equal(got['weights'], ranks[0]['weights']) and got['rows'] == ranks[0]['rows']
+    return ranks

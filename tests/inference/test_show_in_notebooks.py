@@ -12,7 +12,7 @@ pytest.importorskip('ipykernel')
 pytest.importorskip('matplotlib')
 pytestmark = pytest.mark.notebook
 
-from tests.project.test_notebooks import execute, faults  # noqa: E402  # it needs them too
+from tests.helpers.notebooks import execute, faults  # noqa: E402  # it needs them too
 
 SETUP = """
 import torch

@@ -10,7 +10,7 @@ import pytest
 from learnkit import Learner
 from learnkit.interop import from_composer, from_ksuit
 from learnkit.loggers import JSONLinesLogger, read_log
-from tests.callbacks.test_every_callback_resumes import learner
+from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place
 
 

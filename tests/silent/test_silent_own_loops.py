@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, GradientAccumulation, GradientClip, MixedPrecision
-from tests.engine.test_own_loop import Bare, by_hand, classify, duel, fit, weights
+from tests.helpers.own_loops import Bare, by_hand, classify, duel, fit, weights
 
 
 @pytest.mark.silent(
