@@ -22,7 +22,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def learner(*cbs: Any, lr: float = 0.3) -> Learner:
-    "A rate that is too high, so that the loss goes up and down."
+    "Return a Learner with a learning rate so high that the loss rises and falls."
     torch.manual_seed(3)
     x = torch.randn(48, 1)
     noisy = 2 * x + torch.randn(48, 1)
@@ -88,15 +88,15 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
 
 
 def test_each_callback_that_receives_logs_hears_of_it() -> None:
-    class Heard(Callback):
+    class ValueLog(Callback):
         values: list[tuple[str, float]] = []
 
         def receive_log(self, name: str, value: float, weight: Any, shown: bool = True) -> None:
             self.values.append((name, value))
 
-    learn = learner(Heard(), BestMetric('valid_loss', 'test/mae'))
+    learn = learner(ValueLog(), BestMetric('valid_loss', 'test/mae'))
     learn.fit(2)
-    assert learn.heard.values == [
+    assert learn.value_log.values == [
         (n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')
     ]
 

@@ -420,9 +420,9 @@ def test_hooks_are_noticed_when_they_come_and_go() -> None:
         calls = backend.calls
         for one in (plain, learn):
             one.fit(1, cbs=Callback(before_batch=add))
-            said = learn.explain_step()
+            reason_text = learn.explain_step()
             one.handle.remove()
-        assert backend.calls == calls + 5 and reason in said, hook
+        assert backend.calls == calls + 5 and reason in reason_text, hook
         assert distance(plain, learn) < 1e-6, hook
         for one in (plain, learn):
             one.fit(1)
@@ -775,11 +775,11 @@ def test_the_faster_one_is_kept(burn_s: float, faster: bool) -> None:
     learn = learner(Slow, n=8 * (1 + 2 * TIMED)).compile(step=True, backend=backend)
     learn.fit(1)
     assert backend.calls == TIMED and learn.opt.n_steps == 1 + 2 * TIMED
-    said = learn.explain_step()
-    assert said.startswith(
+    reason_text = learn.explain_step()
+    assert reason_text.startswith(
         'The compiled step runs: ' if faster else 'The ordinary step runs: the compiled one was not'
     )
-    assert ' against ' in said
+    assert ' against ' in reason_text
     learn.fit(1)
     assert backend.calls == (1 + 3 * TIMED if faster else TIMED)
 

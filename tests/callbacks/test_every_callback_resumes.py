@@ -17,9 +17,9 @@ from tests.helpers.every_callback import (
     DEFAULTS,
     RESUMED,
     learner,
-    made,
+    make_to_resume,
 )
-from tests.helpers.output import files_of, printed, said
+from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place
 
 # what is there to be looked at: large, of no influence on what comes, and not in a checkpoint, as the classes say
@@ -83,7 +83,7 @@ def shown(learn: Learner) -> dict[str, Any]:
     "Return the public attributes of the callbacks, as far as they are plain."
     return {
         key: {
-            name: said(value, learn.path)
+            name: to_comparable(value, learn.path)
             for name, value in vars(cb).items()
             if name[0] != '_'
             and name != 'learn'
@@ -120,7 +120,7 @@ def check(
                 shutil.copytree(copy, learn.path)
             for file in learn.path.rglob('events.out.*'):
                 file.rename(str(file).replace('tfevents.1', 'tfevents.0'))
-        with printed(learn, watch.lines):
+        with capture_printed(learn, watch.lines):
             fit(learn, resume)
         learn.close()
         if learn is not straight:
@@ -139,7 +139,7 @@ def compare(straight: Learner, learn: Learner, n: int) -> None:
         assert not wrong, '\n'.join([f'shown at {place}, resumed from place {n}:', *wrong])
     lines = straight.watch.lines[: straight.watch.n_lines[n]] + learn.watch.lines
     assert lines == straight.watch.lines, f'resumed from place {n}'
-    wrong = differences(files_of(straight), files_of(learn))
+    wrong = differences(read_files(straight), read_files(learn))
     assert not wrong, '\n'.join([f'written, resumed from place {n}:', *wrong])
 
 
@@ -157,7 +157,7 @@ def test_every_callback_resumes_as_if_it_had_not_stopped(
             if cls.__name__ == 'RNNRegularizer'
             else []
         )
-        return [made(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
+        return [make_to_resume(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
 
     places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
     check(tmp_path, cbs, places, rnn=cls.__name__.startswith('RNN'), eval_every='3ba')
@@ -194,7 +194,7 @@ BY_NAME = {cls.__name__: cls for cls in CLASSES}
 def test_callbacks_resume_together(names: list[str], tmp_path: Path) -> None:
     check(
         tmp_path,
-        lambda: [made(BY_NAME[name]) for name in names],
+        lambda: [make_to_resume(BY_NAME[name]) for name in names],
         some(1, 3, 4, 6),
         eval_every='2ba',
     )
@@ -205,12 +205,13 @@ def test_a_callback_of_one_fit_resumes(tmp_path: Path) -> None:
         learn.fit(
             2,
             cbs=[
-                made(BY_NAME[name]) for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
+                make_to_resume(BY_NAME[name])
+                for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
             ],
             resume=resume,
         )
 
-    check(tmp_path, lambda: [made(BY_NAME['EMA'])], some(1, 4), fit)
+    check(tmp_path, lambda: [make_to_resume(BY_NAME['EMA'])], some(1, 4), fit)
 
 
 def test_the_second_fit_resumes(tmp_path: Path) -> None:
@@ -221,5 +222,9 @@ def test_the_second_fit_resumes(tmp_path: Path) -> None:
 
     names = 'JSONLinesLogger', 'MLPerf', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
     check(
-        tmp_path, lambda: [made(BY_NAME[name]) for name in names], some(6, 7), fit, keep_again=True
+        tmp_path,
+        lambda: [make_to_resume(BY_NAME[name]) for name in names],
+        some(6, 7),
+        fit,
+        keep_again=True,
     )

@@ -299,17 +299,17 @@ def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ('strategy', 'told'),
+    ('strategy', 'messages'),
     [
         ('ddp', ['OptionError: .*cannot be written', 'DistributedError: .*cannot be written']),
         ('fsdp', ['DistributedError: ExportForInference: .*learn.export'] * 2),
     ],
 )
 def test_what_cannot_be_exported_is_told_by_all_before_training(
-    tmp_path: Path, strategy: str, told: list[str]
+    tmp_path: Path, strategy: str, messages: list[str]
 ) -> None:
     (tmp_path / 'taken').touch()
     for (same, message), expected in zip(
-        run_ranks(refused, 2, tmp_path, strategy), told, strict=True
+        run_ranks(refused, 2, tmp_path, strategy), messages, strict=True
     ):
         assert same and re.match(expected, message, re.DOTALL), message

@@ -429,9 +429,11 @@ def test_what_cannot_be_hooked_is_told_before_training() -> None:
 def test_a_learner_with_hooks_behind_it_can_be_copied() -> None:
     learn = quiet(Shapes())
     learn.fit(1)
-    twin = copy.deepcopy(learn)
-    twin.fit(1)
-    assert n_hooks(twin.model) == n_hooks(learn.model) == 0 and len(twin.cbs) == len(learn.cbs)
+    duplicate = copy.deepcopy(learn)
+    duplicate.fit(1)
+    assert n_hooks(duplicate.model) == n_hooks(learn.model) == 0 and len(duplicate.cbs) == len(
+        learn.cbs
+    )
 
 
 # -- compiled code
@@ -463,9 +465,11 @@ def test_a_compiled_model_runs_uncompiled_while_hooks_are_there() -> None:
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_the_ordinary_step_runs_while_hooks_are_there() -> None:
     learn = quiet(cb := Shapes(), n_train=4).compile(step=True, backend='eager')
-    said: list[str] = []
-    learn.fit(1, cbs=Callback(before_validate=lambda cb: said.append(cb.learn.explain_step())))
-    assert said == ['The ordinary step runs: module 0 has hooks; module 2 has hooks.']
+    explanations: list[str] = []
+    learn.fit(
+        1, cbs=Callback(before_validate=lambda cb: explanations.append(cb.learn.explain_step()))
+    )
+    assert explanations == ['The ordinary step runs: module 0 has hooks; module 2 has hooks.']
     assert len([1 for _, training, _ in cb.seen if training]) == 8
 
     learn.remove_cb(cb)

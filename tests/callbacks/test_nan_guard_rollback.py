@@ -144,20 +144,22 @@ def test_it_gives_up_when_going_back_does_not_help() -> None:
         Callback(after_batch=lambda cb: kept.append(state(cb.learn)) if cb.iter == 3 else None)
     )
     with (
-        catch_warnings(record=True, action='always') as told,
+        catch_warnings(record=True, action='always') as caught,
         pytest.raises(LossError, match=r'batch 8 .* rolled back 3 times to the same copy'),
     ):
         learn.fit(1)
-    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(told, 5)] == [True] * 3
+    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == [
+        True
+    ] * 3
     assert guard.n_rollbacks == 3 and equal(state(learn), kept[0])
 
 
 def test_a_new_copy_takes_so_many_good_batches_and_starts_the_count_again() -> None:
     guard = GuardNonFinite('rollback', snapshot_every='2ba', max_rollbacks=1)
     learn = learner(batches(14, 3, 6, 9, 12), guard)
-    with catch_warnings(record=True, action='always') as told:
+    with catch_warnings(record=True, action='always') as caught:
         learn.fit(1)
-    assert guard.n_rollbacks == 4 == len(told)
+    assert guard.n_rollbacks == 4 == len(caught)
 
 
 def test_a_resumed_fit_goes_back_to_the_copy_of_the_one_before() -> None:

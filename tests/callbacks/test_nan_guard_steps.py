@@ -168,8 +168,8 @@ def test_on_a_device_losses_are_looked_at_with_the_gradients(
     microbatch: int | None, n_acc: int
 ) -> None:
     learn = learner(OnDevice(), GradientAccumulation(n_acc), late_loss(4), microbatch=microbatch)
-    told = 'The loss function gave' if n_acc == 4 else r'\(seen at batch 5'
-    with pytest.raises(LossError, match=rf'at batch 4 of epoch 0\.? {told}'):
+    pattern = 'The loss function gave' if n_acc == 4 else r'\(seen at batch 5'
+    with pytest.raises(LossError, match=rf'at batch 4 of epoch 0\.? {pattern}'):
         learn.fit(1)
     assert learn.opt.n_steps == (4 if n_acc == 4 else 1) and learn.model.weight.isfinite().all()
 

@@ -240,7 +240,7 @@ class Tracks(Periodic):
     def __init__(self, every: str) -> None:
         super().__init__(every)
         self.losses: list[Tensor] = []
-        self.n_batches, self.n_updates, self.told = 0, 0, []  # type: int, int, list[Any]
+        self.n_batches, self.n_updates, self.counts_seen = 0, 0, []  # type: int, int, list[Any]
 
     def after_backward(self) -> None:
         self.losses.append(self.learn.loss)  # track_after_accumulation_step
@@ -252,19 +252,21 @@ class Tracks(Periodic):
         self.n_batches += 1
 
     def on_every(self) -> None:
-        self.told.append((len(self.losses), self.n_batches, self.n_updates, self.learn.fitting))
+        self.counts_seen.append(
+            (len(self.losses), self.n_batches, self.n_updates, self.learn.fitting)
+        )
         self.losses, self.n_batches, self.n_updates = [], 0, 0
 
 
 def test_tracking_at_each_microbatch_batch_and_step_and_at_evaluation() -> None:
     learn = learner(Tracks('3ba'), microbatch=2)  # batches of 4: two microbatches
     learn.fit(1)
-    assert learn.tracks.told == [(6, 3, 3, True), (6, 3, 3, True)]
+    assert learn.tracks.counts_seen == [(6, 3, 3, True), (6, 3, 3, True)]
     learn.validate()
-    assert learn.tracks.told[2:] == [(0, 0, 0, False)]
+    assert learn.tracks.counts_seen[2:] == [(0, 0, 0, False)]
     learn = learner(Tracks('1ep'), GradientAccumulation(8))  # a step every two batches
     learn.fit(2)
-    assert [told[:3] for told in learn.tracks.told] == [(6, 6, 3), (6, 6, 3)]
+    assert [counts_seen[:3] for counts_seen in learn.tracks.counts_seen] == [(6, 6, 3), (6, 6, 3)]
 
 
 def test_a_pass_at_evaluation() -> None:

@@ -104,7 +104,7 @@ def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
     class Marked(Count):
         remove_on_fetch = True
 
-    class Later(Count):
+    class AfterDropout(Count):
         order, remove_on_fetch = 70, True
 
     class Named(Count):
@@ -113,7 +113,7 @@ def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
     class Other(Count):
         pass
 
-    marked, later, named, other = Marked(), Later(), Named(), Other()
+    marked, later, named, other = Marked(), AfterDropout(), Named(), Other()
     learn = make(cbs=[FetchPredsCallback(cbs=named), marked, later, named, other])
     learn.fit(2)
     expected = [*['train'] * 4, *['valid'] * 4, 'after_validate'] * 2

@@ -628,9 +628,9 @@ def test_a_terminal_counts_without_total_and_clears_up_after_validate(terminal: 
 
 
 def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str]) -> None:
-    said = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
+    expected_lines = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
     *printed, head, row = on_screen(terminal[3])
-    assert printed == said and head.split()[0] == 'epoch' and row.split()[0] == '0'
+    assert printed == expected_lines and head.split()[0] == 'epoch' and row.split()[0] == '0'
     assert re.search(
         r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3]
     )  # the bar is back at once

@@ -130,7 +130,7 @@ def everything(learn: Learner) -> tuple[list[Tensor], Any]:
     )
 
 
-def unchanged(before: Any, after: Any) -> bool:
+def states_equal(before: Any, after: Any) -> bool:
     return (
         len(before[0]) == len(after[0])
         and all(map(torch.equal, before[0], after[0]))
@@ -166,7 +166,7 @@ def test_it_fails_again_at_the_same_place_and_changes_nothing(
             str(again.value) == str(first.value)
             and again.value.__notes__[0] == first.value.__notes__[0]
         )
-        assert unchanged(before, everything(learn))
+        assert states_equal(before, everything(learn))
         if event in EVENTS[2:5]:
             assert same(seen.batches[-1], last[0])
     pieces = 0 if event in EVENTS[:2] else 1 if event in EVENTS[2:4] or not microbatch else 2
@@ -209,7 +209,7 @@ def test_an_evaluation_batch_is_repeated_in_eval_mode_without_gradients(where: s
     with pytest.raises(Boom):
         learn.replay()
     assert same(seen.batches[-1], last) and last[3:5] == (False, False) and last[-1] == 'valid'
-    assert unchanged(before, everything(learn))
+    assert states_equal(before, everything(learn))
 
 
 def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> None:
@@ -219,7 +219,7 @@ def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> Non
     loss, n = learn.replay(), len(seen.batches)
     assert loss is not None and torch.equal(loss, seen.batches[-1][2]) and n == 21
     assert torch.equal(seen.batches[-1][0], seen.batches[-2][0]), 'the same samples'
-    assert torch.equal(learn.replay(), loss) and unchanged(before, everything(learn))  # type: ignore[arg-type]
+    assert torch.equal(learn.replay(), loss) and states_equal(before, everything(learn))  # type: ignore[arg-type]
     assert all(map(torch.equal, weights, learn.model.parameters()))
 
 

@@ -301,10 +301,10 @@ def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
     losses = [3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     make = partial(torch_lr.ReduceLROnPlateau, patience=1, factor=0.5)
 
-    def say(cb: Any) -> None:
+    def write_loss(cb: Any) -> None:
         cb.learn.history[-1]['valid_loss'] = losses[cb.epoch]
 
-    saying = Callback(after_epoch=say)
+    saying = Callback(after_epoch=write_loss)
     saying.order = 51
     for monitor in (None, 'valid_loss'):
         used, learn = Used(), learner(1)

@@ -20,7 +20,7 @@ from learnkit.checkpoint.folder import check_files, find, sweep_folders
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
-from tests.helpers.fsdp import WithStatistics, apart, learner, values
+from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
 
 pytestmark = pytest.mark.dist
@@ -44,7 +44,11 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
         ):
             learn.fit(epochs, resume=resume)
     history = [row[k] for row in learn.history for k in ('train_loss', 'valid_loss')]
-    return [*values(learn), *learn.ema.state_dict()['averages'].values(), torch.tensor(history)]
+    return [
+        *state_values(learn),
+        *learn.ema.state_dict()['averages'].values(),
+        torch.tensor(history),
+    ]
 
 
 @pytest.fixture(scope='module')
@@ -80,7 +84,9 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     ]
     state = load_parts(read_state(path)[0], path)
     assert (
-        apart([state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])])
+        max_difference(
+            [state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])]
+        )
         == 0
     )
 
@@ -111,14 +117,14 @@ def test_a_run_goes_on_with_other_processes(written, tmp_path, before, after):
         [fit(0, folder, None, True)] if after is None else run_ranks(fit, 2, folder, after, True)
     )
     for found in again:
-        assert apart(but_train_loss(end), but_train_loss(found)) < 1e-6
+        assert max_difference(but_train_loss(end), but_train_loss(found)) < 1e-6
     if before == after:
-        assert apart(end, again[0]) == 0
+        assert max_difference(end, again[0]) == 0
 
 
 def test_a_run_of_two_goes_on_with_four(written, tmp_path):
     for found in run_ranks(fit, 4, copied(written, tmp_path), 'fsdp', True):
-        assert apart(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
+        assert max_difference(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
 
 
 def weights(rank, folder, strategy, others):
@@ -143,20 +149,22 @@ def test_weights_load_with_and_without_a_strategy(tmp_path):
         alone.fit(1)
     alone.save('alone', with_opt=True)
     for _, loaded, averages in run_ranks(weights, 2, tmp_path, 'fsdp', None):
-        assert apart(loaded, values(alone)) == 0
-        assert apart(averages, [s['exp_avg'] for s in alone.opt.state.values()]) == 0
-    before = values(alone)
+        assert max_difference(loaded, state_values(alone)) == 0
+        assert max_difference(averages, [s['exp_avg'] for s in alone.opt.state.values()]) == 0
+    before = state_values(alone)
     alone.load('sharded', with_opt=True)
-    assert apart(before, values(alone)) > 1e-3 and {*alone.opt.state} == {*alone.model.parameters()}
-    both = [*values(alone)]
+    assert max_difference(before, state_values(alone)) > 1e-3 and {*alone.opt.state} == {
+        *alone.model.parameters()
+    }
+    both = [*state_values(alone)]
     alone.load('weights')
-    assert apart(both, values(alone)) == 0
+    assert max_difference(both, state_values(alone)) == 0
 
 
 def test_weights_of_a_checkpoint_load(written):
     learn = learner()
     learn.load(sorted(written['fsdp'][0].glob('*.ckpt'))[-1], with_opt=False)
-    assert apart(values(learn), written['fsdp'][1][: len(values(learn))]) == 0
+    assert max_difference(state_values(learn), written['fsdp'][1][: len(state_values(learn))]) == 0
 
 
 def one_file(rank, folder):
@@ -169,7 +177,7 @@ def test_parts_can_be_put_together_in_one_file(tmp_path):
     for path in tmp_path.glob('*-ba[18]*.ckpt'):
         path.unlink()
     assert len(list(tmp_path.iterdir())) == 4  # with the lock
-    assert apart(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
+    assert max_difference(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
 
 
 def few(rank, folder):
@@ -223,7 +231,7 @@ def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
     folder = copied(written, tmp_path)
     shutil.rmtree(find_parts_folder(sorted(folder.glob('*.ckpt'))[-1]))
     for found in run_ranks(resumed_with_warning, 2, folder):
-        assert apart(found, written['fsdp'][1]) == 0
+        assert max_difference(found, written['fsdp'][1]) == 0
 
 
 def resumed_with_warning(rank, folder):
@@ -334,10 +342,10 @@ def with_statistics(rank, folder, resume):
 
 def test_what_is_each_processs_own_is_kept_for_it(tmp_path):
     ends = run_ranks(with_statistics, 2, tmp_path, False)
-    assert apart(*ends) > 1e-4
+    assert max_difference(*ends) > 1e-4
     again = run_ranks(with_statistics, 2, tmp_path, sorted(tmp_path.glob('*.ckpt'))[2])
     for end, found in zip(ends, again, strict=True):
-        assert apart(end, found) == 0
+        assert max_difference(end, found) == 0
 
 
 class Dies(Callback):
@@ -362,7 +370,7 @@ def test_a_killed_run_goes_on_exactly(written, tmp_path):
                 c.wait(60)
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
-        assert apart(found, written['fsdp'][1]) == 0
+        assert max_difference(found, written['fsdp'][1]) == 0
 
 
 def test_what_is_not_cut_stays_in_the_file():

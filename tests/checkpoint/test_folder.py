@@ -93,7 +93,7 @@ def test_which_is_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('which', 'told'),
+    ('which', 'message'),
     [
         ('latest', 'There is no checkpoint in .*Checkpoint'),
         ('best', 'There is no checkpoint in'),
@@ -104,8 +104,8 @@ def test_which_is_meant(tmp_path: Path) -> None:
         (1, 'resume=1: give'),
     ],
 )
-def test_what_is_not_there(which: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=told):
+def test_what_is_not_there(which: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
         find(which, tmp_path)
 
 

@@ -22,7 +22,7 @@ from learnkit import (
 from learnkit.callbacks import EarlyStoppingCallback, GradientClip
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.core.errors import CheckpointError, WeightsError
-from tests.helpers.resuming import Keep, check_every_place, scramble, straight
+from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
 
 
 def net() -> nn.Module:
@@ -102,7 +102,7 @@ class Counts(Callback):
 
 def test_callbacks_that_know_nothing_of_checkpoints_go_on_too() -> None:
     check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
-    _, kept = straight(lambda: make(Counts()), lambda learn, r: learn.fit(2))
+    _, kept = train_without_stop(lambda: make(Counts()), lambda learn, r: learn.fit(2))
     learn = make(Counts(step=10))
     learn.fit(2, resume=kept[2])
     # an option is not part of the state
@@ -110,8 +110,8 @@ def test_callbacks_that_know_nothing_of_checkpoints_go_on_too() -> None:
 
 
 def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
-    _, kept = straight(make, lambda learn, r: learn.fit(1))
-    end, _ = straight(make, lambda learn, r: learn.fit(3))
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
+    end, _ = train_without_stop(make, lambda learn, r: learn.fit(3))
     learn = make()
     learn.add_cb(Keep())
     learn.fit(3, resume=kept[-1])
@@ -123,7 +123,7 @@ def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
 
 
 def test_a_finished_fit_trains_nothing_more() -> None:
-    end, kept = straight(make, lambda learn, r: learn.fit(2))
+    end, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
     learn, batches = make(), []
     learn.add_cbs([Keep(), Callback(before_batch=lambda cb: batches.append(cb.iter))])
     learn.fit(2, resume=kept[-1])
@@ -171,7 +171,7 @@ def test_frozen_layers_and_modes_stay() -> None:
 
 
 def test_events_that_fire_again_are_told_by_resumed() -> None:
-    _, kept = straight(make, lambda learn, r: learn.fit(2))
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
     seen: list[Any] = []
 
     def note(event: str) -> Any:
@@ -190,7 +190,7 @@ def test_events_that_fire_again_are_told_by_resumed() -> None:
 
 
 def test_the_state_is_neither_shared_nor_changed() -> None:
-    _, kept = straight(lambda: make(EMA()), lambda learn, r: learn.fit(2))
+    _, kept = train_without_stop(lambda: make(EMA()), lambda learn, r: learn.fit(2))
     before = digest(kept[2])
     learn = make(EMA())
     learn.fit(2, resume=kept[2])
@@ -199,7 +199,7 @@ def test_the_state_is_neither_shared_nor_changed() -> None:
 
 
 def test_a_state_can_be_put_back_outside_of_a_fit() -> None:
-    end, _ = straight(lambda: make(EMA()), lambda learn, r: learn.fit(2))
+    end, _ = train_without_stop(lambda: make(EMA()), lambda learn, r: learn.fit(2))
     learn = make(EMA())
     learn.add_cb(Keep())
     learn.load_checkpoint_state(end)
@@ -209,7 +209,7 @@ def test_a_state_can_be_put_back_outside_of_a_fit() -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
-    end, kept = straight(make, lambda learn, r: learn.fit(1))
+    end, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
     torch.manual_seed(3)
     other = Learner(dls(), nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)), nn.CrossEntropyLoss())
     before = {k: v.clone() for k, v in other.model.state_dict().items()}
@@ -237,7 +237,7 @@ def test_fine_tune_goes_on_in_either_of_its_fits() -> None:
     assert [s['loop']['stage'] for s in kept] == [0] * 7 + [1] * 14
     with pytest.raises(CheckpointError, match='fine_tune'):
         make(splitter=split).fine_tune(
-            2, resume=straight(make, lambda learn, r: learn.fit(1))[1][0]
+            2, resume=train_without_stop(make, lambda learn, r: learn.fit(1))[1][0]
         )
 
 
@@ -304,7 +304,7 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
         learn.compile(step=True)
         return learn
 
-    end, kept = straight(learner, lambda learn, r: learn.fit(2))
+    end, kept = train_without_stop(learner, lambda learn, r: learn.fit(2))
     learn = learner()
     # its first steps are not the compiled ones, which add up in another order
     learn.fit(2, resume=kept[5])
@@ -316,13 +316,13 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
 
 
 def test_a_budget_can_be_extended_and_an_early_stop_says_that_it_holds() -> None:
-    _, kept = straight(make, lambda learn, r: learn.fit('7ba'))
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit('7ba'))
     learn = make()
     # its epoch had ended with its evaluation, and the next one begins
     learn.fit('9ba', resume=kept[-1])
     assert learn.time.ba == 9 and learn.history[-1]['epoch'] == 2
     stop = [Callback(after_batch=lambda cb: cb.learn.stop())]
-    _, kept = straight(lambda: make(*stop), lambda learn, r: learn.fit(2))
+    _, kept = train_without_stop(lambda: make(*stop), lambda learn, r: learn.fit(2))
     learn = make()
     with pytest.warns(UserWarning, match='was stopped in epoch 0'):
         learn.fit(5, resume=kept[-1])

@@ -150,12 +150,12 @@ def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
         os.environ.pop(name, None)  # Ray Train and the like may not set them
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
     world = join_ranks(30.0)
-    told = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
+    gathered = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
     world.leave()
     t = torch.ones(1)
     dist.all_reduce(t)  # the group of the other is as it was
     dist.destroy_process_group()
-    return *told, t.item()
+    return *gathered, t.item()
 
 
 @pytest.mark.dist
@@ -185,17 +185,17 @@ def _started_by_srun(rank: int) -> tuple[Any, ...]:
         }
     )
     world = join_ranks(30.0)
-    told = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
+    gathered = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
     during = os.environ['RANK'], os.environ['MASTER_PORT']
     world.leave()
     left = [name for name in TORCHRUN if name in os.environ]  # the port was there before
-    return *told, dist.is_initialized(), during == (str(rank), port), left
+    return *gathered, dist.is_initialized(), during == (str(rank), port), left
 
 
 @pytest.mark.dist
 def test_processes_of_srun_find_one_another() -> None:
-    said = [(rank, rank, 2, True, [0, 1], False, True, ['MASTER_PORT']) for rank in (0, 1)]
-    assert run_ranks(_started_by_srun, 2) == said
+    expected = [(rank, rank, 2, True, [0, 1], False, True, ['MASTER_PORT']) for rank in (0, 1)]
+    assert run_ranks(_started_by_srun, 2) == expected
 
 
 def _value(rank: int, n: int) -> Any:
@@ -326,12 +326,12 @@ def test_an_error_of_one_rank_is_raised_in_all() -> None:
 
 
 def _meets_again(rank: int) -> list[Any]:
-    told = []
+    gathered = []
     for i in range(5):
         world = join_ranks(20.0)
-        told.append(world.gather((rank, i)))
+        gathered.append(world.gather((rank, i)))
         world.leave()
-    return told
+    return gathered
 
 
 @pytest.mark.dist

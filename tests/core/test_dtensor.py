@@ -13,7 +13,7 @@ import torch
 from learnkit import Checkpoint, DistributedError
 from learnkit.core import dtensor as dtensors
 from learnkit.core.dtensor import close_hosts, host_mesh, open_hosts
-from tests.helpers.fsdp import learner, values
+from tests.helpers.fsdp import learner, state_values
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -63,7 +63,7 @@ def again(rank: int, folder: Path) -> Any:
             with learn.distributed('fsdp', timeout='30s'):
                 learn.fit(n, resume=n > 1)
             assert not dtensors._host_meshes
-    return values(learn), learn.time.ep
+    return state_values(learn), learn.time.ep
 
 
 @pytest.mark.filterwarnings('ignore:The checkpoint is of a fit of 1 epochs')

@@ -232,10 +232,10 @@ def test_savers_of_files_of_their_own_go_together(tmp_path: Any) -> None:
 
 def test_a_monitor_without_validation_data() -> None:
     learn = Learner([(X, Y)], nn.Linear(4, 3), nn.CrossEntropyLoss(), cbs=EarlyStoppingCallback())
-    said = message(learn, MetricError)
-    assert 'Without validation data nothing is evaluated: `DataLoaders(train, valid)`' in said
+    text = message(learn, MetricError)
+    assert 'Without validation data nothing is evaluated: `DataLoaders(train, valid)`' in text
     # a stream has no validation data, and what it logs can be watched
-    assert 'monitor=lambda learn: learn.history[-1]' in said
+    assert 'monitor=lambda learn: learn.history[-1]' in text
 
 
 def test_schedulers_of_torch_are_no_callbacks() -> None:

@@ -18,7 +18,7 @@ from learnkit.losses import CrossEntropyLossFlat
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
 
 
-def told(do: Any) -> warnings.WarningMessage:
+def catch_warning(do: Any) -> warnings.WarningMessage:
     "The one warning that something gives."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
@@ -35,7 +35,7 @@ def test_warnings_point_at_the_users_line(tmp_path: Any) -> None:
         lambda: EarlyStoppingCallback(monitor='mse'),
         lambda: learn.fit(1, cbs=nan),
     ):
-        one = told(do)
+        one = catch_warning(do)
         assert one.filename == __file__, one
 
 

@@ -8,9 +8,19 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from tests.helpers.positions import BS, Counting, Eager, N, OwnSeed, Told, check, loader, seeded
+from tests.helpers.positions import (
+    BS,
+    Eager,
+    EpochCountSampler,
+    N,
+    OwnSeed,
+    SetEpochSampler,
+    check,
+    loader,
+    seeded_generator,
+)
 
-PLACES = [0, 1, 3, 'last', 'end']
+STOP_POINTS = [0, 1, 3, 'last', 'end']
 NOISE = ['', 'torch', 'numpy', 'python', 'own', 'own python']
 
 
@@ -22,27 +32,31 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     'in order': {},
     'shuffle': {'shuffle': True},
     'shuffle, drop_last': {'shuffle': True, 'drop_last': True},
-    'generator': {'shuffle': True, 'generator': seeded},
+    'generator': {'shuffle': True, 'generator': seeded_generator},
     'weighted': {'sampler': weighted},
-    'weighted, generator': {'sampler': lambda seed: weighted(seed, generator=seeded(seed))},
+    'weighted, generator': {
+        'sampler': lambda seed: weighted(seed, generator=seeded_generator(seed))
+    },
     'replacement': {
         'sampler': lambda seed: RandomSampler(range(N), replacement=True, num_samples=90)
     },
     'replacement, generator': {
-        'generator': seeded,
+        'generator': seeded_generator,
         'sampler': lambda seed: RandomSampler(
-            range(N), replacement=True, num_samples=90, generator=seeded(seed)
+            range(N), replacement=True, num_samples=90, generator=seeded_generator(seed)
         ),
     },
-    'subset': {'sampler': lambda seed: SubsetRandomSampler(range(3, N), generator=seeded(seed))},
+    'subset': {
+        'sampler': lambda seed: SubsetRandomSampler(range(3, N), generator=seeded_generator(seed))
+    },
     'seed of its own': {'sampler': OwnSeed},
-    'counts epochs': {'sampler': lambda seed: Counting()},
-    'is told epochs': {'sampler': Told},
+    'counts epochs': {'sampler': lambda seed: EpochCountSampler()},
+    'is told epochs': {'sampler': SetEpochSampler},
     'batch_sampler': {
         'batch_sampler': lambda seed: BatchSampler(RandomSampler(range(N)), BS, True)
     },
     'eager batch_sampler': {'batch_sampler': lambda seed: Eager()},
-    'eager, generator': {'batch_sampler': lambda seed: Eager(), 'generator': seeded},
+    'eager, generator': {'batch_sampler': lambda seed: Eager(), 'generator': seeded_generator},
     'a list of batches': {'batch_sampler': [[0, 1], [5], [3, 2, 4], [6, 7], [8, 9], [10]]},
     'no batches': {'batch_size': None, 'shuffle': True},
 }
@@ -50,7 +64,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize('sampler', SAMPLERS)
 def test_every_sampler_in_this_process(sampler: str) -> None:
-    check(loader(**SAMPLERS[sampler]), PLACES)
+    check(loader(**SAMPLERS[sampler]), STOP_POINTS)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +77,12 @@ def test_every_sampler_in_this_process(sampler: str) -> None:
     ],
 )
 def test_random_samples_in_this_process(sampler: str, noise: str) -> None:
-    check(loader(noise, **SAMPLERS[sampler]), PLACES)
+    check(loader(noise, **SAMPLERS[sampler]), STOP_POINTS)
 
 
 @pytest.mark.parametrize('replay', [False, True])
 def test_skipped_or_replayed_it_is_the_same(replay: bool) -> None:
-    check(loader('numpy', shuffle=True, generator=seeded), PLACES, replay=replay)
+    check(loader('numpy', shuffle=True, generator=seeded_generator), STOP_POINTS, replay=replay)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,7 @@ def test_every_sampler_with_workers(sampler: str, epochs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    'places', [[0, 'last', 'end'], pytest.param(PLACES, marks=pytest.mark.full)]
+    'places', [[0, 'last', 'end'], pytest.param(STOP_POINTS, marks=pytest.mark.full)]
 )
 def test_every_place_with_workers(places: list[Any]) -> None:
     check(loader(workers=2, shuffle=True), places)

@@ -26,15 +26,15 @@ from tests.helpers.positions import (
     OwnSeed,
     Stream,
     check,
-    generators,
-    go_on,
-    gone_on,
+    digest_generators,
     loader,
-    seeded,
-    straight,
+    passes_after_resume,
+    resume_passes,
+    run_without_stop,
+    seeded_generator,
 )
 
-PLACES = [0, 1, 3, 'last', 'end']
+STOP_POINTS = [0, 1, 3, 'last', 'end']
 ROWS = torch.arange(N)
 
 
@@ -66,7 +66,7 @@ TENSORS: dict[str, Callable[[int], TensorLoader]] = {
 
 @pytest.mark.parametrize('kind', TENSORS)
 def test_tensor_loader(kind: str) -> None:
-    check(TENSORS[kind], PLACES)
+    check(TENSORS[kind], STOP_POINTS)
 
 
 def test_tensor_loader_begins_at_a_batch() -> None:
@@ -77,13 +77,13 @@ def test_tensor_loader_begins_at_a_batch() -> None:
 
 
 def test_a_generator_that_others_draw_from_comes_back_as_it_was() -> None:
-    g = seeded(3)
+    g = seeded_generator(3)
     drawing = LoaderPosition(TensorLoader(ROWS, bs=BS, shuffle=True, generator=g))
     batches = drawing.begin()
     next(batches)
     torch.rand(1, generator=g)
     position, expected = drawing.state_dict(1), torch.rand(1, generator=g)
-    anew = seeded(4)
+    anew = seeded_generator(4)
     rest = LoaderPosition.resume(
         TensorLoader(ROWS, bs=BS, shuffle=True, generator=anew), position
     ).begin()
@@ -117,7 +117,7 @@ def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(
 
 @pytest.mark.parametrize('kind', [list, tuple])
 def test_lists_are_not_read_before_the_batch(kind: Any) -> None:
-    check(lambda seed: kind(ROWS.split(BS)), PLACES)
+    check(lambda seed: kind(ROWS.split(BS)), STOP_POINTS)
     begun = LoaderPosition.resume(
         kind([1, 2, 3]), {**LoaderPosition(kind([1, 2, 3])).state_dict(0), 'start': {}, 'n': 2}
     ).begin()
@@ -163,12 +163,12 @@ class Generating:
     [
         lambda seed: Generating(),
         lambda seed: Own(Items('torch'), BS, shuffle=True),
-        lambda seed: Own(Items('own', seed), BS, shuffle=True, generator=seeded(seed)),
+        lambda seed: Own(Items('own', seed), BS, shuffle=True, generator=seeded_generator(seed)),
         lambda seed: DataLoader(Stream(seed), BS),
     ],
 )
 def test_other_loaders_are_iterated_again(make: Callable[[int], Any]) -> None:
-    check(make, PLACES)
+    check(make, STOP_POINTS)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +187,12 @@ def test_a_stream_that_shares_a_global_generator_is_named() -> None:
     def make(seed: int) -> Any:
         return DataLoader(Stream(seed, own=False), BS)
 
-    checkpoint = straight(make, 1)[1][0][3]
+    checkpoint = run_without_stop(make, 1)[1][0][3]
     with pytest.warns(
         UserWarning,
         match='data set .* global generator of python, .* Give it its own generator',
     ):
-        gone_on(make, checkpoint, 1)
+        passes_after_resume(make, checkpoint, 1)
 
 
 def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_named_with_workers() -> (
@@ -201,11 +201,11 @@ def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_n
     def options(seed: int) -> Any:
         return IndexByIndex()
 
-    check(loader(sampler=options), PLACES)
+    check(loader(sampler=options), STOP_POINTS)
     make = loader(workers=2, sampler=options)
-    checkpoint = straight(make, 1)[1][0][2]
+    checkpoint = run_without_stop(make, 1)[1][0][2]
     with pytest.warns(UserWarning, match='sampler .* global generator of python'):
-        gone_on(make, checkpoint, 1)
+        passes_after_resume(make, checkpoint, 1)
 
 
 @pytest.mark.parametrize(
@@ -217,60 +217,64 @@ def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_n
     ],
 )
 def test_persistent_workers(sampler: dict[str, Any], places: list[Any]) -> None:
-    check(loader(workers=2, persistent_workers=True, generator=seeded, **sampler), places, epochs=3)
+    check(
+        loader(workers=2, persistent_workers=True, generator=seeded_generator, **sampler),
+        places,
+        epochs=3,
+    )
 
 
 def test_persistent_workers_in_a_later_epoch() -> None:
     make = loader(workers=2, persistent_workers=True, shuffle=True)
-    passes, checkpoints = straight(make, 3)
+    passes, checkpoints = run_without_stop(make, 3)
     for place in (0, 3):
-        assert gone_on(make, checkpoints[1][place]) == [passes[1][place:], passes[2]]
-    assert gone_on(make, checkpoints[1]['end'], 1) == [passes[2]]
+        assert passes_after_resume(make, checkpoints[1][place]) == [passes[1][place:], passes[2]]
+    assert passes_after_resume(make, checkpoints[1]['end'], 1) == [passes[2]]
 
 
 def test_persistent_workers_with_random_samples() -> None:
     make = loader('torch', workers=2, persistent_workers=True, shuffle=True)
-    passes, checkpoints = straight(make)
-    assert gone_on(make, checkpoints[0][3]) == [passes[0][3:], passes[1]]
+    passes, checkpoints = run_without_stop(make)
+    assert passes_after_resume(make, checkpoints[0][3]) == [passes[0][3:], passes[1]]
     for later in (checkpoints[0]['end'], checkpoints[1][3]):
         with pytest.warns(UserWarning, match='persistent workers.*persistent_workers=False'):
-            gone_on(make, later, 1)
+            passes_after_resume(make, later, 1)
 
 
 def test_a_pass_that_was_broken_off_in_this_process() -> None:
     make = loader('torch', workers=2, persistent_workers=True, shuffle=True)
-    passes, checkpoints = straight(make)
+    passes, checkpoints = run_without_stop(make)
     dl = make(3)
     next(iter(dl))
-    assert gone_on(lambda seed: dl, checkpoints[0][3]) == [passes[0][3:], passes[1]]
+    assert passes_after_resume(lambda seed: dl, checkpoints[0][3]) == [passes[0][3:], passes[1]]
 
 
 @pytest.mark.parametrize(
     ('before', 'after', 'options'),
     [
-        (0, 2, {'shuffle': True, 'generator': seeded}),
+        (0, 2, {'shuffle': True, 'generator': seeded_generator}),
         (2, 0, {'sampler': OwnSeed}),
-        (2, 1, {'shuffle': True, 'generator': seeded}),
+        (2, 1, {'shuffle': True, 'generator': seeded_generator}),
     ],
 )
 def test_another_number_of_workers(before: int, after: int, options: dict[str, Any]) -> None:
-    passes, checkpoints = straight(loader(workers=before, **options), 1)
-    got = gone_on(loader(workers=after, **options), checkpoints[0][3], 1)
+    passes, checkpoints = run_without_stop(loader(workers=before, **options), 1)
+    got = passes_after_resume(loader(workers=after, **options), checkpoints[0][3], 1)
     assert [b[1] for b in got[0][:-1]] == [b[1] for b in passes[0][3:-1]]
 
 
 @pytest.mark.parametrize(('before', 'after'), [(0, 2), (2, 0), (2, 1)])
 def test_random_samples_with_another_number_of_workers_are_named(before: int, after: int) -> None:
-    checkpoint = straight(loader('torch', workers=before, shuffle=True), 1)[1][0][3]
+    checkpoint = run_without_stop(loader('torch', workers=before, shuffle=True), 1)[1][0][3]
     with pytest.warns(UserWarning, match=f'num_workers={before}, now it is {after}'):
-        gone_on(loader('torch', workers=after, shuffle=True), checkpoint, 1)
+        passes_after_resume(loader('torch', workers=after, shuffle=True), checkpoint, 1)
 
 
 def test_batches_out_of_order_are_named() -> None:
     make = loader(workers=2, shuffle=True, in_order=False)
-    checkpoint = straight(make, 1)[1][0][3]
+    checkpoint = run_without_stop(make, 1)[1][0][3]
     with pytest.warns(UserWarning, match='in_order=True'):
-        gone_on(make, checkpoint, 1)
+        passes_after_resume(make, checkpoint, 1)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +288,10 @@ def test_batches_out_of_order_are_named() -> None:
     ],
 )
 def test_a_resumed_run_can_be_resumed(make: Callable[[int], Any]) -> None:
-    passes, checkpoints = straight(make)
-    _, later = go_on(make, checkpoints[0][2])
-    assert gone_on(make, later[0][4]) == [passes[0][4:], passes[1]]
-    assert gone_on(make, later[1][1], 1) == [passes[1][1:]]
+    passes, checkpoints = run_without_stop(make)
+    _, later = resume_passes(make, checkpoints[0][2])
+    assert passes_after_resume(make, later[0][4]) == [passes[0][4:], passes[1]]
+    assert passes_after_resume(make, later[1][1], 1) == [passes[1][1:]]
 
 
 # --------------------------------------------------------------------- loaders with their own state
@@ -307,11 +311,12 @@ def stateful(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int
 
 
 @pytest.mark.parametrize(
-    'options', [{}, {'shuffle': True}, {'shuffle': True, 'generator': seeded}, {'sampler': OwnSeed}]
+    'options',
+    [{}, {'shuffle': True}, {'shuffle': True, 'generator': seeded_generator}, {'sampler': OwnSeed}],
 )
 @pytest.mark.parametrize('noise', ['', 'torch', 'own'])
 def test_stateful_dataloader(noise: str, options: dict[str, Any]) -> None:
-    check(stateful(noise, **options), PLACES)
+    check(stateful(noise, **options), STOP_POINTS)
 
 
 def test_stateful_dataloader_with_workers() -> None:
@@ -351,7 +356,7 @@ class WithState:
 
 
 def test_a_loader_with_a_state_of_its_own() -> None:
-    check(lambda seed: WithState(), PLACES)
+    check(lambda seed: WithState(), STOP_POINTS)
 
 
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
@@ -383,10 +388,10 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
 def test_another_loader_is_refused_before_anything_changes(
     was: Any, now: Any, message: str
 ) -> None:
-    checkpoints = straight(was, 1)[1][0]
+    checkpoints = run_without_stop(was, 1)[1][0]
     for place in (2, 'end'):
         with pytest.raises(CheckpointError, match=message):
-            gone_on(now, checkpoints[place])
+            passes_after_resume(now, checkpoints[place])
 
 
 class Shrinking(Generating):
@@ -410,11 +415,11 @@ def test_the_epoch_number_of_a_data_set_within_a_subset() -> None:
 
 
 def test_an_epoch_that_ends_before_the_batch() -> None:
-    checkpoint = straight(lambda seed: Shrinking(), 1)[1][0][3]
+    checkpoint = run_without_stop(lambda seed: Shrinking(), 1)[1][0][3]
     with pytest.raises(
         CheckpointError, match='ended after 2 batches, and the checkpoint was taken after 3'
     ):
-        gone_on(lambda seed: Shrinking(), checkpoint)
+        passes_after_resume(lambda seed: Shrinking(), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -429,9 +434,9 @@ def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_generators_that_are_made_late_are_named() -> None:
-    checkpoint = straight(loader('own'), 1)[1][0][3]
+    checkpoint = run_without_stop(loader('own'), 1)[1][0][3]
     with pytest.warns(UserWarning, match=r'lacks now: dataset\.transform\.rng\..*in `__init__`'):
-        gone_on(loader(), checkpoint, 1)
+        passes_after_resume(loader(), checkpoint, 1)
 
 
 # ------------------------------------------------------------------------------------------ indices
@@ -441,10 +446,10 @@ def test_generators_that_are_made_late_are_named() -> None:
     'make',
     [
         loader(shuffle=True),
-        loader('torch', shuffle=True, generator=seeded),
+        loader('torch', shuffle=True, generator=seeded_generator),
         loader(sampler=OwnSeed),
         loader(batch_sampler=lambda seed: Eager()),
-        loader(workers=2, shuffle=True, generator=seeded),
+        loader(workers=2, shuffle=True, generator=seeded_generator),
         TENSORS['shuffle'],
         TENSORS['drop_last'],
     ],
@@ -457,9 +462,9 @@ def test_indices_of_a_batch(make: Callable[[int], Any]) -> None:
     torch.rand(2)
     for i, batch in enumerate(batches):
         expected = [int(row[0]) if row.ndim else int(row) for row in batch]
-        before = generators(dl)
+        before = digest_generators(dl)
         assert drawing.indices(i) == expected
-        assert generators(dl) == before
+        assert digest_generators(dl) == before
     assert drawing.indices(99) is None
 
 

@@ -155,14 +155,16 @@ def test_levels_that_are_open_are_those_of_a_fit() -> None:
     for event, seen in levels.seen.items():
         if event in ('after_create', 'cleanup'):
             continue
-        told = {frozenset(open_levels(i)) for i, m in enumerate(LIFECYCLE) if m.event == event}
+        documented = {
+            frozenset(open_levels(i)) for i, m in enumerate(LIFECYCLE) if m.event == event
+        }
         # the table has draws in one place of two
-        told |= {
+        documented |= {
             frozenset(t - {'train'} | {'validate'})
-            for t in told
+            for t in documented
             if event in ('before_draw', 'after_draw')
         }
-        assert seen == told, event
+        assert seen == documented, event
 
 
 @pytest.mark.parametrize('event', EVENTS)

@@ -188,9 +188,12 @@ def test_an_evaluation_in_a_measured_step_is_the_callback_that_asks_for_it() -> 
 def test_a_learner_with_timings_can_be_copied() -> None:
     learn = learner(n_train=20)
     learn.fit(1)
-    twin = copy.deepcopy(learn)
-    assert twin.timings.seconds == learn.timings.seconds and twin.timings is not learn.timings
-    twin.fit(1)
+    duplicate = copy.deepcopy(learn)
+    assert (
+        duplicate.timings.seconds == learn.timings.seconds
+        and duplicate.timings is not learn.timings
+    )
+    duplicate.fit(1)
 
 
 # -------------------------------------------------------------------------------------------- trace

@@ -45,7 +45,7 @@ def each(cases: dict[Any, Callable[[int], Any]]) -> dict[Any, list[Any]]:
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
-def made(*cbs: Any, bs: int = 4, path: Path | str = '.', **options: Any) -> Learner:
+def make_training(*cbs: Any, bs: int = 4, path: Path | str = '.', **options: Any) -> Learner:
     return make_learner(make_dls(101, bs), path, cbs=list(cbs), **options)
 
 
@@ -96,14 +96,14 @@ def test_counted_stops_are_at_the_same_batch_as_in_one_process() -> None:
     found = each(
         {
             (name, every): lambda rank, fit=fit, every=every: stopped(
-                made(), fit, agree_every=every
+                make_training(), fit, agree_every=every
             )
             for name, fit in FITS.items()
             for every in (1, None)
         }
     )
     for (name, _), got in found.items():
-        alone = made(bs=8)
+        alone = make_training(bs=8)
         FITS[name](alone)
         assert got == ([alone.train_iter, len(alone.history)],) * 2, name
 
@@ -133,14 +133,16 @@ def test_a_stop_in_one_process_stops_all_at_the_same_batch() -> None:
         for every, end in ends.items():
             cases[i, every] = lambda rank, event=event, where=where, every=every, who=i % 2: (
                 stopped(
-                    made(at(event, stop, where, who)), lambda learn: learn.fit(3), agree_every=every
+                    make_training(at(event, stop, where, who)),
+                    lambda learn: learn.fit(3),
+                    agree_every=every,
                 )
             )
             expected[i, every] = (end, end)
     assert each(cases) == expected
 
 
-def apart(learn: Learner) -> float:
+def diverging_value(learn: Learner) -> float:
     "Return a value that grows from epoch to epoch in the first process, and shrinks in the other."
     return 1.0 + learn.epoch * (-1 if learn.world.rank else 1)
 
@@ -175,11 +177,11 @@ def test_what_watches_a_value_that_differs_decides_by_that_of_the_first(tmp_path
         return [learn.train_iter / N_BATCHES, *learn.opt.hypers.attrgot('lr')]
 
     watching = {
-        'gets better': lambda: [EarlyStopping(apart, comp='greater')],
-        'gets worse': lambda: [EarlyStopping(apart, comp='less')],
-        'passes': lambda: [ThresholdStopper(apart, 2.5, comp='greater')],
-        'lowers': lambda: [ReduceLROnPlateau(apart, comp='less')],
-        'saves': lambda: [SaveModelCallback(apart, comp='less')],
+        'gets better': lambda: [EarlyStopping(diverging_value, comp='greater')],
+        'gets worse': lambda: [EarlyStopping(diverging_value, comp='less')],
+        'passes': lambda: [ThresholdStopper(diverging_value, 2.5, comp='greater')],
+        'lowers': lambda: [ReduceLROnPlateau(diverging_value, comp='less')],
+        'saves': lambda: [SaveModelCallback(diverging_value, comp='less')],
         'mean of all': lambda: [
             at('after_train', log, rank=None),
             EarlyStopping(lambda learn: learn.history[-1]['mine'], comp='greater'),
@@ -187,7 +189,7 @@ def test_what_watches_a_value_that_differs_decides_by_that_of_the_first(tmp_path
     }
     found = each(
         {
-            name: lambda rank, cbs=cbs: rate(made(*cbs(), path=tmp_path))
+            name: lambda rank, cbs=cbs: rate(make_training(*cbs(), path=tmp_path))
             for name, cbs in watching.items()
         }
     )
@@ -227,7 +229,7 @@ def test_sigterm_at_the_ends_of_epochs_is_one_end_for_all_and_the_resume_is_exac
 ) -> None:
     def make(path: Path, *cbs: Any) -> Learner:
         torch.manual_seed(5)
-        return made(Checkpoint(every='1ep'), *cbs, path=path, dropout=0.2)
+        return make_training(Checkpoint(every='1ep'), *cbs, path=path, dropout=0.2)
 
     def signalled(rank: int, i: int, event: str, where: EVENT) -> list[Any]:
         learn = make(
@@ -292,12 +294,12 @@ class Logs(Callback):
 
 def test_what_is_logged_is_that_of_all_who_log() -> None:
     def job(rank: int, *ranks: int) -> list[Any]:
-        stopped(learn := made(Logs(*ranks)), lambda learn: learn.fit(2))
+        stopped(learn := make_training(Logs(*ranks)), lambda learn: learn.fit(2))
         with learn.distributed('ddp', timeout='20s'):
             learn.validate()
         return [rows(learn), list(learn.final_record)]
 
-    alone = made(Logs(0), bs=8)
+    alone = make_training(Logs(0), bs=8)
     alone.fit(2)
     found = each(
         {ranks: lambda rank, ranks=ranks: job(rank, *ranks) for ranks in ((0, 1), (0,), (1,))}
@@ -320,7 +322,7 @@ def test_what_is_logged_is_that_of_all_who_log() -> None:
 # -------------------------------------------------------------------------------- one process alone
 
 
-def said_by(
+def errors_of_ranks(
     raises: type[BaseException], event: str, where: EVENT, timeout: str = '20s'
 ) -> list[Any]:
     "Raise something in process 1 alone; return what each process has got, and after how long."
@@ -328,7 +330,7 @@ def said_by(
     def fail(cb: Any) -> None:
         raise raises
 
-    learn, began = made(at(event, fail, where)), time.monotonic()
+    learn, began = make_training(at(event, fail, where)), time.monotonic()
     try:
         with learn.distributed('ddp', timeout=timeout):
             learn.fit(2)
@@ -351,42 +353,42 @@ ENDS = {
 
 @pytest.fixture(scope='module')
 def ends() -> dict[str, list[Any]]:
-    return each({name: lambda rank, how=how: said_by(*how) for name, how in ENDS.items()})
+    return each({name: lambda rank, how=how: errors_of_ranks(*how) for name, how in ENDS.items()})
 
 
 @pytest.mark.parametrize('case', [name for name in ENDS if 'cancelled' not in name])
 def test_who_leaves_alone_is_named_to_the_others_at_once(
     case: str, ends: dict[str, list[Any]]
 ) -> None:
-    (other, told, took_s, n), (own, _, _, n_own) = ends[case]
+    (other, message, took_s, n), (own, _, _, n_own) = ends[case]
     raises, event, _ = ENDS[case]
     assert own == raises.__name__ and n - n_own in (0, 1) and took_s < 15
-    said = 'has left the training' if raises is SystemExit else f'failed in Callback.{event}'
-    assert other == 'DistributedError' and told.startswith(f'Process 1 of 2 {said}')
-    assert ('KeyboardInterrupt' in told) == (raises is KeyboardInterrupt)
+    reason = 'has left the training' if raises is SystemExit else f'failed in Callback.{event}'
+    assert other == 'DistributedError' and message.startswith(f'Process 1 of 2 {reason}')
+    assert ('KeyboardInterrupt' in message) == (raises is KeyboardInterrupt)
 
 
 @pytest.mark.parametrize('case', [name for name in ENDS if 'cancelled' in name])
 def test_a_step_that_one_leaves_out_ends_all_at_the_next_agreement(
     case: str, ends: dict[str, list[Any]]
 ) -> None:
-    for error, told, took_s, n in ends[case]:
+    for error, message, took_s, n in ends[case]:
         assert error == 'DistributedError' and n == N_BATCHES and took_s < 15
         assert (
-            told.startswith('The processes have taken 12 to 13 steps')
-            and 'self.world.any(...)' in told
+            message.startswith('The processes have taken 12 to 13 steps')
+            and 'self.world.any(...)' in message
         )
 
 
 def test_a_level_that_one_leaves_is_told_with_what_to_do() -> None:
     cases = {
-        cancel: lambda rank, cancel=cancel: said_by(cancel, 'before_batch', after(5), '1s')
+        cancel: lambda rank, cancel=cancel: errors_of_ranks(cancel, 'before_batch', after(5), '1s')
         for cancel in (CancelTrainException, CancelFitException)
     }
     for got in each(cases).values():
-        for error, told, took_s, _ in got:
+        for error, message, took_s, _ in got:
             assert error == 'DistributedError' and 1 < took_s < 15
             assert (
-                told.startswith('The 2 processes waited for one another')
-                and 'self.world.any(...)' in told
+                message.startswith('The 2 processes waited for one another')
+                and 'self.world.any(...)' in message
             )

@@ -20,7 +20,7 @@ from learnkit.core.errors import DistributedError
 from learnkit.distributed import DistributedTraining
 from tests.helpers.distributing import (
     compare,
-    interrupted,
+    expect_interrupt,
     make_data,
     make_dls,
     make_learner,
@@ -123,7 +123,10 @@ def test_the_clock_goes_on_where_a_checkpoint_was_taken(tmp_path: Path) -> None:
             make_dls(101, 4), path, cbs=[Checkpoint(every='0.1s', keep_last=None), Uneven()]
         )
         learn.add_cbs([] if resume else [Broken()])
-        with nullcontext() if resume else interrupted(), learn.distributed('ddp', timeout='20s'):
+        with (
+            nullcontext() if resume else expect_interrupt(),
+            learn.distributed('ddp', timeout='20s'),
+        ):
             learn.fit(2, 1e-2, resume=resume)
         return weights(learn), rows(learn), learn.time.ba
 
@@ -189,7 +192,7 @@ def test_a_second_context_inside_the_first_is_refused_and_leaves_it() -> None:
 
 def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
     def job(rank: int) -> list[str]:
-        told = []
+        messages = []
 
         def fail(cb: Any) -> None:
             if cb.world.rank and cb.train_iter == 3:
@@ -201,13 +204,13 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
                 try:
                     learn.fit(1, resume=resume)
                 except Exception as e:
-                    told.append(f'{type(e).__name__}: {e}')
+                    messages.append(f'{type(e).__name__}: {e}')
         learn.fit(1)
-        return told
+        return messages
 
-    for told in run_ranks(job):
-        assert 'broken' in told[0] and all(
-            t.startswith('DistributedError: The last run') for t in told[1:]
+    for messages in run_ranks(job):
+        assert 'broken' in messages[0] and all(
+            t.startswith('DistributedError: The last run') for t in messages[1:]
         )
 
 
@@ -256,13 +259,13 @@ def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('what', 'told'),
+    ('what', 'message'),
     [
         ('data', '26 batches of 101 samples in process 0, 21 batches of 81'),
         ('options', "batch_size: 'process' in process 0, 'global' in process 1"),
     ],
 )
-def test_processes_with_other_data_or_options_are_refused(what: str, told: str) -> None:
+def test_processes_with_other_data_or_options_are_refused(what: str, message: str) -> None:
     def job(rank: int) -> str:
         learn = make_learner(make_dls(101 - 20 * rank * (what == 'data'), 4))
         batch_size = ('process', 'global')[rank * (what == 'options')]
@@ -273,4 +276,4 @@ def test_processes_with_other_data_or_options_are_refused(what: str, told: str) 
             pass
         return str(e.value)
 
-    assert all(told in text for text in run_ranks(job))
+    assert all(message in text for text in run_ranks(job))

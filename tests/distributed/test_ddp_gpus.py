@@ -56,8 +56,8 @@ def fit(learn: Learner) -> dict[str, Any]:
 def test_two_equal_one_with_the_bigger_batch(device: str, backend: str | None) -> None:
     one, two = make(device, 16), make(device)
     fit(one)
-    told = two.launch(fit, 2, strategy='ddp', backend=backend)
-    assert told['size'] == 2 and told['device'].startswith(device)
+    results = two.launch(fit, 2, strategy='ddp', backend=backend)
+    assert results['size'] == 2 and results['device'].startswith(device)
     torch.testing.assert_close(weights(two).cpu(), weights(one).cpu(), rtol=0, atol=1e-10)
     assert same_rows(rows(two), rows(one))
 

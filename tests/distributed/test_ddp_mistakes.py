@@ -21,7 +21,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.dist
 
 
-def made(**events: Callable[[Any], Any]) -> Learner:
+def make(**events: Callable[[Any], Any]) -> Learner:
     return make_learner(make_dls(101, 4), cbs=Callback(**events))
 
 
@@ -30,7 +30,7 @@ def unfrozen_in_an_epoch(rank: int) -> None:
         if cb.training and cb.iter == 3:
             cb.model[0].requires_grad_(True)
 
-    learn = made(after_batch=unfreeze)
+    learn = make(after_batch=unfreeze)
     learn.create_opt()
     learn.model[0].requires_grad_(False)
     trained(learn)
@@ -40,11 +40,11 @@ def a_second_backward(rank: int) -> None:
     def again(cb: Any) -> None:
         F.cross_entropy(cb.model(cb.x * 1.1), cb.y).backward()
 
-    trained(made(after_backward=again))
+    trained(make(after_backward=again))
 
 
 def other_data_within(rank: int) -> None:
-    learn = made()
+    learn = make()
     with learn.distributed('ddp', timeout='20s'):
         learn.fit(1)
         learn.dls = make_dls(64, 4)
@@ -55,7 +55,7 @@ def wrapped_by_hand(rank: int) -> None:
     import torch.distributed as dist
 
     dist.init_process_group('gloo')
-    learn = made()
+    learn = make()
     learn.model = nn.parallel.DistributedDataParallel(learn.model)
     try:
         trained(learn)
@@ -72,7 +72,7 @@ def another_choice(rank: int) -> None:
 
 
 def other_counts(rank: int) -> None:
-    learn = made()
+    learn = make()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(1 + rank)
@@ -84,7 +84,7 @@ def asked_alone(rank: int) -> None:
         if cb.world.rank == 1:
             cb.world.gather('mine')
 
-    trained(made(after_train=ask))
+    trained(make(after_train=ask))
 
 
 def asked_while_others_count(rank: int) -> None:
@@ -92,7 +92,7 @@ def asked_while_others_count(rank: int) -> None:
         if cb.training and cb.iter == 3 and cb.world.rank == 1:
             cb.world.gather('mine')
 
-    learn = made(before_batch=ask)
+    learn = make(before_batch=ask)
     learn.token_func = lambda *batch: 3
     with learn.distributed('ddp', timeout='2s'):
         learn.fit(2)
@@ -136,28 +136,28 @@ def test_slips_are_told(slip: Callable[[int], None]) -> None:
             slip(rank)
         return str(e.value).replace('\n', ' ')
 
-    for said in run_ranks(job):
-        assert re.search(says, said), said
+    for error in run_ranks(job):
+        assert re.search(says, error), error
 
 
 def test_a_forgotten_context_is_told_once() -> None:
     def job(rank: int) -> list[str]:
-        learn = made()
-        with warnings.catch_warnings(record=True) as told:
+        learn = make()
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter('always')
             learn.fit(1)
             learn.fit(1)
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
-        return [str(w.message) for w in told]
+        return [str(w.message) for w in messages]
 
-    for told in run_ranks(job):
-        assert len(told) == 1 and 'put `with learn.distributed():` around' in told[0]
+    for messages in run_ranks(job):
+        assert len(messages) == 1 and 'put `with learn.distributed():` around' in messages[0]
 
 
 def test_an_optimizer_that_has_trained_alone_has_the_state_of_the_first() -> None:
     def job(rank: int) -> Any:
-        learn = made()
+        learn = make()
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             learn.fit(

@@ -15,7 +15,7 @@ from learnkit.callbacks import EMA, Checkpoint
 from learnkit.checkpoint.digest import learn_digest
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import CheckpointError
-from tests.helpers.distributing import interrupted, make_dls, make_learner, rows, weights
+from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -74,7 +74,7 @@ def train(
         cbs = [make_cb() for make_cb in options.get('cbs', ())]
         learn = make(path, **{**options, 'cbs': cbs})
         with (
-            interrupted() if broken_off else nullcontext(),
+            expect_interrupt() if broken_off else nullcontext(),
             learn.distributed('ddp', timeout='20s', batch_size=batch_size),
             learn.added_cbs([note, *more]),
         ):

@@ -29,7 +29,7 @@ from learnkit import (
 from learnkit.callbacks import EMA, SAM, Checkpoint, GradientValueClip, MixedPrecision
 from learnkit.core.errors import DistributedError
 from tests.helpers.distributing import (
-    interrupted,
+    expect_interrupt,
     make_data,
     make_dls,
     make_learner,
@@ -147,7 +147,7 @@ SENT = {  # two processes exchange gradients: each sends a message and receives 
 }
 
 
-def told(learn: Learner) -> dict[str, Any]:
+def summarize_run(learn: Learner) -> dict[str, Any]:
     "What a training has come to, as plain values."
     averages = [
         t.reshape(-1)
@@ -168,7 +168,7 @@ def trained(learn: Learner, n_epoch: int = 2) -> dict[str, Any]:
     with learn.distributed('ddp', timeout='20s'):
         learn.fit(n_epoch)
         learn.check_replicas()
-    return told(learn)
+    return summarize_run(learn)
 
 
 @pytest.fixture(scope='module')
@@ -181,7 +181,7 @@ def test_steps_are_those_of_one_process(case: str, ranks: list[dict[str, Any]]) 
     alone = CASES[case](8)
     begun = weights(alone)
     alone.fit(2)
-    expected = told(alone)
+    expected = summarize_run(alone)
     assert (weights(alone) - begun).abs().max() > 0.02
     for got in (r[case] for r in ranks):
         assert got['weights'].shape == expected['weights'].shape
@@ -220,7 +220,9 @@ def test_weights_that_are_sent_by_themselves(
         alone = CASES[name](8)
         alone.fit(2)
         for got in ranks:
-            assert (got[name]['weights'] - told(alone)['weights']).abs().max() < 1e-10, name
+            assert (got[name]['weights'] - summarize_run(alone)['weights']).abs().max() < 1e-10, (
+                name
+            )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
     alone = cancelling(8)
     alone.fit(2)
     for got in run_ranks(lambda rank: trained(cancelling(4))):
-        assert got['counts'] == told(alone)['counts']
+        assert got['counts'] == summarize_run(alone)['counts']
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
@@ -587,10 +589,10 @@ def test_a_loop_of_one_s_own_averages_gradients_or_says_why_it_does_not() -> Non
         alone = duel(cls, 8, n)
         alone.fit(2)
         expected.append(weights(alone))
-    for *got, said in run_ranks(job):
+    for *got, error in run_ranks(job):
         for a, b in zip(got, expected, strict=True):
             assert (a - b).abs().max() < 1e-10
-        assert '_do_grad_opt' in said
+        assert '_do_grad_opt' in error
 
 
 # ----------------------------------------------------------------------------------------- resuming
@@ -615,7 +617,7 @@ def test_a_tail_that_is_resumed_is_averaged(tmp_path: Path) -> None:
         # the last step before a tail; the last batch of an epoch, whose step is to come
         for n in (12, 13, 26):
             broken = make(f'{n}', Callback(batch_checkpoint=partial(break_off, n=n)))
-            with interrupted(), broken.distributed('ddp', timeout='20s'):
+            with expect_interrupt(), broken.distributed('ddp', timeout='20s'):
                 broken.fit(2)
             again = make(f'{n}')
             with again.distributed('ddp', timeout='20s'):
@@ -759,7 +761,7 @@ def test_a_loop_with_verbs_is_that_of_one_process() -> None:
     ranks = run_ranks(job)
     for name in VERBS:
         (alone := verb_duel(8, name)).fit(2)
-        expected = told(alone)
+        expected = summarize_run(alone)
         for got in (rank[name] for rank in ranks):
             assert (got['weights'] - expected['weights']).abs().max() < 1e-10, name
             assert got['counts'] == expected['counts'] and same_rows(

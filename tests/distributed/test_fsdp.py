@@ -24,7 +24,7 @@ from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
 from learnkit.distributed.fsdp import Sharded, check_can_be_cut, units_of
 from learnkit.optim.optimizers import SGD, Adam, Lookahead, MuonAdamW, RAdam, RMSProp
-from tests.helpers.fsdp import Block, Net, WithStatistics, apart, learner, values
+from tests.helpers.fsdp import Block, Net, WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -56,7 +56,7 @@ def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
         for k, v in row.items()
         if isinstance(v, float) and 'time' not in k
     ]
-    return values(learn), torch.tensor(history), ema, kept
+    return state_values(learn), torch.tensor(history), ema, kept
 
 
 def by_size(pred, y):
@@ -124,8 +124,8 @@ def as_with_replicas(rank, names):
     for name in names:
         a, b = (trained(strategy, **CASES[name]) for strategy in ('ddp', 'fsdp'))
         found[name] = (
-            [apart(x, y) for x, y in zip(a, b, strict=True) if len(x)],
-            apart(a[0], values(learner())),
+            [max_difference(x, y) for x, y in zip(a, b, strict=True) if len(x)],
+            max_difference(a[0], state_values(learner())),
         )
     return found
 
@@ -202,18 +202,18 @@ def several_things(rank):
 
     for model in (Tied, WithStatistics):  # BatchNorm's batches are those of each process, in both
         a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
-        check(f'{model.__name__}: {apart(a[0], b[0])}', apart(a[0], b[0]) < 1e-5)
+        check(f'{model.__name__}: {max_difference(a[0], b[0])}', max_difference(a[0], b[0]) < 1e-5)
     # the last ones: 3 and 4 samples
     pieces = [trained(strategy, microbatch=3, n=39) for strategy in ('ddp', 'fsdp')]
-    check('pieces', apart(pieces[0][0], pieces[1][0]) < 1e-5)
+    check('pieces', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
     half = trained('fsdp', options={'policy': 'bf16', 'reshard_after_forward': False})
     whole = trained('ddp')
-    check('bf16', 0 < apart(half[0], whole[0]) < 0.1)
+    check('bf16', 0 < max_difference(half[0], whole[0]) < 0.1)
     pieces = [
         trained(s, options=o, microbatch=3)
         for s, o in (('ddp', {}), ('fsdp', {'sync_pieces': False}))
     ]
-    check('pieces that are not synchronised', apart(pieces[0][0], pieces[1][0]) < 1e-5)
+    check('pieces that are not synchronised', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
 
     learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
     own, params = learn.model, list(learn.model.parameters())
@@ -227,7 +227,7 @@ def several_things(rank):
         check('half of it', n < 0.6 * sum(p.numel() for p in own.parameters()))
         check(
             'averages go along',
-            apart(
+            max_difference(
                 average.values(),
                 [a.full_tensor() for a in learn.ema.state_dict()['averages'].values()],
             )
@@ -271,7 +271,7 @@ def several_things(rank):
         'LBFGS': {'opt_func': partial(torch.optim.LBFGS, max_iter=2)},
     }.items():
         learn = learner(**odd)
-        before = values(learn)
+        before = state_values(learn)
         try:
             with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
                 learn.fit(1)
@@ -279,7 +279,7 @@ def several_things(rank):
             check(f'{name} by name', name in str(e))
         else:
             wrong.append(f'{name} not refused')
-        check('nothing trained', apart(before, values(learn)) == 0)
+        check('nothing trained', max_difference(before, state_values(learn)) == 0)
     return wrong
 
 
@@ -294,20 +294,23 @@ def four(rank):
 def test_four_processes_train_as_one_does():
     alone = trained('fsdp')  # nobody else is there
     for weights, history in run_ranks(four, 4):
-        assert apart(weights, alone[0]) < 1e-5 and apart([history], [alone[1]]) < 1e-5
+        assert (
+            max_difference(weights, alone[0]) < 1e-5
+            and max_difference([history], [alone[1]]) < 1e-5
+        )
 
 
 def fails(rank):
     learn = learner(cbs=[Fails(), EMA()])
-    before = values(learn)
+    before = state_values(learn)
     try:
         with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', timeout='20s'):
             learn.fit(1)
     except (ValueError, DistributedError) as e:
-        said = f'{type(e).__name__}: {e}'
+        error = f'{type(e).__name__}: {e}'
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)  # alone again
-    return said[:60], apart(before, values(learn)) > 0, learn.world.size
+    return error[:60], max_difference(before, state_values(learn)) > 0, learn.world.size
 
 
 class Fails(Callback):

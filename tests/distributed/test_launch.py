@@ -52,14 +52,14 @@ def alive(pid: int) -> bool:
     )
 
 
-def gone(pids: list[int], within_s: float = 4.0) -> bool:
+def wait_until_ended(pids: list[int], within_s: float = 4.0) -> bool:
     end = monotonic() + within_s
     while any(map(alive, pids)) and monotonic() < end:
         sleep(0.02)
     return not any(map(alive, pids))
 
 
-def tell_pid(folder: Path, learn: Any) -> None:
+def write_pid(folder: Path, learn: Any) -> None:
     "Let the test know of this process."
     rank = learn.world.rank
     (folder / f'{rank}.new').write_text(str(os.getpid()))
@@ -67,7 +67,7 @@ def tell_pid(folder: Path, learn: Any) -> None:
 
 
 def wait_for_ever(folder: Path, learn: Any) -> None:
-    tell_pid(folder, learn)
+    write_pid(folder, learn)
     while True:
         sleep(0.01)
 
@@ -99,14 +99,14 @@ def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
         learn.fit(1)
     capsys.readouterr()
 
-    class Tell(Callback):
+    class Printing(Callback):
         "A class of the notebook."
 
         def after_fit(self) -> None:
             print(f'process {self.world.rank} of {self.world.size}')
 
     def train(learn: Learner) -> Any:
-        learn.fit(2, cbs=Tell())
+        learn.fit(2, cbs=Printing())
         return {'ranks': learn.world.gather(learn.world.rank), 'x': torch.ones(2)}
 
     model = learn.model
@@ -155,7 +155,7 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
                 raise ValueError('boom in a notebook')
 
     def train(learn: Learner) -> None:
-        tell_pid(tmp_path, learn)
+        write_pid(tmp_path, learn)
         learn.fit(1, cbs=Boom())
 
     with pytest.raises(
@@ -164,14 +164,14 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
         launch(learn, train, 2)
     assert 'Boom.after_loss (epoch 0, batch 2)' in str(error.value)
     assert 'distributed/launching.py' not in str(error.value)
-    assert gone(pids(tmp_path)) and learn_digest(learn) == before
+    assert wait_until_ended(pids(tmp_path)) and learn_digest(learn) == before
 
 
 @starts_processes
 @pytest.mark.full
 def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     def die(learn: Learner) -> None:
-        tell_pid(tmp_path, learn)
+        write_pid(tmp_path, learn)
         if learn.world.rank == 1:
             print('last words', file=sys.stderr)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -179,20 +179,20 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     with pytest.raises(DistributedError, match='Process 1 of 2 was ended by SIGKILL') as error:
         launch(line(), die, 2)
     assert error.value.args[0].endswith('for want of memory perhaps.\nlast words\n')
-    assert gone(pids(tmp_path))
+    assert wait_until_ended(pids(tmp_path))
 
 
 @starts_processes
 @pytest.mark.full
 def test_one_that_does_not_end_with_the_others_is_ended(tmp_path: Path) -> None:
     def linger(learn: Learner) -> None:
-        (wait_for_ever if learn.world.rank else tell_pid)(tmp_path, learn)
+        (wait_for_ever if learn.world.rank else write_pid)(tmp_path, learn)
 
     with pytest.raises(
         DistributedError, match='Process 1 of 2 did not end within 1 s of the others'
     ):
         launch(line(), linger, 2, timeout='1s')
-    assert gone(pids(tmp_path))
+    assert wait_until_ended(pids(tmp_path))
 
 
 @starts_processes
@@ -209,7 +209,7 @@ def test_an_interrupt_ends_them(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         launch(learn, partial(wait_for_ever, tmp_path), 2)
     button.join()
-    assert gone(pids(tmp_path), 0.2) and learn_digest(learn) == before
+    assert wait_until_ended(pids(tmp_path), 0.2) and learn_digest(learn) == before
 
 
 @starts_processes
@@ -222,7 +222,7 @@ def test_they_die_with_their_parent(
         running = pids(tmp_path)
         assert len(running) == 2 and all(map(alive, running)), parent.stderr
         parent.send(signal.SIGKILL, group=False)
-        assert gone(running)
+        assert wait_until_ended(running)
     assert not list(folder.glob('learnkit-launch-*'))
 
 

@@ -13,15 +13,22 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from learnkit.core.random import capture_rng, same_states
 from learnkit.distributed.shards import shard
-from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, Told
+from tests.helpers.positions import (
+    EpochCountSampler,
+    IndexByIndex,
+    Items,
+    OwnSeed,
+    SetEpochSampler,
+    Stream,
+)
 from tests.helpers.shards import (
     Make,
     Together,
     batch_list,
     ids,
     items,
-    one_of,
-    own,
+    make_by_kind,
+    own_loader,
     rounds_of,
     seed_all,
     tensors,
@@ -55,7 +62,7 @@ KINDS = [
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('size', [1, 2, 7])
 def test_rounds_are_the_batches_of_one_process(kind: str, size: int) -> None:
-    make = one_of(kind)
+    make = make_by_kind(kind)
     for n in {18, 3 * size, 3 * size + 1, 6 * size - 1, 20}:
         for batch_size, bs in (('process', 3 * size), ('global', 3)):
             for drop_last in (False, True):
@@ -84,7 +91,7 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
         make = (
             (lambda s, n=n: batch_list(s, n=n))
             if kind == 'list'
-            else (lambda s, n=n: one_of(kind)(4)(s, n=n))
+            else (lambda s, n=n: make_by_kind(kind)(4)(s, n=n))
         )
         full = 4 * size if batch_size == 'process' else 4
         for uneven in ('join', 'pad', 'drop'):
@@ -119,7 +126,7 @@ def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
         assert [dl.share(1) for dl in ranks.shards] == [(0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize('make', [tensors, items, batch_list, own])
+@pytest.mark.parametrize('make', [tensors, items, batch_list, own_loader])
 @pytest.mark.parametrize('size', [2, 5])
 @pytest.mark.parametrize('batch_size', ['process', 'global'])
 def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: str) -> None:
@@ -181,11 +188,11 @@ def test_a_batch_sampler_with_a_state_of_its_own_runs_in_each_process(
     assert [whole.batch_sampler.passes for whole in ranks.wholes] == [2] * size
 
 
-@pytest.mark.parametrize('sampler', [OwnSeed, Counting, Told, IndexByIndex])
+@pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
 @pytest.mark.parametrize('workers', [0, 2])
 def test_samplers_of_ones_own(sampler: Any, workers: int) -> None:
     def made(seed: int, n: int) -> Any:
-        return sampler() if sampler in (Counting, IndexByIndex) else sampler(seed)
+        return sampler() if sampler in (EpochCountSampler, IndexByIndex) else sampler(seed)
 
     def make(bs: int) -> Make:
         return lambda seed: items(seed, bs=bs, num_workers=workers, sampler=made)
@@ -217,8 +224,8 @@ def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
 @pytest.mark.parametrize('persistent', [False, True])
 def test_workers(kind: str, persistent: bool) -> None:
     options = {'num_workers': 2, 'persistent_workers': persistent}
-    expected, rng = alone(lambda s: one_of(kind)(8)(s, **options), 3)
-    ranks = Together(lambda s: one_of(kind)(4)(s, **options), 2)
+    expected, rng = alone(lambda s: make_by_kind(kind)(8)(s, **options), 3)
+    ranks = Together(lambda s: make_by_kind(kind)(4)(s, **options), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(3)] == expected
     assert same_states(ranks.rngs[0], rng)
 
@@ -254,7 +261,7 @@ def test_augmentation_does_not_move_the_order() -> None:
     'make',
     [
         batch_list,
-        own,
+        own_loader,
         lambda s, n=22, bs=4: tuple(batch_list(s, n, bs)),
         lambda s, n=22, bs=4: DataLoader(Stream(s), bs),
         lambda s, n=22, bs=4: DataLoader(Stream(s, own=False), bs),

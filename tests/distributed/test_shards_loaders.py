@@ -15,7 +15,7 @@ from learnkit.data.dataloaders import in_order
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
 from tests.helpers.positions import Items
-from tests.helpers.shards import batch_list, ids, items, own, tensors
+from tests.helpers.shards import batch_list, ids, items, own_loader, tensors
 
 
 def test_loaders_have_all_that_the_users_have() -> None:
@@ -69,7 +69,7 @@ def test_loaders_of_another_library_keep_their_attributes() -> None:
 
 
 def test_users_loaders_are_not_changed() -> None:
-    for make in (tensors, items, batch_list, own):
+    for make in (tensors, items, batch_list, own_loader):
         dl: Any = make(1)
         before = dict(getattr(dl, '__dict__', {}))
         list(shard(dl, 0, 2)), list(shard(dl, 1, 2))

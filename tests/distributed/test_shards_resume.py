@@ -15,15 +15,22 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.distributed.shards import shard
-from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, between
+from tests.helpers.positions import (
+    EpochCountSampler,
+    IndexByIndex,
+    Items,
+    OwnSeed,
+    Stream,
+    draw_from_global_generators,
+)
 from tests.helpers.shards import (
     Make,
     Together,
     batch_list,
     ids,
     items,
-    one_of,
-    own,
+    make_by_kind,
+    own_loader,
     rounds_of,
     tensors,
 )
@@ -42,7 +49,7 @@ def pass_over(drawing: LoaderPosition, n: int = 0) -> tuple[list[Any], Saved]:
     seen, saved = [], {}
     for batch in drawing.begin():
         n += 1
-        between()
+        draw_from_global_generators()
         seen.append(
             (
                 values(batch),
@@ -60,7 +67,7 @@ def loaded(saved: bytes) -> Any:
     return torch.load(io.BytesIO(saved), weights_only=True)
 
 
-def go_on(dl: Any, saved: bytes) -> tuple[list[Any], Saved]:
+def resume_epoch(dl: Any, saved: bytes) -> tuple[list[Any], Saved]:
     state = loaded(saved)
     restore_rng(state['rng'])
     return pass_over(LoaderPosition.resume(dl, state['position']), state['position']['n'])
@@ -76,7 +83,7 @@ def check(make: Make, size: int = 2, batch_size: str = 'process', places: Any = 
     for n in places or sorted({1, 2, len(epochs[1][0][0]) - 1, len(epochs[1][0][0])}):
         anew = Together(make, size, seed=7, batch_size=batch_size)
         anew.take_order()
-        rest = anew.each(lambda r, dl, n=n: go_on(dl, epochs[1][r][1][n])[0])
+        rest = anew.each(lambda r, dl, n=n: resume_epoch(dl, epochs[1][r][1][n])[0])
         assert rest == [seen[n:] for seen, _ in epochs[1]], n
         anew.take_order()
         assert anew.each(lambda _, dl: pass_over(LoaderPosition(dl))[0]) == [
@@ -86,7 +93,7 @@ def check(make: Make, size: int = 2, batch_size: str = 'process', places: Any = 
 
 LOADERS: dict[str, Make] = {
     **{
-        kind: one_of(kind)(3)
+        kind: make_by_kind(kind)(3)
         for kind in (
             'tensors',
             'tensors shuffled',
@@ -100,10 +107,10 @@ LOADERS: dict[str, Make] = {
     'noise': lambda s: DataLoader(Items('torch'), 3, shuffle=True),
     'own noise': lambda s: DataLoader(Items('own', s), 3, shuffle=True),
     'own seed': lambda s: DataLoader(Items(), 3, sampler=OwnSeed(s)),
-    'counting': lambda s: DataLoader(Items(), 3, sampler=Counting()),
+    'counting': lambda s: DataLoader(Items(), 3, sampler=EpochCountSampler()),
     'index by index': lambda s: DataLoader(Items(), 3, sampler=IndexByIndex()),
     'list': lambda s: batch_list(s, bs=3),
-    'any': lambda s: own(s, bs=3),
+    'any': lambda s: own_loader(s, bs=3),
     'stream': lambda s: DataLoader(Stream(s), 3),
     'stream, global': lambda s: DataLoader(Stream(s, own=False), 3),
 }
@@ -119,7 +126,7 @@ def test_goes_on_from_any_batch(kind: str, batch_size: str) -> None:
 @pytest.mark.parametrize('persistent', [False, True])
 def test_goes_on_with_workers(kind: str, persistent: bool) -> None:
     options = {'num_workers': 2, 'persistent_workers': persistent}
-    check(lambda s: one_of(kind)(4)(s, **options), places=[1, 3])
+    check(lambda s: make_by_kind(kind)(4)(s, **options), places=[1, 3])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +179,7 @@ def test_two_processes_become_one_and_one_becomes_two_or_four(kind: str, workers
     options = {'num_workers': workers} if workers else {}
 
     def made(bs: int) -> Make:
-        return lambda s: one_of(kind)(bs)(s, n=44, **options)
+        return lambda s: make_by_kind(kind)(bs)(s, n=44, **options)
 
     runs: list[tuple[Any, Any, Any]] = []
     for size, batch_size, bs in [(1, 'alone', 8), *CHANGES[: 1 if workers else None]]:
@@ -188,9 +195,9 @@ def test_two_processes_become_one_and_one_becomes_two_or_four(kind: str, workers
             for n in (2, 5):
                 ranks = together(made(bs), size, batch_size, 9)
                 rest = ranks.each(
-                    lambda r, dl, n=n, parts=parts: go_on(dl, parts[min(r, len(parts) - 1)][1][n])[
-                        0
-                    ]
+                    lambda r, dl, n=n, parts=parts: resume_epoch(
+                        dl, parts[min(r, len(parts) - 1)][1][n]
+                    )[0]
                 )
                 assert joined(rest) == rounds[n:], (was, batch_size, n)
 
@@ -216,14 +223,14 @@ def joined(parts: list[list[Any]]) -> list[list[int]]:
 
 def test_checkpoints_taken_after_a_change_of_processes_hold_too() -> None:
     for kind in ('tensors shuffled', 'items shuffled'):
-        ranks = Together(lambda s, kind=kind: one_of(kind)(4)(s), 2)
+        ranks = Together(lambda s, kind=kind: make_by_kind(kind)(4)(s), 2)
         ranks.take_order()
         parts = ranks.each(lambda _, dl: pass_over(LoaderPosition(dl)))
         rounds = joined([p for p, _ in parts])
-        alone, saved = go_on(one_of(kind)(8)(3), parts[0][1][1])
+        alone, saved = resume_epoch(make_by_kind(kind)(8)(3), parts[0][1][1])
         assert joined([alone]) == rounds[1:]
-        again = Together(lambda s, kind=kind: one_of(kind)(4)(s), 2, seed=5)
-        rest = again.each(lambda _, dl, saved=saved: go_on(dl, saved[2])[0])
+        again = Together(lambda s, kind=kind: make_by_kind(kind)(4)(s), 2, seed=5)
+        rest = again.each(lambda _, dl, saved=saved: resume_epoch(dl, saved[2])[0])
         assert joined(rest) == rounds[2:]
 
 

@@ -190,15 +190,15 @@ def test_hasattr_and_getattr_with_a_default_work() -> None:
 
 @pytest.mark.parametrize('name', ['pred', 'loss_grad'])
 def test_reading_what_a_batch_does_not_have_yet_says_when_it_exists(name: str) -> None:
-    said = []
+    messages = []
 
     def early(cb: Any) -> None:
         with pytest.raises(AttributeError) as e:
             getattr(cb, name)
-        said.append(str(e.value))
+        messages.append(str(e.value))
 
     quiet(Callback(before_batch=early), n_train=2, n_valid=1).fit(1)
-    assert len(said) == 3 and all(f'`{name}`' in s and 'after_' in s for s in said)
+    assert len(messages) == 3 and all(f'`{name}`' in s and 'after_' in s for s in messages)
 
 
 class Failing(nn.Module):

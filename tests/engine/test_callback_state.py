@@ -66,9 +66,9 @@ def test_states_survive_a_file_that_loads_safely() -> None:
 def test_what_is_missing_is_reported_by_name() -> None:
     states = learner(EMA(), Counter()).callback_states()
     other = learner(EarlyStoppingCallback())
-    with pytest.warns(UserWarning, match='There is') as told:
+    with pytest.warns(UserWarning, match='There is') as caught:
         other.load_callback_states(states)
-    texts = sorted(str(w.message) for w in told)
+    texts = sorted(str(w.message) for w in caught)
     assert len(texts) == 3
     assert texts[0].startswith('There is a state for a callback `counter`')
     assert texts[1].startswith('There is a state for a callback `ema`')

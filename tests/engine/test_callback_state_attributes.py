@@ -23,7 +23,7 @@ from learnkit.engine.callback_state import (
     put_attributes,
 )
 from learnkit.testing import synth_learner
-from tests.helpers.resuming import Keep, check_every_place, straight, through_a_file
+from tests.helpers.resuming import Keep, check_every_place, through_a_file, train_without_stop
 
 
 class Mode(Enum):
@@ -88,7 +88,9 @@ def test_whatever_is_data_survives() -> None:
         learn = make()
         learn.add_cb(Keep())
         state = (
-            through_a_file(straight(make, lambda learn, _: learn.fit(2))[1][2]) if resume else False
+            through_a_file(train_without_stop(make, lambda learn, _: learn.fit(2))[1][2])
+            if resume
+            else False
         )
         torch.manual_seed(0)
         learn.fit(2, resume=state)
@@ -110,7 +112,7 @@ def test_whatever_is_data_survives() -> None:
 
 
 def test_a_flag_that_was_as_it_was_made_is_so_again() -> None:
-    _, kept = straight(make, lambda learn, _: learn.fit(2))
+    _, kept = train_without_stop(make, lambda learn, _: learn.fit(2))
     learn, seen = make(), []
     learn.add_cb(Keep())
     learn.add_cb(Callback(before_draw=lambda cb: seen.append(cb.learn.remembers.fresh)))
@@ -131,7 +133,7 @@ def test_options_stay_what_they_are_made_with() -> None:
     def with_option(by: float) -> Any:
         return synth_learner(n_train=3, cbs=Scaled(by, [1, 2]))
 
-    _, kept = straight(lambda: with_option(1.0), lambda learn, _: learn.fit(1))
+    _, kept = train_without_stop(lambda: with_option(1.0), lambda learn, _: learn.fit(1))
     assert kept[1]['callbacks']['scaled'] == {'n': 2}
     learn = with_option(5.0)
     learn.scaled.parts = [7]
@@ -152,7 +154,7 @@ def test_parts_of_the_model_stay_its_own() -> None:
     def holding() -> Any:
         return synth_learner(n_train=3, cbs=Holds())
 
-    _, kept = straight(holding, lambda learn, _: learn.fit(1))
+    _, kept = train_without_stop(holding, lambda learn, _: learn.fit(1))
     learn = holding()
     learn.add_cb(Keep())
     learn.fit(1, resume=kept[1])

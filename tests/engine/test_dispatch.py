@@ -329,11 +329,11 @@ def test_callbacks_made_by_one_function_all_stay() -> None:
     seen: list[int] = []
 
     def make(i: int) -> Callback:
-        class Made(Callback):
+        class FromFactory(Callback):
             def before_fit(self) -> None:
                 seen.append(i)
 
-        return Made()
+        return FromFactory()
 
     learn = bare(make(1), make(2))
     learn.add_cb(make(3))

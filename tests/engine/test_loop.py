@@ -465,21 +465,21 @@ def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
 
 
 def test_loss_is_a_value_of_its_own_and_stays_between_batches() -> None:
-    kept, said = [], []
+    kept, losses_seen = [], []
 
     def keep(cb: Any) -> None:
         kept.append((cb.loss, cb.loss.item()))
 
     learn = bare(
-        Callback(after_batch=keep, before_batch=lambda cb: said.append(cb.loss)),
+        Callback(after_batch=keep, before_batch=lambda cb: losses_seen.append(cb.loss)),
         n_train=3,
         n_valid=1,
     )
     learn.fit(1)
     assert all(t.item() == v and t.grad_fn is None for t, v in kept)
     assert (
-        said[0] == 0
-        and [a is b for a, (b, _) in zip(said[1:], kept[:-1], strict=True)] == [True] * 3
+        losses_seen[0] == 0
+        and [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
     )
 
 

@@ -36,13 +36,13 @@ from tests.helpers.own_loops import (
     Bare,
     Duel,
     Pair,
-    by_hand,
     classifier,
-    classify,
-    duel,
     fit,
-    labelled,
+    make_classifier_learner,
+    make_duel,
+    make_labeled_batches,
     points,
+    train_by_hand,
     two_opts,
     weights,
 )
@@ -51,15 +51,15 @@ from tests.helpers.own_loops import (
 
 
 def test_a_gan_is_its_hand_written_loop_to_the_last_bit() -> None:
-    learn = fit(duel())
-    assert torch.equal(weights(learn.model), weights(by_hand()))
+    learn = fit(make_duel())
+    assert torch.equal(weights(learn.model), weights(train_by_hand()))
     assert (weights(learn.model) - weights(Pair())).abs().max() > 0.01
     assert learn.time.st == 12 and learn.time.ba == 6
 
 
 def test_the_loss_of_a_batch_is_the_mean_of_those_that_were_optimized() -> None:
     seen: list[float] = []
-    learn = fit(duel(Callback(after_loss=lambda cb: seen.append(cb.loss.item()))))
+    learn = fit(make_duel(Callback(after_loss=lambda cb: seen.append(cb.loss.item()))))
     expected = torch.tensor(seen, dtype=torch.float64).view(-1, 2).mean(1)
     assert torch.allclose(
         torch.tensor(learn.recorder.smooth_loss.raw, dtype=torch.float64), expected, atol=1e-12
@@ -67,7 +67,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_that_were_optimized() -> None:
 
 
 def test_an_evaluation_of_ones_own_reports_its_loss() -> None:
-    learn = duel()
+    learn = make_duel()
     expected = (
         torch.stack([F.softplus(-learn.model.critic(x)).mean() for (x,) in points()]).mean().item()
     )
@@ -77,8 +77,10 @@ def test_an_evaluation_of_ones_own_reports_its_loss() -> None:
 
 
 def test_bfloat16_is_autocast_by_hand() -> None:
-    learn = fit(duel(MixedPrecision('bf16'), dtype=torch.float32))
-    expected, single = (weights(by_hand(dtype=torch.float32, half=half)) for half in (True, False))
+    learn = fit(make_duel(MixedPrecision('bf16'), dtype=torch.float32))
+    expected, single = (
+        weights(train_by_hand(dtype=torch.float32, half=half)) for half in (True, False)
+    )
     assert torch.equal(weights(learn.model), expected) and not torch.equal(expected, single)
 
 
@@ -91,8 +93,8 @@ def test_bfloat16_is_autocast_by_hand() -> None:
     ids=['norm', 'value'],
 )
 def test_clipping_acts_on_the_parameters_that_step(make: Any, clip: Any) -> None:
-    learn = fit(duel(make()))
-    assert torch.equal(weights(learn.model), weights(by_hand(before_step=clip)))
+    learn = fit(make_duel(make()))
+    assert torch.equal(weights(learn.model), weights(train_by_hand(before_step=clip)))
 
 
 def test_fp16_unscales_each_optimizer_and_skips_its_step_alone() -> None:
@@ -100,7 +102,7 @@ def test_fp16_unscales_each_optimizer_and_skips_its_step_alone() -> None:
         if cb.turn == 'generator' and cb.train_iter == 2:
             cb.learn.loss_grad = cb.loss_grad * float('inf')
 
-    learn = duel(
+    learn = make_duel(
         MixedPrecision('fp16', init_scale=2.0**8, growth_interval=4),
         Callback(before_backward=overflow),
         dtype=torch.float32,
@@ -157,7 +159,7 @@ def test_gradients_that_wait_follow_the_scale() -> None:
         if cb.turn == 'critic' and cb.train_iter == 2:
             cb.learn.loss_grad = cb.loss_grad * float('inf')
 
-    learn = duel(
+    learn = make_duel(
         MixedPrecision('fp16', init_scale=2.0**8),
         EachFour(),
         Callback(before_backward=overflow),
@@ -185,19 +187,19 @@ def test_gradients_that_wait_follow_the_scale() -> None:
 
 
 def test_ema_averages_after_each_step() -> None:
-    learn = fit(duel(EMA(0.9, warmup=None)))
+    learn = fit(make_duel(EMA(0.9, warmup=None)))
     averages = weights(Pair())
 
     def average(model: Pair) -> None:
         averages.mul_(0.9).add_(weights(model), alpha=0.1)
 
-    by_hand(after_step=average)
+    train_by_hand(after_step=average)
     got = torch.cat([a.flatten() for a in learn.ema.state_dict()['averages'].values()])
     assert torch.allclose(got, averages, atol=1e-12)
 
 
 def test_a_schedule_of_torch_moves_once_a_batch() -> None:
-    learn = fit(duel(LRScheduler(partial(ExponentialLR, gamma=0.5), by='batch')))
+    learn = fit(make_duel(LRScheduler(partial(ExponentialLR, gamma=0.5), by='batch')))
     assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-2 / 2**6, 1e-1 / 2**6])
 
 
@@ -211,7 +213,7 @@ def test_monitors_and_guards_look_at_the_optimizer_whose_turn_it_is() -> None:
             }
             seen.append((self.learn.turn, names - {'global'}))
 
-    fit(duel(Watch('1st'), GuardNonFinite(), n=1))
+    fit(make_duel(Watch('1st'), GuardNonFinite(), n=1))
     assert seen == [('critic', {'critic'}), ('generator', {'generator'})]
 
 
@@ -251,7 +253,9 @@ def accumulated_by_hand(n: int, due: int) -> Pair:
 def test_each_optimizer_accumulates_on_its_own() -> None:
     steps: list[str] = []
     learn = fit(
-        duel(GradientAccumulation(8), Callback(after_step=lambda cb: steps.append(cb.turn)), n=8)
+        make_duel(
+            GradientAccumulation(8), Callback(after_step=lambda cb: steps.append(cb.turn)), n=8
+        )
     )
     assert steps == ['critic', 'generator'] * 4 and learn.time.st == 8
     assert torch.allclose(weights(learn.model), weights(accumulated_by_hand(8, 2)), atol=1e-14)
@@ -264,14 +268,14 @@ def test_optimize_says_whether_it_stepped() -> None:
             return stepped[-1]
 
     stepped: list[bool] = []
-    fit(duel(GradientAccumulation(8), cls=Asks, n=4))
+    fit(make_duel(GradientAccumulation(8), cls=Asks, n=4))
     assert stepped == [False, False, True, True] * 2
 
 
 def test_samples_that_are_left_over_are_stepped_with_for_each() -> None:
     steps: list[tuple[str, int]] = []
     fit(
-        duel(
+        make_duel(
             GradientAccumulation(8),
             Callback(after_step=lambda cb: steps.append((cb.turn, cb.train_iter))),
             n=5,
@@ -295,7 +299,7 @@ def test_an_optimizer_that_never_came_to_a_step_is_named() -> None:
                 self.optimize(self.forward(self.model.generator, self.x).mean(), only='generator')
 
     with pytest.warns(UserWarning, match='4 samples for generator'):
-        fit(duel(GradientAccumulation(8), cls=Seldom))
+        fit(make_duel(GradientAccumulation(8), cls=Seldom))
 
 
 def test_gradients_of_all_and_of_one_do_not_mix() -> None:
@@ -305,7 +309,7 @@ def test_gradients_of_all_and_of_one_do_not_mix() -> None:
             self.optimize(self.forward(self.model.generator, self.x).mean())
 
     with pytest.raises(OptionError, match='GradientAccumulation'):
-        fit(duel(GradientAccumulation(8), cls=Mixed))
+        fit(make_duel(GradientAccumulation(8), cls=Mixed))
 
 
 @pytest.mark.parametrize('precision', [None, 'fp16'])
@@ -316,7 +320,7 @@ def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
 
     def make(*cbs: Any) -> Any:
         half = [MixedPrecision(precision, init_scale=2.0**8)] if precision else []
-        return duel(GradientAccumulation(12), *half, *cbs, dtype=dtype, n=7, path=tmp_path)
+        return make_duel(GradientAccumulation(12), *half, *cbs, dtype=dtype, n=7, path=tmp_path)
 
     straight = fit(make(), 2)
     states: list[Any] = []
@@ -399,9 +403,9 @@ def test_adversarial_training_and_distillation() -> None:
                 soft = teacher(self.x).softmax(1)
             self.optimize({'hard': self.compute_loss(pred), 'soft': F.cross_entropy(pred, soft)})
 
-    learn = fit(classify(Adversarial))
+    learn = fit(make_classifier_learner(Adversarial))
     model = classifier()
-    for x, y in labelled():
+    for x, y in make_labeled_batches():
         x = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
         pred = model(x.detach() + 0.1 * grad.sign())
@@ -439,7 +443,7 @@ def test_the_ordinary_batch_in_verbs_is_the_ordinary_batch(options: dict[str, An
     ends = []
     for cls in (Learner, Ordinary):
         torch.manual_seed(5)
-        learn = fit(classify(cls, *made(), **rest), 2)
+        learn = fit(make_classifier_learner(cls, *made(), **rest), 2)
         ends.append((weights(learn.model), learn.recorder.smooth_loss.raw, learn.time.st))
     (plain, plain_losses, plain_steps), (own, own_losses, own_steps) = ends
     assert torch.equal(plain, own) and plain_losses == own_losses and plain_steps == own_steps
@@ -459,7 +463,7 @@ def test_the_events_of_a_turn() -> None:
         'after_batch',
     )
     fit(
-        classify(
+        make_classifier_learner(
             Ordinary, Callback(**{name: lambda cb, name=name: seen.append(name) for name in names})
         )
     )
@@ -482,7 +486,7 @@ def test_a_cancel_in_a_turn(event: str, error: type[Exception], n_steps: int) ->
         if cb.turn == 'critic':
             raise error
 
-    learn = fit(duel(Callback(**{event: act}), n=3))
+    learn = fit(make_duel(Callback(**{event: act}), n=3))
     assert learn.time.st == n_steps and learn.time.ba == 3
     assert learn.turn is None and learn.run.turn is None
     assert torch.equal(weights(learn.model.critic), weights(Pair().critic))
@@ -502,7 +506,7 @@ def test_lbfgs_for_one_network_and_sgd_for_the_other() -> None:
             self.optimize(lambda: self.forward(model.critic, self.x).square().mean(), only='critic')
             self.optimize(self.forward(model.generator, self.x).square().mean(), only='generator')
 
-    learn = fit(duel(cls=Both, opt_func=opts, lr={'critic': 0.5, 'generator': 0.1}))
+    learn = fit(make_duel(cls=Both, opt_func=opts, lr={'critic': 0.5, 'generator': 0.1}))
     model = Pair()
     two = opts(None, 0.1, model)
     for (x,) in points():
@@ -565,7 +569,7 @@ def test_a_graph_whose_weights_have_stepped_is_an_error_of_torch() -> None:
             self.optimize(out.mean(), only='generator')
 
     with pytest.raises(RuntimeError, match='inplace operation'):
-        fit(duel(cls=Shared, n=1))
+        fit(make_duel(cls=Shared, n=1))
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -581,44 +585,44 @@ def test_what_optimize_cannot_do_is_said() -> None:
 
     act: Callable[[Any], Any] = lambda learn: learn.optimize(loss(learn), only='criti')
     with pytest.raises(OptimizerError, match='criti'):
-        fit(classify(Own))
+        fit(make_classifier_learner(Own))
     act = lambda learn: learn.optimize(loss(learn))
     with pytest.raises(OptimizerError, match=r'optimize\(\)'):
-        fit(classify(Own, opt_func=torch.optim.LBFGS))
+        fit(make_classifier_learner(Own, opt_func=torch.optim.LBFGS))
     with pytest.raises(LossError, match='SAM'):
-        fit(classify(Own, SAM()))
+        fit(make_classifier_learner(Own, SAM()))
     act = lambda learn: learn.optimize(loss(learn).detach())
     with pytest.raises(LossError):
-        fit(classify(Own))
+        fit(make_classifier_learner(Own))
     act = lambda learn: learn.optimize(3.0)
     with pytest.raises(LossError):
-        fit(classify(Own))
+        fit(make_classifier_learner(Own))
     act = lambda learn: learn.forward(learn.model, learn.x[:, :2])
     with pytest.raises(RuntimeError) as raised:
-        fit(classify(Own))
+        fit(make_classifier_learner(Own))
     assert any('Sequential got' in note for note in raised.value.__notes__)
     with pytest.raises(LossError, match='compute_loss'):
         fit(
-            duel(
+            make_duel(
                 cls=type(
                     'NoLoss', (Learner,), {'train_batch': lambda self: self.compute_loss(self.x)}
                 )
             )
         )
     with pytest.raises(FitError, match='report_loss'):
-        classify(
+        make_classifier_learner(
             type(
                 'Evaluates',
                 (Learner,),
                 {'evaluate_batch': lambda self: self.optimize(self.x.sum())},
             )
-        ).validate(dl=labelled())
+        ).validate(dl=make_labeled_batches())
     with pytest.raises(FitError, match='train_batch'):
-        classify(Own, microbatch=2)
+        make_classifier_learner(Own, microbatch=2)
 
 
 def test_the_loop_is_usable_after_an_error() -> None:
-    learn = duel()
+    learn = make_duel()
     cb = Callback(after_loss=lambda cb: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(learn, cbs=cb)
@@ -646,11 +650,11 @@ def test_a_callback_that_cannot_act_is_named_once(name: str) -> None:
     make, event = WAITS[name]
     cb = make()
     with pytest.warns(UserWarning, match=event) as warned:
-        fit(classify(Bare, cb), 2)
-    said = [str(w.message) for w in warned if 'Bare' in str(w.message)]
+        fit(make_classifier_learner(Bare, cb), 2)
+    texts_of_warnings = [str(w.message) for w in warned if 'Bare' in str(w.message)]
     own = [
         text
-        for text in said
+        for text in texts_of_warnings
         if type(cb).__name__ in text and event in text and '_do_one_batch' in text
     ]
     assert len(own) == 1
@@ -658,9 +662,9 @@ def test_a_callback_that_cannot_act_is_named_once(name: str) -> None:
 
 def test_sam_and_lbfgs_are_refused_by_a_loop_that_they_cannot_repeat() -> None:
     with pytest.raises(OptionError, match='SAM'):
-        fit(classify(Bare, SAM()))
+        fit(make_classifier_learner(Bare, SAM()))
     with pytest.raises(OptimizerError, match='_do_one_batch'):
-        fit(classify(Bare, opt_func=torch.optim.LBFGS))
+        fit(make_classifier_learner(Bare, opt_func=torch.optim.LBFGS))
 
 
 def test_steps_that_torch_takes_are_judged_at_the_end_of_the_epoch() -> None:
@@ -673,7 +677,7 @@ def test_steps_that_torch_takes_are_judged_at_the_end_of_the_epoch() -> None:
             self.opt.zero_grad()
 
     with pytest.warns(UserWarning, match='GradientClip waits for before_step'):
-        fit(classify(Uncounted, GradientClip()), 2)
+        fit(make_classifier_learner(Uncounted, GradientClip()), 2)
 
 
 class Fires(Bare):
@@ -692,7 +696,7 @@ class Fires(Bare):
 
 @pytest.mark.parametrize('cls', [Fires, Ordinary, Learner])
 def test_a_loop_that_fires_its_events_is_left_alone(cls: type[Learner]) -> None:
-    learn = classify(
+    learn = make_classifier_learner(
         cls,
         MixedPrecision('bf16'),
         GradientClip(),
@@ -713,12 +717,12 @@ def test_batches_that_are_cancelled_say_nothing() -> None:
     def cancel(cb: Any) -> None:
         raise CancelBatchException
 
-    fit(classify(Bare, GradientClip(), Callback(before_batch=cancel)))
+    fit(make_classifier_learner(Bare, GradientClip(), Callback(before_batch=cancel)))
 
 
 def test_later_batches_read_the_loops_own_tables() -> None:
     kinds: list[str] = []
-    learn = classify(
+    learn = make_classifier_learner(
         Ordinary,
         Callback(after_batch=lambda cb: kinds.append(type(cb.learn.tables[True]).__name__)),
     )
@@ -736,7 +740,7 @@ class Direct(Learner):
 @pytest.mark.parametrize('cls', [Direct, Bare])
 def test_mixup_names_a_loss_that_it_did_not_blend(cls: type[Learner]) -> None:
     with pytest.warns(UserWarning, match='MixUp .*compute_loss') as warned:
-        fit(classify(cls, MixUp()), 2)
+        fit(make_classifier_learner(cls, MixUp()), 2)
     assert len(warned) == 1
 
 
@@ -745,16 +749,16 @@ def test_mixup_names_a_loss_that_it_did_not_blend(cls: type[Learner]) -> None:
 
 def test_rates_by_optimizer() -> None:
     rates = {'critic': 3e-3, 'generator': 2e-2}
-    expected = weights(by_hand(lrs=(3e-3, 2e-2)))
-    assert torch.equal(weights(fit(duel(lr=rates)).model), expected)
-    assert torch.equal(weights(fit(duel(), lr=rates).model), expected)
-    learn = fit(duel(), lr={'generator': 2e-2}, wd={'critic': 0.1})
+    expected = weights(train_by_hand(lrs=(3e-3, 2e-2)))
+    assert torch.equal(weights(fit(make_duel(lr=rates)).model), expected)
+    assert torch.equal(weights(fit(make_duel(), lr=rates).model), expected)
+    learn = fit(make_duel(), lr={'generator': 2e-2}, wd={'critic': 0.1})
     assert [h['lr'] for h in learn.opt.hypers] == [1e-2, 2e-2]
     assert [h['wd'] for h in learn.opt.hypers] == [0.1, 0.0]
 
 
 def test_one_cycle_by_optimizer() -> None:
-    learn = duel(n=8)
+    learn = make_duel(n=8)
     seen: list[list[float]] = []
     with learn.no_logging():
         learn.fit_one_cycle(
@@ -769,12 +773,12 @@ def test_one_cycle_by_optimizer() -> None:
 
 @pytest.mark.parametrize('rates', [{'critik': 0.1}, {'critic': -1.0}, {'critic': 'fast'}])
 def test_wrong_rates_by_optimizer_change_nothing(rates: Any) -> None:
-    learn = duel()
+    learn = make_duel()
     before = weights(learn.model)
     with pytest.raises(OptimizerError, match='lr='):
         fit(learn, lr=rates)
     with pytest.raises(OptimizerError):
-        fit(duel(lr=rates))
+        fit(make_duel(lr=rates))
     assert torch.equal(weights(learn.model), before)
 
 

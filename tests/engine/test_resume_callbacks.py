@@ -24,7 +24,7 @@ from learnkit.engine.moving import found_path
 from learnkit.loggers import ConsoleLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
 from tests.helpers.every_callback import learner
-from tests.helpers.resuming import check_every_place, straight, through_a_file
+from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop
 
 
 def saved(learn: Learner, ba: int) -> list[Any]:
@@ -67,7 +67,7 @@ def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
             tmp_path / folder, SaveModelCallback(comp=lambda new, best: best == float('-inf'))
         )
 
-    end, kept = straight(lambda: make('before'), lambda learn, _: learn.fit(2))
+    end, kept = train_without_stop(lambda: make('before'), lambda learn, _: learn.fit(2))
     sd = kept[-1]['callbacks']['save_model']
     assert sd['best_path'] == sd['last_saved_path'] == 'models/model.pth' and sd['compared'] is True
     (tmp_path / 'before').rename(tmp_path / 'after')
@@ -115,7 +115,7 @@ def test_a_tracker_finds_its_column_in_the_history_to_come(tmp_path: Path) -> No
     check_every_place(
         lambda: learner(tmp_path, Callback(after_batch=measure)), fit, lambda kept: kept[6:9]
     )
-    _, kept = straight(lambda: learner(tmp_path, Callback(after_batch=measure)), fit)
+    _, kept = train_without_stop(lambda: learner(tmp_path, Callback(after_batch=measure)), fit)
     learn = learner(tmp_path, Callback(after_batch=measure))
     with pytest.raises(MetricError, match='no such value'):
         learn.fit(2, cbs=TrackerCallback('extras'), resume=kept[6])

@@ -264,7 +264,7 @@ def raised_by(f: Any) -> BaseException:
     raise AssertionError('nothing was raised')
 
 
-def anew(e: BaseException) -> BaseException:
+def copy_without_notes(e: BaseException) -> BaseException:
     "Return an exception like `e` without its notes and traceback: parametrized ones are shared by several tests."
     new = type(e).__new__(type(e), *e.args)
     new.__dict__.update({k: v for k, v in vars(e).items() if k != '__notes__'})

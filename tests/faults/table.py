@@ -34,7 +34,7 @@ class Row:
     fault: str  # from the file's docstring
     outcomes: Counter[str] = field(default_factory=Counter[str])
     # the lines that full forms print, in their order
-    said: dict[str, None] = field(default_factory=dict[str, None])
+    printed_lines: dict[str, None] = field(default_factory=dict[str, None])
     seconds: float = 0.0
 
     def cells(self) -> list[str]:
@@ -45,7 +45,7 @@ class Row:
         return [
             self.fault,
             str(self.outcomes.total()),
-            '; '.join(self.said),
+            '; '.join(self.printed_lines),
             ', '.join(counts) or 'passed',
             f'{self.seconds:.1f}',
         ]
@@ -68,7 +68,7 @@ class Rows:
         row.seconds += report.duration
         if report.when == 'call' or report.outcome != 'passed':
             row.outcomes[report.outcome] += 1
-        row.said |= dict.fromkeys(
+        row.printed_lines |= dict.fromkeys(
             re.findall(rf'^row {int(match[1])}: (.*)$', report.capstdout, re.M)
         )
 

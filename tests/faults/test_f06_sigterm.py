@@ -33,7 +33,7 @@ from tests.faults.run_helpers import (
 )
 
 # of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
-PLACES = [
+SIGNAL_POINTS = [
     'before_fit',
     'train before_batch',
     'train after_loss',
@@ -70,14 +70,14 @@ def check(lives: Any, folder: Path, end: State, kills: int) -> None:
 
 
 def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
-    lives = run_until_done(training(tmp_path), PLACES, signal.SIGTERM, group=False)
-    check(lives, tmp_path, straight, len(PLACES))
+    lives = run_until_done(training(tmp_path), SIGNAL_POINTS, signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight, len(SIGNAL_POINTS))
 
 
 def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
     "With a loader that has a generator of its own."
     end = in_child(training(tmp_path / 'straight', make_learner))
-    places = PLACES[1::3]
+    places = SIGNAL_POINTS[1::3]
     lives = run_until_done(
         training(tmp_path / 'run', make_learner, order=5), places, signal.SIGTERM, group=False
     )
@@ -218,13 +218,13 @@ def test_a_handler_of_before_may_end_the_process_in_its_own_way(tmp_path: Path) 
 
 
 def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
-    def mine(signum: int, frame: Any) -> None:
+    def own_handler(signum: int, frame: Any) -> None:
         "Never called."
 
     seen: list[Any] = []
     watched = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)
     now = lambda: [signal.getsignal(s) for s in watched]
-    kept = signal.signal(signal.SIGTERM, mine)
+    kept = signal.signal(signal.SIGTERM, own_handler)
     try:
         before = now()
         learn = checkpointed(tmp_path)(
@@ -234,7 +234,7 @@ def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
             with pytest.raises(ZeroDivisionError):
                 run()
             assert now() == before
-        assert seen[0][0] is not mine and seen[0][1:] == before[1:] and seen[-1] == before
+        assert seen[0][0] is not own_handler and seen[0][1:] == before[1:] and seen[-1] == before
         learn.remove_cbs(Checkpoint)
         two = quiet_two(tmp_path)
         two.fit(1)

@@ -220,7 +220,7 @@ def fit_until_interrupted() -> dict[str, Any]:
                 f'{tb.tb_frame.f_code.co_filename.rsplit("/", 1)[-1]}:{tb.tb_lineno}',
                 tb.tb_next,
             )
-        told = notes(e)
+        notes_seen = notes(e)
     fired = [x[0] for x in watch.fired]
     problems = []
     if learn.run.depth or learn.run.levels or learn.fitting:
@@ -228,7 +228,7 @@ def fit_until_interrupted() -> dict[str, Any]:
     if fired not in ([], ['cleanup'], ['after_error', 'cleanup']):
         problems.append(f'{fired=}')
     # between a context's `__enter__` and its block the run is ended by its generator, which has no note for this one
-    if fired == ['after_error', 'cleanup'] and not told and 'contextlib' not in where:
+    if fired == ['after_error', 'cleanup'] and not notes_seen and 'contextlib' not in where:
         problems.append('no note')
     try:
         fits_like_fresh(learn, watch)
@@ -238,7 +238,7 @@ def fit_until_interrupted() -> dict[str, Any]:
         'ok': not problems,
         'problems': problems,
         'where': where,
-        'notes': told,
+        'notes': notes_seen,
         'fired': fired,
         'fit': at,
     }

@@ -214,7 +214,7 @@ def in_batch(learn: Learner, fuse: Fuse) -> None:
     learn.dls.train = [Batch(b) for b in learn.dls.train]
 
 
-PLACES = {
+FAILING_PARTS = {
     in_model: 4,
     in_eval_model: 2,
     in_backward: 2,
@@ -236,7 +236,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    ('put', 'nth'), PLACES.items(), ids=lambda o: getattr(o, '__name__', str(o))
+    ('put', 'nth'), FAILING_PARTS.items(), ids=lambda o: getattr(o, '__name__', str(o))
 )
 def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
     put: Callable[[Learner, Fuse], None], nth: int
@@ -377,7 +377,7 @@ def test_every_kind_of_exception(
 def test_at_every_count() -> None:
     "Each place, at each of its calls until the fit gets through."
     n = 0
-    for put in PLACES:
+    for put in FAILING_PARTS:
         for nth in range(1, 60):
             fuse, learn = Fuse(), make_learner()
             start_again(learn)
@@ -394,7 +394,7 @@ def test_at_every_count() -> None:
             for module in learn.model.modules():
                 module._forward_hooks.clear()
             fits_like_fresh(learn)
-    print(f'row 11: {n} failures in {len(PLACES)} places; every next fit equals a fresh one')
+    print(f'row 11: {n} failures in {len(FAILING_PARTS)} places; every next fit equals a fresh one')
     assert n > 100
 
 

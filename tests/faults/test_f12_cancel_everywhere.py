@@ -220,17 +220,17 @@ def legal_kinds_and_a_stray_one(run: str, event: str, nth: int = 1) -> list[str]
     return legal + stray[len(event) % len(stray) :][:1] if stray else legal
 
 
-PLACES = [(run, event) for run in RUNS for event in events_of(run)]
+RUNS_AND_EVENTS = [(run, event) for run in RUNS for event in events_of(run)]
 
 
-@pytest.mark.parametrize(('run', 'event'), PLACES)
+@pytest.mark.parametrize(('run', 'event'), RUNS_AND_EVENTS)
 def test_every_legal_cancel_and_a_stray_one_at_every_event(run: str, event: str) -> None:
     for kind in legal_kinds_and_a_stray_one(run, event):
         holds(run, {(event, 1): kind})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(('run', 'event'), PLACES)
+@pytest.mark.parametrize(('run', 'event'), RUNS_AND_EVENTS)
 def test_every_cancel_at_every_event(run: str, event: str) -> None:
     for kind in KINDS:
         holds(run, {(event, 1): kind})

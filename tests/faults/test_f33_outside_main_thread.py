@@ -16,7 +16,7 @@ from tests.faults.fault_helpers import (
     N_EPOCH,
     At,
     Watch,
-    anew,
+    copy_without_notes,
     digest,
     fits_like_fresh,
     fresh,
@@ -91,7 +91,7 @@ def test_made_in_one_thread_used_in_others() -> None:
 )
 @pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_validate', 'after_epoch'])
 def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> None:
-    error = anew(error)
+    error = copy_without_notes(error)
     learn = make_learner(cbs := [At(event, error), watch := Watch()])
     start_again(learn)
     e = in_thread(lambda: raised_by(lambda: learn.fit(N_EPOCH)))

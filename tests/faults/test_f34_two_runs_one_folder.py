@@ -106,12 +106,12 @@ def test_one_process_from_many_threads(tmp_path: Path) -> None:
 def test_the_owner_is_killed_while_its_worker_lives(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 
-    def own() -> None:
+    def hold_lock() -> None:
         with FolderLock(tmp_path):
             os.write(writer, fork(signal.pause).to_bytes(8, 'little'))
             signal.pause()
 
-    owner = fork(own)
+    owner = fork(hold_lock)
     worker = int.from_bytes(os.read(reader, 8), 'little')
     try:
         assert not can_lock(tmp_path)

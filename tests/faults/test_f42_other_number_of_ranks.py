@@ -14,7 +14,7 @@ from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import CheckpointError
 from tests.faults.fault_helpers import others_in_full
-from tests.helpers.distributing import interrupted, make_dls, make_learner
+from tests.helpers.distributing import expect_interrupt, make_dls, make_learner
 from tests.helpers.ranks import run_ranks
 
 N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
@@ -42,7 +42,7 @@ def train(
     learn = make_learner(make_dls(N, bs, kind), cbs=[*cbs, late(enough)])
     with learn.distributed('ddp', batch_size=batch_size, timeout='20s'):
         try:
-            with interrupted() if until else nullcontext():
+            with expect_interrupt() if until else nullcontext():
                 learn.fit(2, resume=True)
         except CheckpointError as e:
             return str(e)

@@ -19,7 +19,7 @@ from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.testing.harness import run_until_done
 from tests.faults.run_helpers import Reach, State
-from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, made, weights
+from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, make_to_resume, weights
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]
@@ -85,7 +85,7 @@ def cover_pairs(names: Iterable[str], size: int) -> Iterator[Group]:
 def make(path: Path, names: Sequence[str]) -> Learner:
     "Return a Learner with callbacks of these classes."
     needed = ['RNNCallback'] if 'RNNRegularizer' in names and 'RNNCallback' not in names else []
-    cbs = [made(CLASSES[name]) for name in (*needed, *names)]
+    cbs = [make_to_resume(CLASSES[name]) for name in (*needed, *names)]
     learn = learner(path, *cbs, rnn=any('RNN' in name for name in names), eval_every='3ba')
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
@@ -155,7 +155,7 @@ def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
 def is_installed(name: str) -> bool:
     "Return True if the library that a class needs is installed."
     try:
-        made(CLASSES[name])
+        make_to_resume(CLASSES[name])
     except MissingExtraError:
         return False
     return True

@@ -654,7 +654,7 @@ def is_exact_by_check(set_up: SetUp, stop_after: int) -> bool:
         return bool(set_up.make().check_resume(3 * (N // BS), stop_after))
 
 
-def judge(set_up: SetUp, folder: Path, at: int) -> str:
+def check_set_up(set_up: SetUp, folder: Path, at: int) -> str:
     "Return 'equal' or 'warned' if a set-up is as expected, and otherwise a description."
     found, warned = kill_and_compare(set_up, folder, at)
     by_check = is_exact_by_check(set_up, at - 1) if set_up.has_check else True
@@ -683,7 +683,7 @@ SOME = [
 def test_some(tmp_path: Path, name: str) -> None:
     "Killed in the second epoch."
     expected = 'warned' if SET_UPS[name].warns else 'equal'
-    assert judge(SET_UPS[name], tmp_path, 8) == expected
+    assert check_set_up(SET_UPS[name], tmp_path, 8) == expected
 
 
 def count(results: dict[str, str], kind: str) -> int:
@@ -696,7 +696,7 @@ def test_every_set_up(tmp_path: Path) -> None:
     results = {}
     for i, (name, set_up) in enumerate(SET_UPS.items()):
         at = rng.randrange(2, N_EPOCH * 4)
-        results[name] = judge(set_up, tmp_path / f'{i}', at)
+        results[name] = check_set_up(set_up, tmp_path / f'{i}', at)
     print(
         f'row 51: {len(results)} set-ups, each killed at a random batch: {count(results, "equal")} equal, '
         f'{count(results, "warned")} named by a warning before the kill; check_resume called none exact that differs'

@@ -20,9 +20,9 @@ def build() -> Path:
     places = '-d', folder / 'doctrees', ROOT / 'docs', folder / 'html'
     command = map(str, [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', *places])
     done = subprocess.run(list(command), capture_output=True, text=True, timeout=600)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     # else the next build would not warn again
-    if said.strip():
+    if output.strip():
         shutil.rmtree(folder / 'doctrees', ignore_errors=True)
-    assert done.returncode == 0 and not said.strip(), said
+    assert done.returncode == 0 and not output.strip(), output
     return folder / 'html'

@@ -93,14 +93,14 @@ def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float
 
 
 @contextmanager
-def interrupted() -> Iterator[None]:
+def expect_interrupt() -> Iterator[None]:
     "Expect a Ctrl-C in every process; one that comes to its own late may hear of another's before."
     with pytest.raises((KeyboardInterrupt, DistributedError)) as e:
         yield
     assert 'KeyboardInterrupt' in repr(e.value)
 
 
-def told(learn: Learner) -> dict[str, Any]:
+def summarize_run(learn: Learner) -> dict[str, Any]:
     "What a training has come to, as plain values."
     return {
         'weights': weights(learn),
@@ -127,13 +127,13 @@ def compare(
         with learn.distributed('ddp', timeout='20s', **options):
             fit(learn)
             learn.check_replicas()
-            res = told(learn)
+            res = summarize_run(learn)
         assert learn.world is SINGLE_RANK
         return res
 
     alone = make(n * bs)
     fit(alone)
-    expected, ranks = told(alone), run_ranks(job, n)
+    expected, ranks = summarize_run(alone), run_ranks(job, n)
     for got in ranks:
         assert (got['weights'] - expected['weights']).abs().max() < tolerance
         assert got['train_iter'] == expected['train_iter'] and got['time'] == expected['time']

@@ -140,7 +140,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 RESUMED = [c for c in CLASSES if c not in (LRFinder, TorchProfiler)]
 
 
-def made(cls: type[Callback]) -> Callback:
+def make_to_resume(cls: type[Callback]) -> Callback:
     if cls.__name__ in OPTIONS:
         return cls(**OPTIONS[cls.__name__])
     if cls in MADE_BY:

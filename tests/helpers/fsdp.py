@@ -50,11 +50,11 @@ def learner(model=Net, n=33, **kwargs):
     )
 
 
-def values(learn):
+def state_values(learn):
     return [t.detach().clone() for t in learn.model.state_dict().values()]
 
 
-def apart(a, b):
+def max_difference(a, b):
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 

@@ -24,7 +24,7 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def watched(t: torch.Tensor) -> torch.Tensor:
+def watch_reads(t: torch.Tensor) -> torch.Tensor:
     Watched.reads = 0
     return t.as_subclass(Watched)
 
@@ -33,7 +33,7 @@ def batch(pred: Any = None, *yb: Any, xb: tuple[Any, ...] = (), **kw: Any) -> Si
     return SimpleNamespace(pred=pred, yb=yb, xb=xb, **kw)
 
 
-def fed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
+def feed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
     "The metric after one pass over the set."
     metric.reset()
     for parts in zip(*(t.split(bs) for t in (pred, *targs)), strict=True):

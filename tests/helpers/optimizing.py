@@ -18,7 +18,7 @@ def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     ]
 
 
-def after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
+def weights_after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
     "The weights after some steps on a noisy bowl."
     ps = weights() if ps is None else ps
     opt, gen = make(ps), torch.Generator().manual_seed(1)

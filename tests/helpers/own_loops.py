@@ -56,7 +56,7 @@ def points(n: int = 6, bs: int = 4, dtype: torch.dtype = torch.float64) -> list[
     return [(torch.randn(bs, 5, generator=gen, dtype=torch.float64).to(dtype),) for _ in range(n)]
 
 
-def duel(
+def make_duel(
     *cbs: Any,
     cls: type[Learner] = Duel,
     dtype: torch.dtype = torch.float64,
@@ -84,7 +84,7 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def by_hand(
+def train_by_hand(
     n: int = 6,
     dtype: torch.dtype = torch.float64,
     half: bool = False,  # autocast to bfloat16
@@ -118,7 +118,7 @@ def by_hand(
     return model
 
 
-def labelled(n: int = 4) -> list[tuple[Tensor, Tensor]]:
+def make_labeled_batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(3)
     return [
         (
@@ -134,9 +134,9 @@ def classifier() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def classify(cls: type[Learner], *cbs: Any, **options: Any) -> Any:
+def make_classifier_learner(cls: type[Learner], *cbs: Any, **options: Any) -> Any:
     return cls(
-        labelled(),
+        make_labeled_batches(),
         classifier(),
         nn.CrossEntropyLoss(),
         cbs=[TrainEvalCallback, Recorder, *cbs],

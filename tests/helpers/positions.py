@@ -85,7 +85,7 @@ class IndexByIndex(Sampler[int]):
         return (random.randrange(N) for _ in range(N))
 
 
-class Counting(Sampler[int]):
+class EpochCountSampler(Sampler[int]):
     "Another order each epoch, by a count of them."
 
     epoch = 0
@@ -98,8 +98,8 @@ class Counting(Sampler[int]):
         yield from torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-class Told(Sampler[int]):
-    "As `Counting`, told the epoch by `set_epoch`; here it tells itself."
+class SetEpochSampler(Sampler[int]):
+    "As `EpochCountSampler`, told the epoch by `set_epoch`; here it tells itself."
 
     def __init__(self, seed: int) -> None:
         self._epoch = 0
@@ -136,14 +136,14 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([left.pop(self.rng.randrange(len(left))), self.rng.random()])
 
 
-def between() -> None:
+def draw_from_global_generators() -> None:
     "Draw from every global generator, as dropout and callbacks do."
     torch.rand(3)
     np.random.rand()
     random.random()
 
 
-def generators(dl: Any) -> int:
+def digest_generators(dl: Any) -> int:
     "Return a digest of every generator, the loader's own among them."
 
     def frozen(v: Any) -> Any:
@@ -156,14 +156,14 @@ def generators(dl: Any) -> int:
     return hash(frozen((capture_rng(), capture_own(dl))))
 
 
-def saved(drawing: LoaderPosition, n: int) -> bytes:
+def save_position(drawing: LoaderPosition, n: int) -> bytes:
     "Write what a checkpoint holds of it."
     file = io.BytesIO()
     torch.save({'position': drawing.state_dict(n), 'rng': capture_rng()}, file)
     return file.getvalue()
 
 
-def one_pass(
+def draw_epoch(
     drawing: LoaderPosition,
     n: int = 0,
     begun: bool = False,
@@ -172,26 +172,26 @@ def one_pass(
     "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints to keep."
     batches, seen, checkpoints = drawing.begin(), [], {}
     if not begun:
-        between()
+        draw_from_global_generators()
         if keep:
-            checkpoints[0] = saved(drawing, 0)
+            checkpoints[0] = save_position(drawing, 0)
     while (batch := next(batches, END)) is not END:
         n += 1
-        between()
-        seen.append((n, batch.tolist(), generators(drawing.dl)))
+        draw_from_global_generators()
+        seen.append((n, batch.tolist(), digest_generators(drawing.dl)))
         if keep:
-            checkpoints[n] = saved(drawing, n)
-    return [*seen, generators(drawing.dl)], checkpoints
+            checkpoints[n] = save_position(drawing, n)
+    return [*seen, digest_generators(drawing.dl)], checkpoints
 
 
-def go_on(
+def resume_passes(
     make: Callable[[int], Any],
     checkpoint: bytes,
     epochs: int = 2,
     replay: bool | None = None,
     keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
-    "Go on from a checkpoint in a loader made anew, with other global seeds; return as `straight` does."
+    "Go on from a checkpoint in a loader made anew, with other global seeds; return as `run_without_stop` does."
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
@@ -199,23 +199,23 @@ def go_on(
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
     drawing, n = LoaderPosition.resume(dl, state['position'], replay), state['position']['n']
-    seen, kept = one_pass(drawing, n, begun=state['position']['start'] is not None, keep=keep)
+    seen, kept = draw_epoch(drawing, n, begun=state['position']['start'] is not None, keep=keep)
     passes, checkpoints = [seen], [kept]
     for _ in range(epochs - 1):
-        seen, kept = one_pass(LoaderPosition(dl), keep=keep)
+        seen, kept = draw_epoch(LoaderPosition(dl), keep=keep)
         passes.append(seen)
         checkpoints.append(kept)
     return passes, checkpoints
 
 
-def gone_on(
+def passes_after_resume(
     make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None
 ) -> list[Any]:
     "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
-    return go_on(make, checkpoint, epochs, replay, keep=False)[0]
+    return resume_passes(make, checkpoint, epochs, replay, keep=False)[0]
 
 
-def straight(
+def run_without_stop(
     make: Callable[[int], Any], epochs: int = 2
 ) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
     "Draw some epochs; return what came, and the checkpoints of each by batch, that of its end as 'end'."
@@ -224,9 +224,9 @@ def straight(
     torch.manual_seed(1)
     dl, passes, checkpoints = make(1), [], []
     for _ in range(epochs):
-        seen, kept = one_pass(LoaderPosition(dl))
+        seen, kept = draw_epoch(LoaderPosition(dl))
         passes.append(seen)
-        checkpoints.append({**kept, 'end': saved(LoaderPosition(dl), 0)})
+        checkpoints.append({**kept, 'end': save_position(LoaderPosition(dl), 0)})
     return passes, checkpoints
 
 
@@ -234,13 +234,13 @@ def check(
     make: Callable[[int], Any], places: list[Any], epochs: int = 2, replay: bool | None = None
 ) -> None:
     "Compare the rest of the first epoch, and the next ones, bit for bit; at 'end' it is the next ones alone."
-    passes, checkpoints = straight(make, epochs)
+    passes, checkpoints = run_without_stop(make, epochs)
     assert len(passes[0]) > 3
     for place in places:
         if place == 'last':
             place = len(passes[0]) - 1
         rest = passes[1:] if place == 'end' else [list(islice(passes[0], place, None)), *passes[1:]]
-        assert gone_on(make, checkpoints[0][place], len(rest), replay) == rest, place
+        assert passes_after_resume(make, checkpoints[0][place], len(rest), replay) == rest, place
 
 
 def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
@@ -254,5 +254,5 @@ def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int],
     return make
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

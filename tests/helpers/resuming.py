@@ -49,7 +49,9 @@ def scramble(seed: int) -> None:
     np.random.seed(seed)
 
 
-def straight(make: Callable[[], Learner], fit: Callable[..., None]) -> tuple[State, list[State]]:
+def train_without_stop(
+    make: Callable[[], Learner], fit: Callable[..., None]
+) -> tuple[State, list[State]]:
     "Train without a stop; return the state at the end, and the checkpoints of every place before it."
     scramble(0)
     learn, keep = make(), Keep()
@@ -66,7 +68,7 @@ def check_every_place(
     keep_again: bool = False,  # whether resumed runs take checkpoints, too
 ) -> list[State]:
     "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."
-    end, kept = straight(make, fit)
+    end, kept = train_without_stop(make, fit)
     assert kept
     for i, state in enumerate(map(through_a_file, places(kept))):
         scramble(100 + i)

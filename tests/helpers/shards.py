@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from learnkit import TensorLoader
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.distributed.shards import shard
-from tests.helpers.positions import Items, seeded
+from tests.helpers.positions import Items, seeded_generator
 
 Make = Callable[..., Any]  # f(seed, n=, bs=, **options) returns a loader
 
@@ -68,7 +68,7 @@ class Loader:
             )
 
 
-def own(_: int, n: int = 22, bs: int = 4, **options: Any) -> Loader:
+def own_loader(_: int, n: int = 22, bs: int = 4, **options: Any) -> Loader:
     return Loader(n, bs)
 
 
@@ -126,7 +126,7 @@ def rounds_of(together: Together, parts: list[list[Any]], sized: bool = True) ->
     return rounds
 
 
-def one_of(kind: str) -> Callable[..., Make]:
+def make_by_kind(kind: str) -> Callable[..., Make]:
     "Return a function of the batch size that returns what makes a loader."
     makers: dict[str, tuple[Make, dict[str, Any]]] = {
         'tensors': (tensors, {}),
@@ -135,7 +135,10 @@ def one_of(kind: str) -> Callable[..., Make]:
         'tensors, global': (tensors, {'shuffle': True, 'generator': torch.default_generator}),
         'items': (items, {}),
         'items shuffled': (items, {'shuffle': True}),
-        'items, generator': (items, {'shuffle': True, 'generator': lambda seed, n: seeded(seed)}),
+        'items, generator': (
+            items,
+            {'shuffle': True, 'generator': lambda seed, n: seeded_generator(seed)},
+        ),
         'items, global': (
             items,
             {'shuffle': True, 'generator': lambda seed, n: torch.default_generator},

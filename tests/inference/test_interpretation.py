@@ -337,18 +337,18 @@ def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
     assert len(interp) == 40 and torch.equal(interp[[30, 2]][0], interp.preds[[30, 2]])
 
 
-class Anew(IterableDataset[Any]):
+class RandomSamples(IterableDataset[Any]):
     "Gives other samples each time."
 
     n = 0
 
     def __iter__(self) -> Iterator[Any]:
-        Anew.n += 1
-        return iter([(torch.rand(2), (i + Anew.n) % 2) for i in range(6)])
+        RandomSamples.n += 1
+        return iter([(torch.rand(2), (i + RandomSamples.n) % 2) for i in range(6)])
 
 
 def test_a_loader_that_gives_other_samples_is_told() -> None:
-    dl = DataLoader(Anew(), batch_size=3)
+    dl = DataLoader(RandomSamples(), batch_size=3)
     interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
     with pytest.raises(LoaderError, match='gave other samples'):
         interp.plot_top_losses(2)

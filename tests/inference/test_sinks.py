@@ -125,7 +125,7 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
 # -- several processes -----------------------------------------------------------------------------
 
 
-def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
+def catch_error(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
     "Predict into a sink, and say what is raised."
     learn = make_learner()
     with learn.distributed('ddp', timeout='20s'):
@@ -138,11 +138,11 @@ def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
     return 'nothing', ''
 
 
-def on_disks_of_their_own(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
+def predict_to_own_disk(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
     own = folder / f'{bad}{name}' / str(rank)
     own.parent.mkdir(exist_ok=True)
     own.touch() if rank == bad else own.mkdir()  # a file where a folder is to be
-    return told(rank, own / 'preds' / name)
+    return catch_error(rank, own / 'preds' / name)
 
 
 @pytest.mark.dist
@@ -151,7 +151,7 @@ def on_disks_of_their_own(rank: int, folder: Path, name: str, bad: int) -> tuple
 def test_a_disk_that_fails_in_one_process_is_told_by_all(
     tmp_path: Path, name: str, bad: int
 ) -> None:
-    answers = run_ranks(on_disks_of_their_own, 2, tmp_path, name, bad)
+    answers = run_ranks(predict_to_own_disk, 2, tmp_path, name, bad)
     assert answers[bad][0] == 'NotADirectoryError', answers
     kind, message = answers[1 - bad]
     assert (
@@ -167,7 +167,7 @@ def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple
         if rank == who:
             (folder / name).mkdir() if '.' in name else (folder / name).touch()
 
-    return told(rank, folder / sink, come)
+    return catch_error(rank, folder / sink, come)
 
 
 @pytest.mark.dist

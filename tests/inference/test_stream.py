@@ -138,7 +138,7 @@ def test_random_numbers_go_on_from_batch_to_batch() -> None:
 def test_it_fires_the_events_of_get_preds() -> None:
     heard: list[Any] = []
 
-    class Hear(Callback):
+    class EventCounter(Callback):
         def run_event(self, event_name: str) -> None:
             heard.append(
                 (
@@ -151,7 +151,7 @@ def test_it_fires_the_events_of_get_preds() -> None:
                 )
             )
 
-    learn = make(Hear())
+    learn = make(EventCounter())
     heard.clear()
     learn.get_preds()
     expected = heard[:]
@@ -272,7 +272,7 @@ def test_never_begun_it_does_nothing() -> None:
     assert ends.heard == [] and list(stream) == []
 
 
-def go_on(learn: Learner, what: str) -> None:
+def run_action(learn: Learner, what: str) -> None:
     with learn.no_logging():
         {
             'fit': partial(learn.fit, 1),
@@ -290,7 +290,7 @@ def test_a_learner_that_goes_on_ends_the_stream_first_and_never_cuts_it_silently
     learn = make(ends)
     stream = learn.predict_iter()
     next(stream)
-    go_on(learn, what)
+    run_action(learn, what)
     assert ends.heard[:5] == EARLY
     with pytest.raises(FitError, match='sink'):
         next(stream)
@@ -352,11 +352,11 @@ def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
 def test_inner_ones_leave_out_the_events_of_fit_and_epoch() -> None:
     heard: list[str] = []
 
-    class Hear(Callback):
+    class EventCounter(Callback):
         def run_event(self, event_name: str) -> None:
             heard.append(event_name)
 
-    learn = make(Hear())
+    learn = make(EventCounter())
     heard.clear()
     learn.get_preds(inner=True)
     expected = heard[:]

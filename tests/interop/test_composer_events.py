@@ -43,7 +43,7 @@ ONE_EVAL = [
 ]
 
 
-class Heard:
+class EventLog:
     "Notes every event by its name."
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def learner(cb: Any, **kwargs: Any) -> Learner:
 
 
 def test_fit_fires_all_in_order() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     assert cb.taken() == ['init']
     learn.fit(2, iteration=2)
@@ -106,7 +106,7 @@ def test_fit_fires_all_in_order() -> None:
 def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch_has_no_end_of_it() -> (
     None
 ):
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     cb.taken()
     learn.fit('4ba')
@@ -133,7 +133,7 @@ def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch
 
 
 def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     cb.taken()
     learn.validate()
@@ -150,7 +150,7 @@ def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None
 
 
 def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
     learn.fit(2)
@@ -166,7 +166,7 @@ def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
 
 
 def test_every_row_of_the_table_is_fired() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     learn.fit(1, iteration=1)
     learn.validate()
@@ -182,7 +182,7 @@ def test_every_row_of_the_table_is_fired() -> None:
 
 
 def test_named_methods_get_the_same_events_as_run_event() -> None:
-    heard = Heard()
+    heard = EventLog()
     names: list[str] = []
     hooks = {e.value: lambda self, state, logger, name=e.value: names.append(name) for e in Event}
     named = type('Named', (), hooks)()
@@ -195,7 +195,7 @@ def test_named_methods_get_the_same_events_as_run_event() -> None:
 
 
 def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:
-    cb = Heard()
+    cb = EventLog()
     adapter = from_composer(cb)
     learn = synth_learner(n_train=1)
     learn.fit(1, cbs=adapter)

@@ -139,8 +139,8 @@ class Progress(Base):
 
     def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
         end = self.trainer.end_checkpoint  # type: ignore[attr-defined]
-        self.said = [
-            *getattr(self, 'said', []),
+        self.lines_seen = [
+            *getattr(self, 'lines_seen', []),
             f'{interval_type} {update_counter.cur_iteration} of {end}',
         ]
 
@@ -193,7 +193,7 @@ def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path
 def test_progress_by_every_interval() -> None:
     cb = Progress(every_n_epochs=2, every_n_updates=2)
     learner(cb).fit(2)
-    assert cb.said == [
+    assert cb.lines_seen == [
         'update E0_U2_S16 of E2_U6_S48',
         'update E1_U4_S32 of E2_U6_S48',
         'update E2_U6_S48 of E2_U6_S48',

@@ -880,20 +880,20 @@ def test_a_copy_is_a_learner_of_its_own() -> None:
     )
     with learn.no_bar():
         learn.fit(1)
-    twin = deepcopy(learn)
-    assert [cb.learn is twin for cb in twin.cbs] == [True] * len(
-        twin.cbs
-    ) and twin.recorder is not learn.recorder
+    duplicate = deepcopy(learn)
+    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(
+        duplicate.cbs
+    ) and duplicate.recorder is not learn.recorder
     ends = []
-    for one in (learn, twin):
+    for one in (learn, duplicate):
         torch.manual_seed(1)
         with one.no_bar():
             one.fit(1)
         ends.append([p.item() for p in one.model.parameters()])
-    assert ends[0] == ends[1] and len(learn.history) == len(twin.history) == 2
-    assert [row['mae'] for row in learn.history] == [row['mae'] for row in twin.history]
-    twin.remove_cb(Periodic)
-    assert hasattr(learn, 'periodic') and not hasattr(twin, 'periodic')
+    assert ends[0] == ends[1] and len(learn.history) == len(duplicate.history) == 2
+    assert [row['mae'] for row in learn.history] == [row['mae'] for row in duplicate.history]
+    duplicate.remove_cb(Periodic)
+    assert hasattr(learn, 'periodic') and not hasattr(duplicate, 'periodic')
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

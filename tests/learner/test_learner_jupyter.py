@@ -65,13 +65,13 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize(('expression', 'said'), LOOKS.items(), ids=LOOKS)
+@pytest.mark.parametrize(('expression', 'expected'), LOOKS.items(), ids=LOOKS)
 def test_it_is_shown_as_a_table_in_the_pages_colours_and_as_text(
-    kernel: Kernel, expression: str, said: str
+    kernel: Kernel, expression: str, expected: str
 ) -> None:
     [output] = kernel.run(expression)
     html, text = output.data['text/html'], output.data['text/plain']
-    assert said in html and '<table' in html and html.count('<tr>') == html.count('</tr>') > 0
+    assert expected in html and '<table' in html and html.count('<tr>') == html.count('</tr>') > 0
     assert not re.search(r'(?<!border-)color|background|<script|<style|https?:', html)
     assert text and len(text) < 3000 and len(html) < 5000
 

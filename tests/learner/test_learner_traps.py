@@ -250,8 +250,8 @@ def test_names_of_other_libraries() -> None:
 def test_train_sets_the_mode_and_says_so() -> None:
     learn = learner()
     learn.model.eval()
-    (said,) = warnings_of(learn.train)
-    assert '`learn.fit(5)`' in said and learn.model.training
+    (warning,) = warnings_of(learn.train)
+    assert '`learn.fit(5)`' in warning and learn.model.training
     assert warnings_of(lambda: learn.train(False)) == [] and not learn.model.training
     with pytest.raises(FitError, match=r'learn\.fit\(5\)'):
         learn.train(5)  # type: ignore[arg-type]
@@ -268,8 +268,8 @@ def test_a_whole_number_as_the_rate_is_doubted() -> None:
         with learn.no_bar():
             return warnings_of(lambda: learn.fit(1, lr))
 
-    (said,) = fit(32)
-    assert 'lr=32' in said and 'bs=32' in said and '32.0' in said
+    (warning,) = fit(32)
+    assert 'lr=32' in warning and 'bs=32' in warning and '32.0' in warning
     assert fit(1) == fit(32.0) == fit(0.1) == []
 
 
@@ -302,8 +302,8 @@ CROSS_ENTROPIES = [
 def test_a_softmax_before_cross_entropy(loss_func: Any, model: nn.Module) -> None:
     learn = learner(model, loss_func)
     with learn.no_bar():
-        (said,) = warnings_of(lambda: learn.fit(2))
-    assert 'softmax' in said and 'get_preds' in said
+        (warning,) = warnings_of(lambda: learn.fit(2))
+    assert 'softmax' in warning and 'get_preds' in warning
 
 
 def test_a_sigmoid_before_the_loss_of_logits() -> None:
@@ -389,8 +389,8 @@ def test_callbacks_that_are_not_there_are_left_out() -> None:
 def test_data_is_described_and_not_printed(call: Callable[[], Any], error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         call()
-    said = str(caught.value)
-    assert len(said) < 250 and '\n' not in said and 'tensor(' not in said
+    warning = str(caught.value)
+    assert len(warning) < 250 and '\n' not in warning and 'tensor(' not in warning
 
 
 # ------------------------------------------------------------------------------ loaders and batches

@@ -202,9 +202,9 @@ class First(Callback):
 
 class Second(Callback):
     def before_backward(self) -> None:
-        self._tell()
+        self._log_same()
 
-    def _tell(self) -> None:
+    def _log_same(self) -> None:
         self.learn.log('same', 2.0)
 
 

@@ -299,8 +299,8 @@ def test_reduction_can_be_set_and_copies_are_equal(loss: Any) -> None:
     for how in REDUCTIONS:
         one.reduction = how
         assert one.reduction == how
-        for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
-            assert twin.reduction == how and repr(twin) == repr(one)
+        for duplicate in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert duplicate.reduction == how and repr(duplicate) == repr(one)
 
 
 @pytest.mark.parametrize('loss', OF_CLASSES)

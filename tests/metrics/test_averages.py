@@ -23,7 +23,7 @@ from learnkit.metrics.averages import (
 )
 from learnkit.metrics.base import Metric
 from learnkit.metrics.functional import RMSE, ElementMean, accuracy, mae, mse, rmse
-from tests.helpers.measuring import Watched, batch, devices, fed, scores, watched
+from tests.helpers.measuring import Watched, batch, devices, feed, scores, watch_reads
 
 # ---------------------------------------------------------------- averages
 
@@ -32,14 +32,14 @@ from tests.helpers.measuring import Watched, batch, devices, fed, scores, watche
 def test_avg_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
     for func, whole in ((mse, (pred - targ) ** 2), (F.l1_loss, (pred - targ).abs())):
-        assert fed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
+        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
             float(whole.mean()), rel=1e-14
         )
 
 
 def test_avg_metric_on_several_targets() -> None:
     pred, a, b = torch.randn(3, 20, dtype=torch.float64)
-    value = fed(AvgMetric(lambda p, a, b: (p * a - b).mean()), pred, a, b, bs=8).value
+    value = feed(AvgMetric(lambda p, a, b: (p * a - b).mean()), pred, a, b, bs=8).value
     assert value == pytest.approx(float((pred * a - b).mean()), rel=1e-14)
 
 
@@ -49,7 +49,7 @@ def test_avg_metric_on_several_targets() -> None:
 )
 def test_avg_metric_takes_any_number_the_function_gives(convert: Any) -> None:
     pred, targ = torch.randn(2, 20, dtype=torch.float64)
-    m = fed(AvgMetric(lambda p, t: convert(mse(p, t))), pred, targ, bs=8)
+    m = feed(AvgMetric(lambda p, t: convert(mse(p, t))), pred, targ, bs=8)
     assert m.value == pytest.approx(float(mse(pred, targ)), rel=1e-14)
 
 
@@ -60,7 +60,7 @@ def test_avg_metric_gets_no_graph_and_builds_none() -> None:
         seen.append((p.requires_grad, torch.is_grad_enabled()))
         return float(np.mean(p.numpy() - t.numpy()))  # numpy() refuses what has a graph
 
-    m = fed(AvgMetric(func), pred, torch.zeros(5))
+    m = feed(AvgMetric(func), pred, torch.zeros(5))
     assert (
         seen == [(False, False)]
         and torch.is_grad_enabled()
@@ -71,9 +71,9 @@ def test_avg_metric_gets_no_graph_and_builds_none() -> None:
 def test_averages_weigh_by_weight_func() -> None:
     pred, targ = torch.arange(6.0), torch.zeros(6)
     tokens = iter([torch.tensor(10), torch.tensor(30)])
-    m = fed(AvgMetric(mae), pred, targ, bs=3, weight_func=lambda xb, yb: next(tokens))
+    m = feed(AvgMetric(mae), pred, targ, bs=3, weight_func=lambda xb, yb: next(tokens))
     assert m.value == (1 * 10 + 4 * 30) / 40
-    m = fed(AvgMetric(mae), pred, targ, bs=3, weight_func=None)
+    m = feed(AvgMetric(mae), pred, targ, bs=3, weight_func=None)
     assert m.value == 2.5
 
     loss = AvgLoss()
@@ -95,7 +95,7 @@ def test_avg_loss_weighs_by_samples_with_and_without_targets() -> None:
 
 
 def test_no_host_read_per_batch() -> None:
-    pred, targ = watched(torch.randn(40)), torch.randn(40)
+    pred, targ = watch_reads(torch.randn(40)), torch.randn(40)
     metrics = [AvgMetric(mse), AvgMetric(mse), AvgLoss(), RMSE()]
     learn = batch(pred, targ, loss=mse(pred, targ))
     for m in metrics:
@@ -146,7 +146,7 @@ class Bias(SumMetric):
 def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.rand(2, n, dtype=torch.float64)
     n_batches = -(-n // bs)
-    m = fed(Bias(), pred, targ, bs=bs)
+    m = feed(Bias(), pred, targ, bs=bs)
     assert m.value == pytest.approx(
         float((pred - targ).sum() / targ.sum()) * 2 * n_batches, rel=1e-12
     )
@@ -167,7 +167,7 @@ def test_sum_metric_stays_exact_over_a_long_epoch() -> None:
 
 
 def test_sum_metric_reads_nothing_per_batch() -> None:
-    pred, targ, m = watched(torch.rand(5)), torch.rand(5), Bias()
+    pred, targ, m = watch_reads(torch.rand(5)), torch.rand(5), Bias()
     for _ in range(3):
         m.accumulate(batch(pred, targ))
     assert Watched.reads == 0 and m.value and Watched.reads > 0
@@ -252,7 +252,7 @@ def test_on_is_checked() -> None:
 def test_a_result_that_is_no_number_is_refused() -> None:
     for result in (torch.zeros(5), None, 'high', [1.0]):
         with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
-            fed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
+            feed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
         assert '7' in e.value.__notes__[0]
 
 
@@ -261,7 +261,7 @@ def test_what_a_metric_raises_keeps_its_type_and_gains_a_note() -> None:
         raise KeyError('boom')
 
     with pytest.raises(KeyError, match='boom') as e:
-        fed(AvgMetric(bad), torch.zeros(5, 2), torch.zeros(5))
+        feed(AvgMetric(bad), torch.zeros(5, 2), torch.zeros(5))
     (note,) = e.value.__notes__
     assert '`bad`' in note and '5' in note and '(pred, *targets)' in note
 
@@ -302,7 +302,7 @@ def test_as_metrics_names_are_distinct_and_the_objects_untouched() -> None:
     assert [m.name for m in as_metrics(ms)] == [m.name for m in ms]
 
     assert ms[1].on == 'both' and ms[1].func is mse
-    fed(ms[1], torch.ones(4), torch.zeros(4))
+    feed(ms[1], torch.ones(4), torch.zeros(4))
     assert ms[1].value == second.value == 1.0
 
 
@@ -335,11 +335,11 @@ def test_torchmetrics_equals_the_whole_set(i: int, device: str) -> None:
     (m,) = as_metrics(metric)
     m.reset()
     assert m.value is None
-    assert fed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(
+    assert feed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(
         expected, rel=1e-6
     )
     # forgotten, and back on the CPU
-    assert fed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)
+    assert feed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)
     assert m.name == ['multiclass_accuracy', 'multiclass_f1_score', 'multiclass_auroc'][i]
 
 
@@ -348,7 +348,7 @@ def test_torchmetrics_against_sklearn() -> None:
 
     pred, targ = scores(150)
     expected = f1_score(targ, pred.argmax(1), average='macro')
-    assert fed(TorchMetric(torchmetrics_objects()[1]), pred, targ).value == pytest.approx(expected)
+    assert feed(TorchMetric(torchmetrics_objects()[1]), pred, targ).value == pytest.approx(expected)
 
 
 def test_a_torchmetrics_collection_is_expanded() -> None:
@@ -360,13 +360,13 @@ def test_a_torchmetrics_collection_is_expanded() -> None:
     assert [m.name for m in ms] == ['m_acc', 'm_f1', 'auc', 'mine']
     pred, targ = scores(150)
     for m, whole in zip(ms, [*torchmetrics_objects(), accuracy], strict=True):
-        assert fed(m, pred, targ).value == pytest.approx(float(whole(pred, targ)), rel=1e-6)
+        assert feed(m, pred, targ).value == pytest.approx(float(whole(pred, targ)), rel=1e-6)
 
 
 def test_a_torchmetrics_value_per_class_comes_as_a_tensor() -> None:
     MulticlassAccuracy = pytest.importorskip('torchmetrics.classification').MulticlassAccuracy
     pred, targ = scores(150)
-    m = fed(TorchMetric(MulticlassAccuracy(3, average=None), 'per_class', on='valid'), pred, targ)
+    m = feed(TorchMetric(MulticlassAccuracy(3, average=None), 'per_class', on='valid'), pred, targ)
     expected = torch.stack([(pred.argmax(1) == targ)[targ == c].float().mean() for c in range(3)])
     assert torch.allclose(m.value, expected) and m.name == 'per_class' and m.on == 'valid'
 
@@ -421,6 +421,6 @@ def test_a_cancel_and_running_out_of_memory_pass_through() -> None:
 
     for func, kind in ((out_of_memory, torch.OutOfMemoryError), (cancel, CancelBatchException)):
         with pytest.raises(kind):
-            fed(AvgMetric(func), torch.zeros(3), torch.zeros(3))
+            feed(AvgMetric(func), torch.zeros(3), torch.zeros(3))
         with pytest.raises(kind):
             dry_run(AvgMetric(func), torch.zeros(3), (torch.zeros(3),))

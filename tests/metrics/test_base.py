@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from learnkit.core.errors import MetricError
 from learnkit.metrics.base import SEND_EVERY, AvgSmoothLoss, Mean
-from tests.helpers.measuring import Watched, devices, watched
+from tests.helpers.measuring import Watched, devices, watch_reads
 
 # ---------------------------------------------------------------- Mean
 
@@ -21,8 +21,10 @@ def test_mean_is_the_weighted_mean(pairs: list[tuple[float, int]]) -> None:
     on_host, on_device, weights_on_device = Mean(), Mean(), Mean()
     for x, w in pairs:
         on_host.add(torch.tensor(x, dtype=torch.float64), w)
-        on_device.add(watched(torch.tensor([x], dtype=torch.float64)), watched(torch.tensor(w)))
-        weights_on_device.add(x, watched(torch.tensor(w)))
+        on_device.add(
+            watch_reads(torch.tensor([x], dtype=torch.float64)), watch_reads(torch.tensor(w))
+        )
+        weights_on_device.add(x, watch_reads(torch.tensor(w)))
     n = sum(w for _, w in pairs)
     expected = (
         pytest.approx(math.fsum(x * w for x, w in pairs) / n, rel=1e-12, abs=1e-6) if n else None
@@ -62,8 +64,8 @@ def test_mean_leaves_out_weight_zero_also_when_it_is_nan() -> None:
     m = Mean()
     m.add(torch.tensor(math.nan), 0)
     m.add(torch.tensor(math.nan), torch.tensor(0))
-    m.add(math.nan, watched(torch.tensor(0.0)))
-    m.add(watched(torch.tensor(math.nan)), watched(torch.tensor(0)))
+    m.add(math.nan, watch_reads(torch.tensor(0.0)))
+    m.add(watch_reads(torch.tensor(math.nan)), watch_reads(torch.tensor(0)))
     m.add(2.0, torch.tensor(3.0))
     assert m.value == 2.0
 
@@ -78,7 +80,7 @@ def test_mean_reports_nan() -> None:
 @devices
 def test_averages_stay_exact_over_a_long_epoch(device: str) -> None:
     "A float32 sum of a million ones and a bit would be off by far more."
-    m, x = Mean(), watched(torch.tensor(1 / 3, device=device))
+    m, x = Mean(), watch_reads(torch.tensor(1 / 3, device=device))
     for _ in range(3000):
         m.add(x, 100_003)
     assert m.total.device.type == device and m.total.dtype == torch.float64 and Watched.reads == 0
@@ -164,7 +166,7 @@ def test_smooth_loss_with_beta_that_cannot_be() -> None:
 
 
 def test_deferred_losses_travel_in_groups_without_a_host_read() -> None:
-    s, losses = AvgSmoothLoss(deferred=True), watched(torch.rand(2 * SEND_EVERY - 1))
+    s, losses = AvgSmoothLoss(deferred=True), watch_reads(torch.rand(2 * SEND_EVERY - 1))
     learns = [SimpleNamespace(loss=loss) for loss in losses]
     Watched.reads = 0
     for learn in learns:

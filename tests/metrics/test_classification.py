@@ -43,7 +43,7 @@ from learnkit.metrics.functional import (
     SpearmanCorrCoef,
 )
 from tests.helpers.libraries import require
-from tests.helpers.measuring import Watched, batch, fed, watched
+from tests.helpers.measuring import Watched, batch, feed, watch_reads
 
 require('torchmetrics')
 skm = require('sklearn.metrics')
@@ -87,7 +87,7 @@ def labels(n: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
 
 
 def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any:
-    return fed(metric, pred, targ, bs=64).value
+    return feed(metric, pred, targ, bs=64).value
 
 
 # ---------------------------------------------------------------- single labels
@@ -135,7 +135,7 @@ def test_ratios(metric: Any, n: int, seen: int) -> None:
     pred, targ, t, p = classes(n, seen)
     assert value(metric(), pred, targ) == close(getattr(skm, RATIOS[metric])(t, p))
     image = pred.reshape(15, 10, n).movedim(-1, 1)
-    m = fed(metric(axis=1), image, targ.reshape(15, 10), bs=4)
+    m = feed(metric(axis=1), image, targ.reshape(15, 10), bs=4)
     assert m.value == close(getattr(skm, RATIOS[metric])(t, p)) and m.name == RATIOS[metric]
 
 
@@ -160,31 +160,31 @@ def test_weighted_kappa(weights: str) -> None:
 @pytest.mark.parametrize(('n', 'average'), [(2, 'macro'), (4, 'macro'), (4, 'weighted')])
 def test_area_under_the_curve_of_many_classes(n: int, average: str) -> None:
     pred, targ, t, _ = classes(n)
-    chances = pred.double().softmax(1).numpy()
-    per_class = [skm.roc_auc_score(t == c, chances[:, c]) for c in range(n)]
+    probs = pred.double().softmax(1).numpy()
+    per_class = [skm.roc_auc_score(t == c, probs[:, c]) for c in range(n)]
     expected = np.average(per_class, weights=np.bincount(t) if average == 'weighted' else None)
     if n > 2:
-        assert expected == close(skm.roc_auc_score(t, chances, multi_class='ovr', average=average))
+        assert expected == close(skm.roc_auc_score(t, probs, multi_class='ovr', average=average))
     assert value(RocAuc(average=average), pred, targ) == close(expected)
     assert value(RocAuc(average=None), pred, targ).tolist() == close(per_class)
 
 
 def test_rankings_of_two_classes() -> None:
     pred, targ, t, _ = classes(2)
-    chances = pred.double().softmax(1).numpy()
-    assert value(RocAucBinary(), pred, targ) == close(skm.roc_auc_score(t, chances[:, 1]))
+    probs = pred.double().softmax(1).numpy()
+    assert value(RocAucBinary(), pred, targ) == close(skm.roc_auc_score(t, probs[:, 1]))
     assert value(RocAucBinary(max_fpr=0.3), pred, targ) == close(
-        skm.roc_auc_score(t, chances[:, 1], max_fpr=0.3)
+        skm.roc_auc_score(t, probs[:, 1], max_fpr=0.3)
     )
     for c in (0, 1):
-        expected = skm.average_precision_score(t, chances[:, c], pos_label=c)
+        expected = skm.average_precision_score(t, probs[:, c], pos_label=c)
         assert value(APScoreBinary(pos_label=c), pred, targ) == close(expected)
 
 
 def test_classes_that_never_occur_in_rankings() -> None:
     pred, targ, t, _ = classes(4, 3)
-    chances = pred.double().softmax(1).numpy()
-    per_class = [skm.roc_auc_score(t == c, chances[:, c]) for c in range(3)]
+    probs = pred.double().softmax(1).numpy()
+    per_class = [skm.roc_auc_score(t == c, probs[:, c]) for c in range(3)]
     assert value(RocAuc(), pred, targ) == close(np.mean(per_class))
     assert value(RocAuc(average=None), pred, targ).isnan().tolist() == [False] * 3 + [True]
     pred, targ, _, _ = classes(2, 1)
@@ -200,8 +200,8 @@ def test_classes_that_never_occur_in_rankings() -> None:
 @pytest.mark.parametrize('metric', OF_LABELS)
 @pytest.mark.parametrize('thresh', [0.5, 0.3])
 def test_scores_of_labels(metric: Any, thresh: float) -> None:
-    pred, targ, t, chances = labels()
-    p, score = chances >= thresh, getattr(skm, OF_LABELS[metric])
+    pred, targ, t, probs = labels()
+    p, score = probs >= thresh, getattr(skm, OF_LABELS[metric])
     for average in ('macro', 'micro', 'weighted'):
         expected = close(score(t, p, average=average))
         assert value(metric(thresh, average=average), pred, targ) == expected
@@ -218,8 +218,8 @@ def test_scores_of_labels(metric: Any, thresh: float) -> None:
 
 
 def test_ratios_of_labels() -> None:
-    pred, targ, t, chances = labels()
-    p = chances >= 0.5
+    pred, targ, t, probs = labels()
+    p = probs >= 0.5
     assert value(HammingLossMulti(), pred, targ) == close(skm.hamming_loss(t, p))
     assert value(MatthewsCorrCoefMulti(), pred, targ) == close(
         skm.matthews_corrcoef(t.ravel(), p.ravel())
@@ -229,9 +229,9 @@ def test_ratios_of_labels() -> None:
 @pytest.mark.parametrize('average', ['macro', 'micro', 'weighted', None])
 @pytest.mark.parametrize('metric', [RocAucMulti, APScoreMulti])
 def test_rankings_of_labels(metric: Any, average: str | None) -> None:
-    pred, targ, t, chances = labels()
+    pred, targ, t, probs = labels()
     func = skm.roc_auc_score if metric is RocAucMulti else skm.average_precision_score
-    expected = close(func(t, chances, average=average))
+    expected = close(func(t, probs, average=average))
     for m, p in (
         (metric(average=average), pred),
         (metric(sigmoid=False, average=average), pred.sigmoid()),
@@ -241,10 +241,10 @@ def test_rankings_of_labels(metric: Any, average: str | None) -> None:
 
 
 def test_labels_that_never_or_always_occur() -> None:
-    pred, targ, t, chances = labels()
+    pred, targ, t, probs = labels()
     targ[:, 0], targ[:, 1] = 0, 1
-    auc = [skm.roc_auc_score(t[:, i], chances[:, i]) for i in (2, 3)]
-    ap = [1.0] + [skm.average_precision_score(t[:, i], chances[:, i]) for i in (2, 3)]
+    auc = [skm.roc_auc_score(t[:, i], probs[:, i]) for i in (2, 3)]
+    ap = [1.0] + [skm.average_precision_score(t[:, i], probs[:, i]) for i in (2, 3)]
     assert value(RocAucMulti(), pred, targ) == close(np.mean(auc))
     assert value(APScoreMulti(), pred, targ) == close(np.mean(ap))
     assert value(F1ScoreMulti(average=None), pred, targ)[0] == 0.0
@@ -252,8 +252,8 @@ def test_labels_that_never_or_always_occur() -> None:
 
 
 def test_one_label_of_any_shape() -> None:
-    pred, targ, t, chances = labels(1)
-    expected = close(skm.f1_score(t[:, 0], chances[:, 0] >= 0.5))
+    pred, targ, t, probs = labels(1)
+    expected = close(skm.f1_score(t[:, 0], probs[:, 0] >= 0.5))
     for p, y in ((pred, targ), (pred, targ[:, 0]), (pred[:, 0], targ[:, 0])):
         assert value(F1ScoreMulti(), p, y) == expected
 
@@ -286,7 +286,7 @@ def test_spearman_equals_scipy() -> None:
     stats = pytest.importorskip('scipy.stats')
     targ = torch.randn(150, dtype=torch.float64)
     pred = (targ + torch.randn(150)).round(decimals=1)  # with ties
-    m = fed(SpearmanCorrCoef(), pred[:, None], targ, bs=64)
+    m = feed(SpearmanCorrCoef(), pred[:, None], targ, bs=64)
     assert (
         m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6) and m.name == 'spearmanr'
     )
@@ -295,11 +295,11 @@ def test_spearman_equals_scipy() -> None:
 def test_corpus_bleu() -> None:
     "Of 2 sentences of 5 tokens, one is right and the other has its last token wrong."
     targ = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
-    said = targ.clone()
-    said[1, 4] = 0
-    m = fed(CorpusBLEUMetric(), torch.eye(11)[said], targ, bs=1)
+    predicted = targ.clone()
+    predicted[1, 4] = 0
+    m = feed(CorpusBLEUMetric(), torch.eye(11)[predicted], targ, bs=1)
     assert m.value == close((9 / 10 * 7 / 8 * 5 / 6 * 3 / 4) ** 0.25) and m.name == 'corpus_bleu'
-    assert fed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.0
+    assert feed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.0
     with pytest.raises(MetricError, match=r'\(B, T, C\)'):
         dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
 
@@ -403,7 +403,7 @@ def test_nothing_is_read_from_the_device_per_batch() -> None:
         *((m, single) for m in SINGLE),
         *((m, multi) for m in MULTI),
     ]:
-        m, learn = metric(), batch(watched(pred), targ)
+        m, learn = metric(), batch(watch_reads(pred), targ)
         m.accumulate(learn)
         m.accumulate(learn)
         assert Watched.reads == 0, m

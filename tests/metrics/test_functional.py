@@ -41,7 +41,7 @@ from learnkit.metrics.functional import (
     top_k_accuracy,
 )
 from learnkit.testing import synth_learner
-from tests.helpers.measuring import Watched, batch, fed, scores, watched
+from tests.helpers.measuring import Watched, batch, feed, scores, watch_reads
 
 
 def pairs(n: int = 30) -> Any:
@@ -74,7 +74,7 @@ def test_top_k_accuracy(k: int) -> None:
     assert float(top_k_accuracy(image, targ.reshape(3, 4, 4), k=k, axis=1)) == pytest.approx(
         expected
     )
-    assert fed(AvgMetric(partial(top_k_accuracy, k=k)), pred, targ, bs=10).value == pytest.approx(
+    assert feed(AvgMetric(partial(top_k_accuracy, k=k)), pred, targ, bs=10).value == pytest.approx(
         expected
     )
 
@@ -119,10 +119,10 @@ def test_roots_are_of_the_whole_set(func: Any, metric: Any) -> None:
     whole = float(func(pred, targ))
     for m in (as_metrics(func)[0], as_metrics(partial(func))[0], as_metrics(metric)[0]):
         assert (
-            fed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14)
+            feed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14)
             and m.name == func.__name__
         )
-    assert fed(AvgMetric(func), pred, targ, bs=8).value != pytest.approx(whole, rel=1e-3)
+    assert feed(AvgMetric(func), pred, targ, bs=8).value != pytest.approx(whole, rel=1e-3)
     assert metric().value is None
 
 
@@ -137,9 +137,9 @@ def test_r2_variance_and_correlation_equal_sklearn_and_numpy(offset: float, scal
     targ = (torch.randn(101, dtype=torch.float64) + offset) * scale
     pred = 0.8 * targ + torch.randn(101) * scale / 3
     for metric, name in REGRESSION.items():
-        m = fed(metric(), pred[:, None], targ, bs=32)
+        m = feed(metric(), pred[:, None], targ, bs=32)
         assert m.value == pytest.approx(getattr(skm, name)(targ, pred), rel=1e-6) and m.name == name
-    m = fed(PearsonCorrCoef(), pred, targ, bs=32)
+    m = feed(PearsonCorrCoef(), pred, targ, bs=32)
     assert (
         m.value == pytest.approx(np.corrcoef(pred, targ)[0, 1], rel=1e-6) and m.name == 'pearsonr'
     )
@@ -195,8 +195,8 @@ def test_brier_score_equals_sklearn(n_classes: int) -> None:
     if n_classes == 2:
         assert expected == pytest.approx(skm.brier_score_loss(targ, p[:, 1]))
     image = pred.reshape(7, 10, n_classes).movedim(-1, 1)
-    assert fed(BrierScore(), pred, targ, bs=32).value == pytest.approx(expected)
-    assert fed(BrierScore(axis=1), image, targ.reshape(7, 10), bs=2).value == pytest.approx(
+    assert feed(BrierScore(), pred, targ, bs=32).value == pytest.approx(expected)
+    assert feed(BrierScore(axis=1), image, targ.reshape(7, 10), bs=2).value == pytest.approx(
         expected
     )
     assert BrierScore()(torch.eye(n_classes) * 100, torch.arange(n_classes)) == 0.0
@@ -207,7 +207,7 @@ def test_brier_score_equals_sklearn(n_classes: int) -> None:
 def test_brier_score_of_labels() -> None:
     pred, targ = torch.randn(20, 3), torch.randint(2, (20, 3))
     p, t = pred.double().sigmoid().numpy(), targ.numpy()
-    assert fed(BrierScoreMulti(), pred, targ, bs=8).value == pytest.approx(np.mean((p - t) ** 2))
+    assert feed(BrierScoreMulti(), pred, targ, bs=8).value == pytest.approx(np.mean((p - t) ** 2))
     assert BrierScoreMulti(sigmoid=False)(torch.from_numpy(p), targ) == pytest.approx(
         np.mean((p - t) ** 2)
     )
@@ -288,8 +288,10 @@ def test_the_history_has_the_values_of_the_whole_set() -> None:
 
 def test_nothing_is_read_from_the_device_per_batch() -> None:
     pred, targ = torch.rand(8, 3), torch.randint(3, (8,))
-    learn = SimpleNamespace(pred=watched(pred), yb=(targ,), xb=(), loss=watched(torch.tensor(1.0)))
-    regression = SimpleNamespace(pred=watched(pred), yb=(pred + 1,), xb=())
+    learn = SimpleNamespace(
+        pred=watch_reads(pred), yb=(targ,), xb=(), loss=watch_reads(torch.tensor(1.0))
+    )
+    regression = SimpleNamespace(pred=watch_reads(pred), yb=(pred + 1,), xb=())
     of_classes = as_metrics(
         [
             accuracy,

@@ -21,7 +21,7 @@ from learnkit.metrics.functional import (
     foreground_acc,
 )
 from tests.helpers.libraries import require
-from tests.helpers.measuring import Watched, batch, fed, watched
+from tests.helpers.measuring import Watched, batch, feed, watch_reads
 
 skm = require('sklearn.metrics')
 
@@ -42,10 +42,10 @@ def flat(pred: torch.Tensor, targ: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
     pred, targ = images()
     t, p = (set(np.flatnonzero(o)) for o in flat(pred, targ))
-    assert fed(Dice(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(
         2 * len(t & p) / (len(t) + len(p)), rel=1e-14
     )
-    assert fed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
+    assert feed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
         len(t & p) / len(t | p), rel=1e-14
     )
 
@@ -55,10 +55,10 @@ def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
 def test_dice_and_jaccard_of_many_classes_equal_sklearn(bs: int, n_classes: int) -> None:
     pred, targ = images(n_classes=n_classes)
     t, p = flat(pred, targ)
-    assert fed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
         skm.f1_score(t, p, average='macro')
     )
-    assert fed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
         skm.jaccard_score(t, p, average='macro')
     )
     last = pred.movedim(1, -1)
@@ -100,13 +100,13 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
         expected = np.mean((t == p)[t != bkg_idx])
         (m,) = as_metrics(partial(foreground_acc, bkg_idx=bkg_idx))
         assert (
-            fed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
+            feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
             and m.name == 'foreground_acc'
         )
         assert float(foreground_acc(pred, targ[:, None], bkg_idx)) == pytest.approx(expected)
     assert isinstance(as_metrics(foreground_acc)[0], ForegroundAcc)
     assert math.isnan(foreground_acc(pred, targ * 0)) and math.isnan(
-        fed(ForegroundAcc(), pred, targ * 0).value
+        feed(ForegroundAcc(), pred, targ * 0).value
     )
 
 
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_told_before_training() -> None:
 def test_nothing_is_read_from_the_device_per_batch() -> None:
     pred, targ = images()
     for metric in (*METRICS, ForegroundAcc):
-        m, learn = metric(), batch(watched(pred), targ)
+        m, learn = metric(), batch(watch_reads(pred), targ)
         m.accumulate(learn)
         m.accumulate(learn)
         assert Watched.reads == 0 and m.value is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnkit import OptimWrapper
 from learnkit.optim.hyperparams import FusedGuard, can_fuse
 from learnkit.optim.optimizers import Adam
-from tests.helpers.optimizing import after, learner, net, weights
+from tests.helpers.optimizing import learner, net, weights, weights_after
 
 
 def test_adam_is_fused_and_differs_by_rounding() -> None:
@@ -22,7 +22,8 @@ def test_adam_is_fused_and_differs_by_rounding() -> None:
     )
     for dtype, tol in ((torch.float64, 1e-15), (torch.float32, 1e-6)):
         ends = [
-            after(partial(Adam, lr=0.05, fused=fused), ps=weights(dtype)) for fused in (True, False)
+            weights_after(partial(Adam, lr=0.05, fused=fused), ps=weights(dtype))
+            for fused in (True, False)
         ]
         assert (ends[0] - ends[1]).abs().max() < tol
 

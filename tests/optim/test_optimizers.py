@@ -25,7 +25,7 @@ from learnkit.optim.optimizers import (
     RMSProp,
     ranger,
 )
-from tests.helpers.optimizing import after, learner, net, weights
+from tests.helpers.optimizing import learner, net, weights, weights_after
 
 # Against fastai 2.8, where it is installed
 
@@ -54,7 +54,8 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     if make in (QHAdam, Lamb):
         pytest.importorskip('pytorch_optimizer')
     assert (
-        after(partial(make, lr=0.05, **options)) - after(partial(theirs, lr=0.05, **options))
+        weights_after(partial(make, lr=0.05, **options))
+        - weights_after(partial(theirs, lr=0.05, **options))
     ).abs().max() < tol
 
 
@@ -84,7 +85,9 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     ],
 )
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
-    assert torch.equal(after(partial(ours, lr=0.05)), after(partial(torchs, lr=0.05)))
+    assert torch.equal(
+        weights_after(partial(ours, lr=0.05)), weights_after(partial(torchs, lr=0.05))
+    )
 
 
 def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:

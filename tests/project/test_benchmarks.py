@@ -33,7 +33,7 @@ def test_what_has_to_hold_holds(device: str) -> None:
     )
     kept_mib = float(found.pop('memory after a failed fit').removesuffix(' MiB'))
     assert kept_mib < 0.1
-    assert len(found) == 4 and all('weights equal' in said for said in found.values())
+    assert len(found) == 4 and all('weights equal' in output for output in found.values())
 
 
 @devices

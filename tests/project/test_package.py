@@ -359,8 +359,8 @@ def test_version_is_that_of_settings() -> None:
 
 def test_setup_reads_settings() -> None:
     pytest.importorskip('setuptools')
-    said = run('setup.py', '--name', '--version', '--description').splitlines()
-    assert said == [settings()[key] for key in ('lib_name', 'version', 'description')]
+    output_lines = run('setup.py', '--name', '--version', '--description').splitlines()
+    assert output_lines == [settings()[key] for key in ('lib_name', 'version', 'description')]
 
 
 def test_installed_metadata_is_that_of_settings() -> None:
