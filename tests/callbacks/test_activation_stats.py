@@ -1,4 +1,4 @@
-"""ActivationStats: its numbers against those of the same activations in float64, and what it draws."""
+"""Compare `ActivationStats` with the same activations in float64, and check its plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 
 class TwiceUsed(nn.Module):
-    "Use one layer twice, and another not at all."
+    "A model that calls one layer twice and another never."
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def quiet(
 
 
 def outputs(learn: Learner, modules: list[nn.Module]) -> list[list[list[Tensor]]]:
-    "Return what each module put out at each of its calls, in float64, for each training batch."
+    "Return the float64 output of every call of each module, for each training batch."
     found = []
     for x, _ in learn.dls.train:
         calls: list[list[Tensor]] = [[] for _ in modules]
@@ -98,7 +98,7 @@ def test_near_zero_counts_negative_numbers_as_fastai_does() -> None:
 
 
 def test_a_batch_is_measured_as_a_whole() -> None:
-    "In pieces, and with a layer that is called twice with very different inputs."
+    "Test microbatches and a layer that is called twice with very different inputs."
     torch.manual_seed(1)
     model = TwiceUsed()
     whole = quiet(model, ActivationStats(with_hist=True))

@@ -1,4 +1,4 @@
-"""The callback Checkpoint: when it writes, what stays, what goes wrong, and what others do meanwhile."""
+"""The callback `Checkpoint`: when it writes, which files it keeps, errors, and concurrent changes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_is_not_recorded_cannot_be_watched(tmp_path: Path) -> None:
 
 
 def losses(*values: float) -> Callback:
-    "Make the validation loss what is given, epoch by epoch."
+    "Set the validation loss of each epoch."
 
     def loss(cb: Any) -> None:
         if not cb.training and cb.fitting:
@@ -245,7 +245,7 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
 
 
 def test_fits_of_one_learner(tmp_path: Path) -> None:
-    "Numbers go on, each fit rotates what it has written itself, and the class will do."
+    "File numbers continue, each fit deletes only its own files, and a class may be given instead of an instance."
     learn = make(Checkpoint, path=tmp_path)
     for _ in range(2):
         learn.fit(5)
@@ -267,7 +267,7 @@ def test_for_one_fit_alone(tmp_path: Path) -> None:
 def test_checkpoints_of_an_earlier_process_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "They stay; whoever goes on from them, or has written them, hears nothing."
+    "Checkpoints of an earlier process are kept; a run that resumes or wrote them gets no warning."
     make(Checkpoint(folder=tmp_path)).fit(2)
     monkeypatch.setattr(module, '_run_ids', set())
     make(Checkpoint(folder=tmp_path)).fit(3, resume=True)
@@ -328,7 +328,7 @@ def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
 
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    "Let something happen in place of each write: `writing(f)`, where f gets the number of the write and does it."
+    "Return a function that replaces every write by `f(n, write)`, `n` being the number of the write."
 
     def install(f: Any) -> None:
         real, n = module.write_state, [0]
@@ -451,7 +451,7 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
 
 
 def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path) -> None:
-    "However long that takes: training goes on meanwhile."
+    "Training continues during a slow write."
     writing(lambda n, real: (sleep(0.05), real()))
     kept: dict[int, Any] = {}
     keep = Callback(

@@ -1,4 +1,4 @@
-"""Compiled training: the same numbers, the ordinary step wherever that is needed, and the reason told."""
+"""Compiled training: equal numbers, the uncompiled step where it is needed, and the reason in a message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compil
 
 
 class Backend:
-    "Runs what dynamo has traced as it is; counts graphs and calls, and may take its time."
+    "A backend that runs traced graphs uncompiled, counts graphs and calls, and can be slow."
 
     def __init__(self, burn_s: float = 0) -> None:
         self.graphs, self.calls, self.burn_s = 0, 0, burn_s
@@ -71,7 +71,7 @@ def learner(
     cls: type[Learner] = Learner,
     **kwargs: Any,
 ) -> Any:
-    "Return a learner on 10 batches of 8, or on others; model and data are the same at every call."
+    "Return a Learner on 10 batches of 8 or the given batches, always with the same model and data."
     torch.manual_seed(0)
     x = torch.randn(n, 8)
     dls = (
@@ -86,7 +86,7 @@ def learner(
 
 
 def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
-    "Compile the step of a learner, for a backend that counts, and take it without asking whether it is faster."
+    "Compile a Learner's step with a counting backend, without measuring whether it is faster."
     backend = Backend()
     learn.compile(step=True, backend=backend, **options)
     learn.whole_step.verdict = 'not timed'
@@ -94,7 +94,7 @@ def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
 
 
 def distance(a: Any, b: Any) -> float:
-    "How far the models' parameters and buffers are apart, relative to the norm of all of them."
+    "Return the distance of the models' parameters and buffers, relative to their norm."
     ours, theirs = (
         [t.detach().double().flatten() for t in learn.model.state_dict().values()]
         for learn in (a, b)
@@ -103,7 +103,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def fit_both(make: Callable[[], Any], n_epoch: int = 2, **kwargs: Any) -> tuple[Any, Any, Backend]:
-    "Train two learners alike, one with the compiled step; return ordinary, compiled, and what ran."
+    "Train two Learners, one with a compiled step; return both and the executed step."
     plain = make()
     torch.manual_seed(1)
     plain.fit(n_epoch, **kwargs)
@@ -465,7 +465,7 @@ def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> 
 
 
 class Partly(nn.Module):
-    "Has a layer that is not used, and one that is frozen at first."
+    "Has an unused layer, and a layer that starts frozen."
 
     def __init__(self) -> None:
         super().__init__()
@@ -654,7 +654,7 @@ def test_transformers_models_are_compiled_or_told_why_not() -> None:
 
 
 class Moody(nn.Module):
-    "Looks at its data, which cannot be compiled."
+    "Branches on its data, which torch cannot compile."
 
     def __init__(self) -> None:
         super().__init__()
@@ -672,7 +672,7 @@ def test_what_cannot_be_compiled_runs_as_usual() -> None:
 
 
 class Changing(nn.Module):
-    "Has an attribute that is another one at every batch, for which it has to be compiled anew each time."
+    "Has an attribute that changes with each batch, so each batch needs a new compilation."
 
     def __init__(self) -> None:
         super().__init__()
@@ -684,7 +684,7 @@ class Changing(nn.Module):
 
 
 def dynamo_limit(n: int) -> Any:
-    "Let dynamo compile a function as often, instead of the usual eight times."
+    "Set dynamo's limit of compilations of a function, 8 by default."
     import torch._dynamo.config as config
 
     return config.patch(recompile_limit=n)
@@ -744,7 +744,7 @@ def test_a_smaller_last_batch_runs_as_usual() -> None:
 
 
 class Slow(nn.Module):
-    "Slow where it runs as Python, which the compiled step does not."
+    "Sleeps in Python code, which the compiled step does not run."
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its numbers, when it is used, and that the weights come back."""
+"""The exponential moving average of the weights: its numbers, when it is used, and how weights are restored."""
 
 from __future__ import annotations
 

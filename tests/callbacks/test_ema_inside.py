@@ -1,4 +1,4 @@
-"""The moving average while it is in the model: what loads, fails or pauses meanwhile leaves the right weights."""
+"""Loads, failures and pauses while the model contains the moving average leave the right weights."""
 
 from __future__ import annotations
 

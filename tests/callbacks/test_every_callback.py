@@ -1,7 +1,7 @@
-"""One contract for every callback class of the package, found by looking, not listed.
+"""One contract for every callback class of the package; `tests/helpers/every_callback.py` finds the classes.
 
-Each is made without arguments, trains, trains again, gives and takes back its state, closes twice, and after an
-exception in the middle of a run leaves nothing behind, so that the next fit works."""
+Each callback trains twice, saves and loads its state, is closed twice, and leaves nothing behind after an exception,
+so that the next fit works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(cls: type[Callback]) -> Callback:
 
 
 def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
-    "Return a small Learner with a callback of the class, which its `defaults` may have already."
+    "Return a small Learner with a callback of the class, or without it if `defaults` has it."
     torch.manual_seed(0)
     x, y = torch.randn(48, 1, 6, 6), torch.randint(3, (48,))
     dls = DataLoaders.from_tensors((x[:32], y[:32]), (x[32:], y[32:]), bs=8, seed=0)
@@ -52,7 +52,7 @@ def own(learn: Learner, cls: type[Callback]) -> Callback:
 
 
 def traces(learn: Learner) -> dict[str, Any]:
-    "What a callback may change for the length of a run, and has to put back."
+    "Return what callbacks may change during a run and must restore."
     hooks = sum(
         len(getattr(m, h))
         for m in learn.model.modules()
@@ -160,7 +160,7 @@ def test_state_round_trip(cls: type[Callback], tmp_path: Path) -> None:
 
 
 class Boom(Exception):
-    "What goes wrong."
+    "The exception of these tests."
 
 
 BATCH_EVENTS = (
@@ -184,7 +184,7 @@ def test_after_an_exception_the_next_fit_works_and_nothing_is_left(
     events: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    "The fit that fails at one event comes next after the one that failed at another; the last one does not fail."
+    "Each fit fails at another event, and the last fit succeeds."
 
     def fail_at(event: str) -> Callable[[Callback], None]:
         def fail(cb: Callback) -> None:

@@ -1,5 +1,6 @@
-"""One contract for every callback class: a run that was resumed ends as the run that was never stopped, in all that it
-holds and in all that it has written, also from a folder that was moved and that a lost process has written on."""
+"""For every callback class, a resumed run ends like an uninterrupted run, in its state and its files.
+
+This includes a folder that was moved, and a folder that a killed process has written to after the checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ ONE_PLACE = (
 
 
 class Watch(Callback):
-    "Keep at each place what callbacks show, what was printed so far, and a copy of the folder."
+    "Record at each place the callbacks' public attributes, the printed lines and a copy of the folder."
 
     order = 2100  # after the checkpoint was made
 
@@ -80,7 +81,7 @@ class Watch(Callback):
 
 
 def shown(learn: Learner) -> dict[str, Any]:
-    "Return the public attributes of the callbacks, as far as they are plain."
+    "Return the public attributes of the callbacks as comparable values."
     return {
         key: {
             name: to_comparable(value, learn.path)
@@ -103,7 +104,7 @@ def check(
     keep_again: bool = False,
     **kwargs: Any,
 ) -> None:
-    "Assert the contract for callbacks, resumed from some of the places."
+    "Check callbacks resumed from some of the places."
     runs: list[Learner] = []
 
     def make() -> Learner:
@@ -130,7 +131,7 @@ def check(
 
 
 def compare(straight: Learner, learn: Learner, n: int) -> None:
-    "Compare what was shown, printed and written since place `n`."
+    "Compare attributes, lines and files since place `n`."
     assert learn.watch.places == straight.watch.places[n + 1 :]
     for place, found, expected in zip(
         learn.watch.places, learn.watch.seen, straight.watch.seen[n + 1 :], strict=True

@@ -1,4 +1,4 @@
-"""Weights loaded at an event, and programs written at the end of a fit."""
+"""Load weights at an event, and export programs at the end of a fit."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_training_is_what_it_was_without(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    "A model that takes the entries of a batch by name."
+    "A model that takes the entries of a batch as keyword arguments."
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_batches_of_named_entries(tmp_path: Path, formats: str) -> None:
 
 
 class Unsteady(nn.Module):
-    "A model whose export is something else than the model."
+    "A model whose exported program differs from the model."
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_of_several_processes_the_first_exports(tmp_path: Path) -> None:
 
 
 def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
-    "Fit where nothing can be exported; say whether the weights are as they were, and what was raised."
+    "Fit with an export that fails; return whether the weights are unchanged, and the error."
     torch.manual_seed(1)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     learn = learner(folder, ExportForInference('taken/net'), model=net)

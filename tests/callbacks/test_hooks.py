@@ -1,4 +1,4 @@
-"""Hooks: what they see, when they are there, and that none is left behind."""
+"""Hooks: the values they receive, when they are registered, and their removal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def quiet(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
 
 
 class Shapes(HookCallback):
-    "Keep the shape of each output, with the number of the batch and whether it is of training."
+    "Record the shape of each output with its batch number and `training`."
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""Pictures of inputs, outputs and segmentations."""
+"""Images of inputs, outputs and segmentations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.testing import synth_learner
 
 
 class Taker(Callback):
-    "Something that is no logger of the package and takes images."
+    "An object that takes images and is not a logger of the package."
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, str, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The picture of the losses that is kept up to date; in a real kernel: `tests/learner/test_learner_jupyter.py`."""
+"""The live plot of the losses; `tests/learner/test_learner_jupyter.py` tests it in a real kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ plt = require('matplotlib.pyplot')
 
 
 class Outputs:
-    "An output area that keeps what it was shown."
+    "An output area that records what is displayed."
 
     def __init__(self) -> None:
         self.handle, self.shown = None, list[dict[str, Any]]()
@@ -34,7 +34,7 @@ class Outputs:
 
 @pytest.fixture
 def areas(monkeypatch: pytest.MonkeyPatch) -> list[Outputs]:
-    "Let it draw as in a notebook; the areas that were shown."
+    "Draw as in a notebook, and return the output areas."
     made: list[Outputs] = []
 
     def make() -> Outputs:

@@ -1,4 +1,4 @@
-"""The learning rate finder: what it suggests, and that nothing is left of it."""
+"""The learning rate finder: its suggestions, and the restored Learner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from learnkit.testing import synth_learner
 
 
 class Ema(Callback):
-    "State of every kind, without a state_dict: what a user writes in a notebook."
+    "A user's callback with many kinds of state and no `state_dict`."
 
     run_valid = False
 
@@ -54,7 +54,7 @@ class Ema(Callback):
 
 
 class Net(nn.Module):
-    "Dropout, batch norm, a module in evaluation mode, a frozen layer, and a number that counts calls."
+    "A model with dropout, batch norm, a module in evaluation mode, a frozen layer and a counter of calls."
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ OWN = (
 
 
 def digest(learn: Learner) -> dict[str, str]:
-    "Return SHA-256 of everything that is reachable from a Learner, and of every random generator, by where it is."
+    "Return the SHA-256 of everything reachable from a Learner and of every random generator, by path."
     # with each object, so that its id stays its own
     found, numbers = dict[str, str](), dict[int, tuple[str, Any]]()
 

@@ -1,4 +1,4 @@
-"""What the learning rate finder finds: rates, losses, suggestions, plots."""
+"""Results of the learning rate finder: rates, losses, suggestions, plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def learner(**kwargs: Any) -> Any:
 
 
 def curve() -> tuple[torch.Tensor, torch.Tensor]:
-    "A loss that falls, and rises at the end, with ripples."
+    "Return losses that fall, then rise, with ripples."
     i = torch.arange(60.0)
     losses = (
         2

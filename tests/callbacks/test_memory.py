@@ -1,4 +1,4 @@
-"""The memory monitor, against what the system says by other ways, and against blocks of a known size."""
+"""Compare the memory monitor with other sources of the system, and with blocks of known size."""
 
 from __future__ import annotations
 

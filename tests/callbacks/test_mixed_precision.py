@@ -1,4 +1,4 @@
-"""Autocast around the forward pass: the numbers of a plain loop, float32 for everyone else, and off everywhere else."""
+"""Autocast of the forward pass: the numbers of a plain loop, float32 for callbacks, and no autocast elsewhere."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_floa
 
 
 class Seen(Callback):
-    "Note the type of the predictions."
+    "Record the dtype of the predictions."
 
     def __init__(self, order: float) -> None:
         self.order, self.types = order, set[Any]()
@@ -143,14 +143,14 @@ def test_the_model_gives_half_and_what_comes_after_sees_float32(
 
 @dataclass
 class Output:
-    "What a model may return."
+    "A structure of outputs."
 
     logits: Tensor
     extra: dict[str, Any]
 
 
 class Nested(nn.Module):
-    "Give everything in one structure: halves, doubles, integers, and what is no tensor."
+    "Returns halves, doubles, integers and an object that is not a tensor, in one structure."
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_nested_predictions_become_float32_where_they_are_half() -> None:
 
 
 class OwnLoss(nn.Module):
-    "Compute the loss inside, in half precision."
+    "Computes its loss in `forward`, in half precision."
 
     def __init__(self) -> None:
         super().__init__()

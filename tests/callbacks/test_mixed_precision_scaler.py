@@ -1,4 +1,4 @@
-"""The scaled loss of fp16, on the CPU: the numbers of a plain loop with torch's scaler, whatever is cancelled."""
+"""Loss scaling for fp16 on the CPU: the numbers of a plain loop with torch's scaler, also after cancels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def after(order: float, **handlers: Any) -> Callback:
 
 
 class Loop:
-    "A plain loop with autocast and torch's scaler, step by step."
+    "Train in a plain loop with autocast and torch's scaler."
 
     def __init__(self, *makers: Maker, **scaler: Any) -> None:
         self.model = net()
@@ -164,7 +164,7 @@ def test_weights_and_scale_are_those_of_a_plain_loop_bit_for_bit(makers: tuple[M
 
 
 class Clip(Callback):
-    "Clip right after mixed precision, and note the norms."
+    "Clip right after mixed precision, and record the norms."
 
     order, run_valid = MixedPrecision.order + 1, False
 

@@ -1,4 +1,4 @@
-"""MixUp and CutMix: what is blended, what the loss is, who sees which targets, and that all of it is left again."""
+"""MixUp and CutMix: blended inputs, the loss, visible targets, and the restored Learner."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
 
 
 def test_the_draws_are_those_of_fastai() -> None:
-    "The numbers were recorded with fastai 2.8 after torch.manual_seed(7), for a batch of 8 images of 8 x 6."
+    "Compare with numbers recorded from fastai 2.8 after torch.manual_seed(7), for 8 images of 8 x 6."
     mixup = (
         [0.9781090, 0.8962013, 0.5231748, 0.9844235, 0.7284831, 0.6228055, 0.8172889, 0.8967966],
         [0, 1, 3, 0, 1, 2, 4, 2],
@@ -114,7 +114,7 @@ def test_the_batches_of_the_loader_are_never_written_to(mixer: type[MixHandler])
 
 
 class Several(nn.Module):
-    "Take images, a table and counts."
+    "Takes images, a table and counts."
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
 
 
 class Flat(nn.Module):
-    "Cross-entropy over flattened elements with classes last, as fastai's: it says of itself that it is of classes."
+    "Cross-entropy over flattened elements with classes last, as in fastai, marked as a loss of classes."
 
     y_int = True
 
@@ -231,7 +231,7 @@ def test_float_targets_need_no_reduction_of_the_loss() -> None:
 
 
 class PerPixel(nn.Module):
-    "Give scores of each class for each pixel."
+    "Return class scores for each pixel."
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ def test_a_closure_evaluates_the_same_blend_again() -> None:
 
 
 class EveryOther(MixHandler):
-    "A handler written for fastai: shift every batch by one sample and blend halves."
+    "A handler written for fastai that shifts each batch by one sample and blends halves."
 
     def before_batch(self) -> None:
         self.lam, self.yb1 = torch.tensor([0.5]), tuple(y.roll(1) for y in self.yb)

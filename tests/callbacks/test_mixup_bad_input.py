@@ -1,4 +1,4 @@
-"""MixUp and CutMix, used wrongly: typed errors that name the fix, before a weight has changed."""
+"""Wrong use of MixUp and CutMix raises typed errors with the fix, before a weight changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MixUp and CutMix with microbatches: each piece has its own partners, and `yb` holds nothing but targets."""
+"""MixUp and CutMix with microbatches: each microbatch has its own partners, and `yb` contains only targets."""
 
 from __future__ import annotations
 

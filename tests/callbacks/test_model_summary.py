@@ -1,4 +1,4 @@
-"""The summary of a model: counts and shapes against closed forms, and that nothing is disturbed by it."""
+"""The model summary: counts and shapes compared with closed forms, and the unchanged Learner."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Counting(nn.Module):
-    "Count forward passes in a buffer, in evaluation too, and draw a random number."
+    "Counts forward passes in a buffer, also in evaluation, and draws a random number."
 
     def __init__(self) -> None:
         super().__init__()

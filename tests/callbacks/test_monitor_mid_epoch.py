@@ -1,4 +1,4 @@
-"""Monitors, stoppers and periodic callbacks with evaluations within epochs; and what a user sees of monitors."""
+"""Monitors, stoppers and periodic callbacks with evaluations within epochs, and how monitors are displayed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MONITORS = (
 
 
 def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
-    "Six batches an epoch, one of them in each of two validation loaders."
+    "Return a Learner with six batches per epoch, and one batch in each of two validation loaders."
     learn = synth_learner(n_train=6, n_valid=1, lr=0.05, path=path, cbs=list(cbs), **kwargs)
     learn.logger = noop
     return learn
@@ -133,7 +133,7 @@ def test_threshold_stopper_stops_in_the_middle_of_an_epoch() -> None:
 
 
 def two_loaders() -> DataLoaders:
-    "`day` is a validation loader, `night` another one whose targets are off."
+    "Return loaders with two validation loaders, `day` and `night`; the targets of `night` are shifted."
     x = torch.randn(96, 1)
     batches = [(b, 2 * b + 1) for b in x.split(16)]
     return DataLoaders(

@@ -1,4 +1,4 @@
-"""The guard against NaN and infinity: nothing of them in the weights or the recorded losses."""
+"""The guard against NaN and infinity keeps both out of the weights and the recorded losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def learner(bad_at: int | None, value: float = math.nan, cbs: Any = (), **kwargs: Any) -> Learner:
-    "Return a Learner on eight batches of four, one of which has a bad input."
+    "Return a Learner on eight batches of four samples, one with a bad input."
     torch.manual_seed(0)
     x = torch.randn(32, 2)
     y = x.sum(1, keepdim=True)
@@ -39,7 +39,7 @@ def weights(learn: Learner) -> list[Tensor]:
 
 
 class Snapshots(Callback):
-    "Keep the weights after each batch."
+    "Record the weights after each batch."
 
     order = 80
 

@@ -1,4 +1,4 @@
-"""The guard that goes back: to the weights, buffers, optimizer states and averages of a copy, byte for byte."""
+"""Rollback restores weights, buffers, optimizer states and averages of a snapshot, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def batches(n: int, *bad: int) -> list[Batch]:
-    "Return batches of four, the inputs of some of them bad."
+    "Return batches of four samples, some with bad inputs."
     g = torch.Generator().manual_seed(1)
     found = [(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(n)]
     for i in bad:
@@ -38,7 +38,7 @@ def learner(
 
 
 def state(learn: Learner) -> list[Tensor]:
-    "Weights, buffers, and the optimizer's state."
+    "Return the weights, the buffers and the optimizer's state."
     states = learn.opt.state_dict()['state'].values()
     return [
         *learn.model.state_dict().values(),

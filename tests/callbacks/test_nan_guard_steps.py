@@ -1,4 +1,4 @@
-"""The guard at the end of a step: beside SAM, a scaler, accumulation and microbatches, and where losses arrive late."""
+"""The guard at the end of a step: with SAM, a scaler, accumulation, microbatches and losses that arrive late."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
 
 
 def spoil_loss(cb: Any) -> None:
-    "Spoil the loss of SAM's second pass."
+    "Make the loss of SAM's second pass not finite."
     if cb.learn.run.repeating and cb.iter == 3:
         cb.learn.loss_grad = cb.learn.loss_grad * math.nan
 
@@ -111,7 +111,7 @@ def test_every_counts_batches(microbatch: int | None) -> None:
 
 
 class OneLate:
-    "What brings results of a device: one batch late."
+    "Delivers device results one batch late."
 
     def __init__(self) -> None:
         self.pending: list[Any] = []
@@ -126,7 +126,7 @@ class OneLate:
 
 
 class OnDevice(GuardNonFinite):
-    "The guard, as if losses were on a device."
+    "The guard with losses that seem to be on a device."
 
     def _start(self) -> None:
         super()._start()

@@ -1,4 +1,4 @@
-"""The report when memory runs out, and the recording of a GPU's memory."""
+"""The out-of-memory report, and the recording of GPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitors of optimizers, against plain torch on clones of the same weights."""
+"""Compare the optimizer monitors with plain torch on clones of the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.measuring import transfers
 
 
 class Seen(Callback):
-    "Keep what is logged, by the number of the batch under way, from 0."
+    "Record logged values with the index of their batch."
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def reference(
     make: Callable[..., torch.optim.Optimizer], first: str, second: str | None
 ) -> list[dict[str, float]]:
-    "Train the same network in a plain loop and measure it by hand."
+    "Train the same network in a plain loop, and measure it."
     torch.manual_seed(0)
     model, rows = Net(), []
     opt = make(model.parameters(), lr=0.1)

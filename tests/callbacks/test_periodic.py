@@ -1,4 +1,4 @@
-"""A pass over other data every so often, tracking between the periods, and that observers change nothing."""
+"""Passes over other data at an interval, tracking between them, and observers that change no number."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_results_are_those_of_get_preds_with_an_uneven_last_batch() -> None:
 
 
 class Errors(PeriodicData):
-    "Nested results of several kinds."
+    "Computes nested results of several kinds."
 
     calls: list[tuple[int, Any]] = []
 
@@ -233,7 +233,7 @@ def test_loaders_that_cannot_be_run_are_told_before_training(dl: Any) -> None:
 
 
 class Tracks(Periodic):
-    "What ksuit's periodic callbacks do: collect at each microbatch and each step, act when the period is over."
+    "Works like ksuit's periodic callbacks: collect at each microbatch and step, act at the end of each period."
 
     at_eval = True
 

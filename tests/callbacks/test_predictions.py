@@ -1,4 +1,4 @@
-"""Callbacks around predictions: fetched in a fit, collected, and drawn with dropout on."""
+"""Callbacks that fetch predictions in a fit, collect data, and sample with dropout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
 
 
 def training(learn: Learner) -> list[Any]:
-    "What a fit has left: weights, losses, rows, counters and the state of every generator."
+    "Return weights, losses, rows, counters and generator states after a fit."
     rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
     return [
         {k: v.tolist() for k, v in learn.model.state_dict().items()},
@@ -224,7 +224,7 @@ KINDS: dict[str, Any] = {
 
 
 class First(nn.Module):
-    "The first output of a module."
+    "Returns the first output of a module."
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

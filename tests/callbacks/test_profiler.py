@@ -1,4 +1,4 @@
-"""The profiler: which batches are in the trace, what the table says, and that nothing is left of it."""
+"""The profiler: the traced batches, the table, and its removal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def learner(path: Path, *cbs: Any) -> Learner:
 
 
 def counts(path: Path) -> Counter[str]:
-    "Return how often each operation is in a trace."
+    "Return the count of each operation in a trace."
     trace = json.loads(path.read_text())
     names = [e['name'] for e in trace['traceEvents'] if e.get('ph') == 'X']
     return Counter(name.partition('#')[0] if 'Step#' in name else name for name in names)

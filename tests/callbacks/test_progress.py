@@ -1,4 +1,4 @@
-"""What a run shows: in a notebook, in a terminal, in a pipe, and what it leaves behind."""
+"""Progress output of a run in a notebook, a terminal and a pipe."""
 
 import io
 import json
@@ -47,7 +47,7 @@ ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
 
 class Forgetful:
-    "A loader that does not know its length."
+    "A loader of unknown length."
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -57,7 +57,7 @@ class Forgetful:
 
 
 class Recording(Display):
-    "Keeps the text of every bar it is asked to draw, with the time."
+    "A display that records the text and the time of each drawn bar."
 
     interval_s = 0.0
 
@@ -87,7 +87,7 @@ def make_learner(n_train: Any = 3, n_valid: Any = 2, **kwargs: Any) -> Learner:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    "The displays that the test's runs have made."
+    "Return the displays of the test's runs."
     made: list[Recording] = []
 
     def make(stream: Any = None) -> Recording:
@@ -466,7 +466,7 @@ def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
 
 
 def on_screen(written: str) -> list[str]:
-    "Return the lines that stay on the screen and are not blank: a carriage return goes back to the start of its line."
+    "Return the visible lines of terminal output; a carriage return overwrites its line."
     lines = []
     for line in written.replace('\r\n', '\n').split('\n'):
         cells = ''
@@ -494,7 +494,7 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
 
 
 def run_python(code: str, **kwargs: Any) -> str:
-    "Run Python in a process of its own and return what it printed."
+    "Run Python code in a new process and return its output."
     process = subprocess.run(
         [sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs
     )
@@ -526,7 +526,7 @@ SCRIPT = textwrap.dedent("""
 
 
 def run_script(code: str, terminal: int = -1) -> str:
-    "Run the script and the code in a forked process, with the terminal as its streams; return what it printed else."
+    "Run the script and the code in a forked process on a terminal; return what it prints elsewhere."
 
     def job() -> None:
         if terminal >= 0:
@@ -553,7 +553,7 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
 
 
 def read_terminal(code: str) -> str:
-    "Run Python on a terminal of its own and return all that it wrote there."
+    "Run Python code on a new terminal and return its output."
     master, slave = pty.openpty()
     out = bytearray()
 
@@ -577,7 +577,7 @@ def read_terminal(code: str) -> str:
 
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
-    "What three runs wrote on a terminal."
+    "Return the terminal output of three runs."
     return read_terminal("""
         make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
@@ -715,7 +715,7 @@ def test_other_errors_and_sessions_show_their_traceback(
 
 @pytest.fixture(scope='module')
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    "A notebook that was executed in a kernel of its own, saved, and read again."
+    "Return a notebook that was executed in a new kernel, saved and read."
     nbformat = pytest.importorskip('nbformat')
     nbclient = pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')

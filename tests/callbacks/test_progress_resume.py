@@ -1,4 +1,4 @@
-"""What is shown of a fit that goes on from a checkpoint: the bar from the batch that comes next, and no row twice."""
+"""Progress of a resumed fit: the bar starts at the next batch, and no row is printed twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = torch.ones(2, 1), torch.ones(2, 1)
 
 
 class Kept(Display):
-    "Keeps how far each bar was, and its text."
+    "A display that records the position and the text of each bar."
 
     interval_s = 0.0
 
@@ -38,7 +38,7 @@ class Kept(Display):
 
 
 class Loader:
-    "A loader that may not know its length."
+    "A loader whose length may be unknown."
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -54,7 +54,7 @@ class Sized(Loader):
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
-    "The displays of the test's runs."
+    "Return the displays of the test's runs."
     made: list[Kept] = []
 
     def make(stream: Any = None) -> Kept:

@@ -1,4 +1,4 @@
-"""What the Recorder keeps, against direct computation: losses, metrics, hyper-parameters, history, plots."""
+"""Compare the Recorder with direct computation: losses, metrics, hyperparameters, history, plots."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def learner(
 def by_hand(
     train: list[Any], valid: list[Any], n_epoch: int, lr: float = 0.1
 ) -> tuple[list[float], list[tuple[float, float, float]]]:
-    "The loss of each step, and of each epoch the validation's loss, mae and mse over all its samples."
+    "Return the loss of each step, and the loss, mae and mse of each validation over all samples."
     model = linear()
     opt, losses, epochs = torch.optim.SGD(model.parameters(), lr=lr), [], []
     for _ in range(n_epoch):
@@ -91,7 +91,7 @@ def by_hand(
 
 
 def smoothed(losses: list[float], beta: float = 0.98) -> list[float]:
-    "Debiased exponential means, from their definition as weighted sums."
+    "Return debiased exponential means, computed as weighted sums."
     res = []
     for t in range(1, len(losses) + 1):
         w = [beta ** (t - i) for i in range(1, t + 1)]
@@ -299,7 +299,7 @@ def test_metrics_can_be_changed_between_fits() -> None:
 
 
 class Total(Metric):
-    "The sum of the errors, in a tensor that `reset` clears in place."
+    "Sums errors in a tensor that `reset` clears in place."
 
     on = 'both'
 
@@ -472,7 +472,7 @@ def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epoch
     ],
 )
 def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: Any) -> None:
-    "A callback that predicts or validates on its own data, before the Recorder has its turn."
+    "A callback that predicts or validates on other data before the Recorder runs."
     histories = []
     for inside in (False, True):
 
@@ -516,7 +516,7 @@ def test_a_loss_of_named_parts_minimises_their_sum_and_records_each() -> None:
 
 
 def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
-    "By what `weight_func` says: here targets above zero, of which batches have different numbers."
+    "Weights are counts of positive targets, which differ between batches."
     count = lambda xb, yb: (yb[0] > 0).sum().item()
 
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -590,7 +590,7 @@ def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
 def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(
     first: Any, second: Any, gone: set[str], late: set[str]
 ) -> None:
-    "All steps are kept; what an optimizer did not have is nan, and what the last one does not have is left out."
+    "All steps are recorded; a hyperparameter that an optimizer lacked is nan, one that the last lacks is dropped."
 
     def replace(cb: Any) -> None:
         if cb.train_iter == 2:

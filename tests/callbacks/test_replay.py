@@ -1,4 +1,4 @@
-"""Repeating a batch that went wrong: the same numbers, the same exception, and nothing changed by it."""
+"""Replay of a failed batch: the same numbers, the same exception, and an unchanged Learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from learnkit.core.random import capture_rng
 
 
 class Boom(Exception):
-    "What goes wrong."
+    "The exception of these tests."
 
 
 def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
@@ -48,7 +48,7 @@ def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
 
 
 class Seen(Callback):
-    "Keep what a batch was: inputs, dropped predictions, loss, mode, rate, counters."
+    "Record a batch: inputs, dropped predictions, loss, mode, rate, counters."
 
     order = 80
 
@@ -107,7 +107,7 @@ def tensors(o: Any) -> list[Tensor]:
 
 
 def everything(learn: Learner) -> tuple[list[Tensor], Any]:
-    "Weights, buffers, optimizer, gradients, generators, callbacks' states; counters and history."
+    "Return weights, buffers, optimizer, gradients, generators, callback states, counters and history."
     kept = [
         learn.model.state_dict(),
         learn.opt.state_dict(),

@@ -1,4 +1,4 @@
-"""Recurrent models: their several outputs, the penalties on them and the reset of their state."""
+"""Recurrent models: several outputs, their penalties, and the reset of the hidden state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learnkit.core.errors import ModelError, OptionError
 
 
 class Recurrent(nn.Module):
-    "Returns what AWD-LSTM models do: the output, and lists of raw and of dropped-out activations over layers."
+    "Returns the output, and lists of raw and dropped-out activations per layer, as AWD-LSTM does."
 
     def __init__(self) -> None:
         super().__init__()

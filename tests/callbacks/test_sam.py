@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation against a loop written by hand, bit for bit."""
+"""Compare sharpness-aware minimization with a plain loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_hand(
     interval: int = 1,
     max_norm: float | None = None,
 ) -> nn.Module:
-    "Two epochs: go rho up the gradient, take the gradient there, go back, step."
+    "Train two epochs in plain torch: move rho up the gradient, take the gradient, move back, step."
     opt, params = opt_func(model.parameters(), lr=0.05), list(model.parameters())
 
     def both_passes(x: Tensor, y: Tensor) -> None:
@@ -206,7 +206,7 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(
 
 
 def test_a_scaled_loss_gives_the_same_step() -> None:
-    "What mixed precision does with fp16: scale before backward, unscale before the step."
+    "Scales before backward and unscales before the step, like fp16 mixed precision."
 
     class Scaled(Callback):
         order = 10

@@ -173,7 +173,7 @@ def test_pieces_that_are_no_functions() -> None:
 
 
 class Used(Callback):
-    "Note the hyper-parameters that each step is taken with."
+    "Record the hyperparameters of each step."
 
     def __init__(self, *names: str) -> None:
         self.names, self.values = names, []

@@ -1,4 +1,4 @@
-"""Schedules, schedulers and precision go on in the middle of an epoch as if nothing had been between."""
+"""Schedules, torch schedulers and mixed precision resume exactly in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
 def straight_and_resumed(
     make: Callable[[], Any], after: int, length: Any = N_EPOCH, event: str = 'batch_checkpoint'
 ) -> tuple[Any, Any]:
-    "Train without a stop, and from a state that was taken after so many batches; check that both came to the same."
+    "Train without a stop, and resume from a state after some batches; compare the results."
     states: list[Any] = []
 
     def take(cb: Any) -> None:

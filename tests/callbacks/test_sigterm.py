@@ -1,4 +1,4 @@
-"""StopRequest: one handler for all that listen, put back by the last; what signals do to whole runs is in row 6."""
+"""`StopRequest`: one handler for all listeners, removed by the last; row 6 of the faults tests whole runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TERM, CHLD = signal.SIGTERM, signal.SIGCHLD
 
 @pytest.fixture(autouse=True)
 def own_handler() -> Iterator[list[int]]:
-    "A handler of before, so that no signal ends the tests; it notes what it gets."
+    "Install a handler that records signals, so that no signal ends the tests."
     got: list[int] = []
     before = signal.signal(TERM, lambda signum, frame: got.append(signum))
     child = signal.getsignal(CHLD)

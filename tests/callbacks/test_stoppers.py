@@ -1,4 +1,4 @@
-"""What ends a fit: a time, a threshold, patience."""
+"""Callbacks that end a fit by a time, a threshold or patience."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
-    "In how many epochs the same training passes a threshold, by its history."
+    "Return the number of epochs in which the same training passes a threshold, from its history."
     torch.manual_seed(1)
     learn = quiet(lr=0.004, **kwargs)
     learn.fit(20)

@@ -1,4 +1,4 @@
-"""The system monitor, against what Python and /proc say."""
+"""Compare the system monitor with Python and /proc."""
 
 from __future__ import annotations
 

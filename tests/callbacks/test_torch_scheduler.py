@@ -1,4 +1,4 @@
-"""torch's own schedulers in a fit: the same rates as in a plain loop."""
+"""torch schedulers in a fit give the rates of a plain loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def learner(n_train: int = 5, **kwargs: Any) -> Any:
 
 
 def plain(make: Callable[[Any], Any], n: int, values: Any = None) -> Any:
-    "Return the rates and momenta at each of `n` steps of a plain loop, the scheduler stepped after each."
+    "Return the rates and momenta of each of `n` steps of a plain loop that steps the scheduler after each."
     opt = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
     scheduler, found = make(opt), []
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Callbacks that watch a value. Expected numbers, where not computed here, are those of fastai 2.8."""
+"""Callbacks that track a value. Expected numbers that are not computed here are from fastai 2.8."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALUES = [5.0, 3.0, 4.0, 2.5, 2.45, 7.0, NAN, 1.0, 1.0, 2.0, 2.0, 2.0]
 
 
 class Overwrite(Callback):
-    "Put given values in the place of the validation loss, before trackers look."
+    "Replace the validation loss by given values before trackers read it."
 
     order = 51
 
@@ -51,7 +51,7 @@ class Overwrite(Callback):
 
 
 class Look(Callback):
-    "Note what the tracker says after each epoch, and mark the weights with the epoch's number."
+    "Record the tracker's result after each epoch, and mark the weights with the epoch's number."
 
     order = 62
 
@@ -434,7 +434,7 @@ def test_a_temporary_callback_is_found_by_name_and_speaks_above_the_table(
 
 
 def test_the_best_weights_are_those_that_were_evaluated(tmp_path: Path) -> None:
-    "With EMA these are the averaged ones, which the model has after the fit, for evaluation too."
+    "With EMA the averaged weights are saved, which evaluation after the fit also uses."
     torch.manual_seed(0)
     learn = synth_learner(lr=0.05, path=tmp_path, cbs=[EMA(0.9), SaveModelCallback()])
     with learn.no_bar():

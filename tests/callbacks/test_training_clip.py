@@ -1,4 +1,4 @@
-"""Clipping, against torch's own functions in a plain loop, and several callbacks of training together."""
+"""Compare clipping with torch's functions in a plain loop, and combine it with other training callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: parts that each writes, read again by any number of them."""
+"""Checkpoints of several processes in parts, written by each process and read by any number of processes."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.dist
 
 
 def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2, **options):
-    "Train with checkpoints, on 8 samples a batch in all; return the weights, the averages and the history."
+    "Train with checkpoints on global batches of 8 samples; return the weights, the averages and the history."
     # by another number of processes
     warnings.filterwarnings('ignore', message='The checkpoint is of')
     options = {'folder': folder, 'every': every, 'keep_last': None, **options}
@@ -53,7 +53,7 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
-    "Checkpoints after every second of ten batches, by each strategy, and where training ended."
+    "Return checkpoints after every second of ten batches for each strategy, and the results of training."
     found = {}
     for strategy in ('fsdp', 'ddp', None):
         folder = tmp_path_factory.mktemp(str(strategy))
@@ -65,7 +65,7 @@ def written(tmp_path_factory):
 
 
 def copied(written, tmp_path, strategy='fsdp'):
-    "Return a copy of a folder of checkpoints, up to that within the second epoch."
+    "Return a copy of a folder of checkpoints up to the one within the second epoch."
     for path in sorted(written[strategy][0].glob('0000[123]-*')):
         if path.is_dir():
             shutil.copytree(path, tmp_path / path.name)
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
 
 
 def but_train_loss(found):
-    "Leave out the loss of the epoch in which a run was stopped: each process has kept that of its samples for itself."
+    "Leave out the loss of the interrupted epoch, of which each process has the loss of its samples only."
     return [*found[:-1], found[-1][[0, 1, 3]]]
 
 
@@ -305,7 +305,7 @@ def test_tables_are_not_believed(written, tmp_path, harm):
 
 
 def no_room(rank, folder, background):
-    "Train with no room for files of one process; say what is raised."
+    "Train while one process cannot write files; return the error."
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -327,7 +327,7 @@ def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path, background):
 
 
 def with_statistics(rank, folder, resume):
-    "Train with averages of running statistics, which are each process's own, and of weights, which are cut."
+    "Train with averages of running statistics, which differ between processes, and of sharded weights."
     learn = learner(
         WithStatistics, n=40, cbs=[Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
     )
@@ -349,7 +349,7 @@ def test_what_is_each_processs_own_is_kept_for_it(tmp_path):
 
 
 class Dies(Callback):
-    "End this process, as SIGKILL does, at one of its batches."
+    "End this process at one of its batches, as SIGKILL does."
 
     def __init__(self, at):
         self._at = at
@@ -386,7 +386,7 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
 
 
 def cut(rank, folder, dims):
-    "Write tensors that are cut along a dimension, tied, turned, complex, and smaller than the number of ranks."
+    "Write tensors that are sharded along a dimension, tied, transposed, complex, or smaller than the world size."
     world = join_ranks(timeout_s=30.0)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -1,4 +1,4 @@
-"""Digests: what makes two of them differ, what does not, and what is said of two states that differ."""
+"""Digests: changes that they detect, changes that they ignore, and descriptions of differing states."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_what_has_no_digest_is_named_with_its_place(value: Any, what: str) -> No
 
 
 def checkpoint(**changes: Any) -> dict[str, Any]:
-    "A small state in the form of a checkpoint's, in which some places were changed: `a__b=value`."
+    "Return a small checkpoint state with some entries changed: `a__b=value`."
     time = Timestamp(ba=10, sec=1.5).state_dict()
     rows = [
         {'epoch': 0, 'train_loss': 0.5, 'time': 1.2},

@@ -1,4 +1,4 @@
-"""Trained models as weights and configuration: one file without code, and a Learner made from it."""
+"""Trained models as weights and configuration: a file without code, and a Learner created from it."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_other_files_are_refused(trained: Learner, tmp_path: Path) -> None:
 
 
 def rewritten(learn: Learner, **changes: Any) -> Path:
-    "A file with another configuration; None leaves an entry out."
+    "Return a file with changed configuration; None removes an entry."
     stored = torch.load(path := learn.save_learner(hidden=8), weights_only=True)
     config = {**stored['config'], **changes}
     stored['config'] = {k: v for k, v in config.items() if v is not LEFT_OUT}

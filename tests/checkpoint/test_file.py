@@ -1,4 +1,4 @@
-"""States written to files and read again; `faults/test_f13` to `test_f25` have what is damaged or hostile."""
+"""Write states to files and read them; `faults/test_f13` to `test_f25` test damaged and hostile files."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ def test_names_of_files(tmp_path: Path) -> None:
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
-    "Neither the digest nor the disk holds the interpreter's lock."
+    "Digests and disk writes release the interpreter's lock."
     state, n, done = {'w': torch.zeros(15_000_000)}, [0], threading.Event()
 
     def count() -> None:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: names, which one is meant, and which may go."""
+"""Checkpoint folders: file names, the selected checkpoint, and which checkpoints may be deleted."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_one_that_goes_away_meanwhile_is_skipped(tmp_path: Path) -> None:
 
 
 def test_the_best_is_of_the_latest_run(tmp_path: Path) -> None:
-    "An earlier run may have been of another model, or have watched something else."
+    "An earlier run may have trained another model, or monitored another value."
     write(tmp_path, 0.1, run='a')
     paths = write(tmp_path, 5.0, 4.0, 6.0, run='b')
     assert named('best', tmp_path) == paths[1].name
@@ -178,7 +178,7 @@ values = st.lists(
 
 @given(values, st.integers(1, 4), st.integers(0, 4), st.sampled_from(['min', 'max']))
 def test_what_stays(values: list[Any], keep_last: int, keep_best: int, mode: str) -> None:
-    "The newest and the best, and nothing else; one after the other it is the same as at once."
+    "The newest and the best are kept; pruning once gives the same files as pruning after each write."
     there = made(values, mode)
     gone = set(find_superfluous(there, keep_last, keep_best))
     measured = [

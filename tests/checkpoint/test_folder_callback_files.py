@@ -1,4 +1,4 @@
-"""Files of callbacks in a checkpoint: written with it, verified, pruned, moved, and read on a resume."""
+"""Files of callbacks in a checkpoint are written with it, verified, pruned, moved, and read on resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from learnkit.testing import synth_learner
 
 
 class Journal(Callback):
-    "Keep the number of batches in a file of the checkpoint."
+    "Write the number of batches to a file of the checkpoint."
 
     def __init__(self) -> None:
         self.batches, self.read = 0, []

@@ -1,4 +1,4 @@
-"""Saving and loading of weights: what comes back, what is refused, and that a refusal changes nothing."""
+"""Save and load weights: restored values, refused files, and no changes after a refusal."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_file_that_fastai_wrote(tmp_path: Path) -> None:
 
 
 class Hostile:
-    "Unpickled, it makes a file."
+    "Creates a file when it is unpickled."
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -337,7 +337,7 @@ def test_damaged_files_are_refused_wherever_they_are_hit(tmp_path: Path) -> None
 
 
 class Shown(list[Any]):
-    "A loader that can show itself."
+    "A loader with `show_batch`."
 
     def show_results(self, batch: Any, preds: Any, max_n: int = 9, **kwargs: Any) -> Any:
         return batch, preds, max_n, kwargs

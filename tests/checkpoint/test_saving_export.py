@@ -1,4 +1,4 @@
-"""Programs for serving: equal to the model at any batch size, in a process that knows nothing of the model."""
+"""Exported programs equal the model at any batch size, in a process that does not import the model's code."""
 
 from __future__ import annotations
 

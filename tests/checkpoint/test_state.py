@@ -1,4 +1,4 @@
-"""Checkpoints in memory: going on from every place of a run is the same as not having stopped."""
+"""Checkpoints in memory: resuming from every place of a run equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_with_iterations_and_evaluations_in_the_middle_of_epochs() -> None:
 
 
 class Counts(Callback):
-    "Counts as a callback written for fastai does: it begins anew in before_fit, and knows nothing of checkpoints."
+    "Counts like a callback written for fastai: reset in `before_fit`, no `state_dict`."
 
     def __init__(self, step: int = 1) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""Checkpoints without frozen weights: what they hold, exact resume, and models with another base."""
+"""Checkpoints without frozen weights: their contents, exact resume, and models with another base."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N = 5  # batches an epoch
 
 
 class Net(nn.Module):
-    "A frozen base with tied weights and a batch norm, and a small head that is trained."
+    "A frozen base with tied weights and a batch norm, and a small trained head."
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

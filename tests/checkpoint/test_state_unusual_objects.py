@@ -1,4 +1,4 @@
-"""Going on exactly with models, optimizers, loaders and Learners that are not the usual ones."""
+"""Exact resume with unusual models, optimizers, loaders and Learners."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def some(kept: list[Any]) -> list[Any]:
 
 
 class Counting(nn.Module):
-    "A model with a count that its state dict leaves out, and a running mean that is there from the first batch on."
+    "A model with a count missing from its state dict, and a running mean created at the first batch."
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_adafactor() -> None:
 
 
 class Growing:
-    "A loader that has one batch more in each epoch, and counts these."
+    "A loader with one more batch in each epoch."
 
     def __init__(self) -> None:
         self.epoch, self.data = 0, points()
@@ -116,7 +116,7 @@ class Growing:
 
 
 class GrowingSampler(list[Any]):
-    "The same, as a sampler of batches that is told its epoch by itself."
+    "The same loader as a batch sampler that sets its own epoch."
 
     epoch = 0
 

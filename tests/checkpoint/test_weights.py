@@ -1,4 +1,4 @@
-"""What is said of files that hold no weights or are not there, and of a Learner that was loaded without data."""
+"""Errors for missing files, files without weights, and a Learner that was loaded without data."""
 
 from __future__ import annotations
 

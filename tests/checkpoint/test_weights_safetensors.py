@@ -1,4 +1,4 @@
-"""Weights in the format of safetensors: what comes back, what is refused, and that a refusal changes nothing."""
+"""Weights in the safetensors format: restored values, refused files, and no changes after a refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from learnkit.learner import load_learner
 
 
 class Tied(nn.Module):
-    "Embedding and output layer share a weight."
+    "A model whose embedding and output layer share a weight."
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""learnkit.data.dataloaders: the holder of loaders, and the in-memory loader against torch's own."""
+"""`DataLoaders`, and the in-memory `TensorLoader` compared with torch's DataLoader."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ class Stream(IterableDataset):
 
 
 class Endless:
-    "A loader of one's own, without a length."
+    "A user's loader without a length."
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -50,7 +50,7 @@ class Endless:
 
 
 class FastaiLike:
-    "Works as fastai's loaders do: `new` makes a copy with other options."
+    "A loader like fastai's, with a method `new` that copies it with other options."
 
     def __init__(self, shuffle: bool = True, drop_last: bool = True):
         self.shuffle, self.drop_last = shuffle, drop_last

@@ -1,4 +1,4 @@
-"""learnkit.data.position: from any place of an epoch, the same batches and random numbers as without a stop."""
+"""Loader positions: from any place of an epoch, the same batches and random numbers as without a stop."""
 
 from __future__ import annotations
 

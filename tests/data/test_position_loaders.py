@@ -1,4 +1,4 @@
-"""learnkit.data.position with tensors, lists, iterators, streams, persistent workers and loaders with state."""
+"""Loader positions with tensors, lists, iterators, streams, persistent workers and loaders with state."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ROWS = torch.arange(N)
 
 
 class Column(TensorLoader):
-    "Gives each batch as one tensor, which is how these tests compare them."
+    "Yields each batch as one tensor, which these tests compare."
 
     def from_batch(self, n: int) -> Iterator[Any]:
         return (b['x'] if self.names else b[0] for b in super().from_batch(n))
 
 
 class Own(DataLoader[Any]):
-    "A DataLoader with ways of its own."
+    "A subclass of DataLoader with another `__iter__`."
 
     def __iter__(self) -> Any:
         return (2 * b for b in super().__iter__())
@@ -149,7 +149,7 @@ def test_an_iterator_that_ends_too_early() -> None:
 
 
 class Generating:
-    "Draws its order and its samples from Python's and torch's global generators, with no length."
+    "Draws its order and its samples from Python's and torch's global generators; has no length."
 
     def __iter__(self) -> Iterator[Tensor]:
         order = list(range(7))
@@ -298,7 +298,7 @@ def test_a_resumed_run_can_be_resumed(make: Callable[[int], Any]) -> None:
 
 
 def stateful(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
-    "Return what makes torchdata's loader."
+    "Return a function that creates torchdata's loader."
     torchdata = pytest.importorskip('torchdata.stateful_dataloader')
 
     def make(seed: int) -> Any:
@@ -333,7 +333,7 @@ def test_stateful_dataloader_with_persistent_workers() -> None:
 
 
 class WithState:
-    "A loader that keeps its place itself, and an array."
+    "A loader that saves its position and an array."
 
     def __init__(self, extra: Any = None) -> None:
         self.i, self.sums, self.extra = 0, np.zeros(2), extra
@@ -490,7 +490,7 @@ def test_the_loaders_own_iterator_is_what_is_drawn_from() -> None:
 
 
 def test_a_tensor_loader_that_shuffles_since_later_resumes_in_its_order() -> None:
-    "It has no generator of its own, so that its order is drawn from torch's."
+    "Without a generator, the loader draws its order from torch's global generator."
 
     def make_loader() -> TensorLoader:
         loader = TensorLoader(torch.arange(12), bs=2)

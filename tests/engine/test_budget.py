@@ -1,4 +1,4 @@
-"""How long a fit lasts: epochs, or a budget in any unit, which ends at a batch boundary with every event fired."""
+"""Length of a fit: epochs, or a budget in any unit that ends the fit at a batch boundary with every event fired."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEVER = {
 
 
 class Lengthless:
-    "A loader that does not know its length."
+    "A loader of unknown length."
 
     def __init__(self, dl: Any) -> None:
         self.dl = dl
@@ -291,7 +291,7 @@ def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
 
 
 def test_batches_are_counted_and_not_foreseen() -> None:
-    "An epoch cut short, or a loader shorter than it says, makes more epochs."
+    "Shortened epochs, or a loader shorter than its length, result in more epochs."
 
     def cut(cb: Any) -> None:
         if cb.iter == 2:

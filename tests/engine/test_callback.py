@@ -1,4 +1,4 @@
-"""Callbacks by themselves: calling, functions, reading by proxy, shadowing, names, misses, state, Periodic."""
+"""Callbacks alone: calls, functions, reading through to the Learner, shadowing, names, misses, state, `Periodic`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHADOW = 'You are shadowing an attribute ({0}) that exists in the learner. Use `
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
-    "A Learner that prints nothing."
+    "Return a Learner that prints nothing."
     learn = synth_learner(cbs=cbs, **kwargs)
     learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
     learn.logger = lambda row: None
@@ -202,7 +202,7 @@ def test_reading_what_a_batch_does_not_have_yet_says_when_it_exists(name: str) -
 
 
 class Failing(nn.Module):
-    "A module with a property that fails inside."
+    "A module with a property that raises."
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ def test_no_state_is_the_default() -> None:
 
 
 def fired(every: Any, n_epoch: int = 2, fits: int = 1, **kwargs: Any) -> list[int]:
-    "The number of finished training batches at each call, in epochs of 4 batches of 16."
+    "Return the number of finished training batches at each call, in epochs of 4 batches of 16."
     at: list[int] = []
     learn = quiet(
         Periodic(every=every, on_every=lambda cb: at.append(cb.time.ba)), n_train=4, n_valid=1

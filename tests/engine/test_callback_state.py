@@ -1,4 +1,4 @@
-"""The states of callbacks: each under its own key, plain, and missed by name."""
+"""Callback states: a key for each callback, plain values, and warnings that name missing callbacks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_stateless_callback_has_none() -> None:
 
 
 class Image(torch.Tensor):
-    "As fastai's typed tensors."
+    "A tensor subclass like fastai's typed tensors."
 
 
 def test_typed_tensors_are_saved_plain_and_get_their_type_again() -> None:

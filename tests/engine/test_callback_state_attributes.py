@@ -1,4 +1,4 @@
-"""Callbacks that say nothing about their state, as they are written for fastai: what they remember survives a stop."""
+"""Callbacks without `state_dict`, as written for fastai: their changed attributes are restored on resume."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.helpers.resuming import Keep, check_every_place, through_a_file, trai
 
 
 class Mode(Enum):
-    "What a callback may be in."
+    "States of a callback."
 
     FIRST = 1
     LATER = 2
 
 
 class Remembers(Callback):
-    "Remembers in all the ways that people use, with its own random numbers; makes some of it when a fit begins."
+    "Stores state in many ways, with a random generator; creates some of its attributes when a fit begins."
 
     def __init__(self) -> None:
         self.rng, self.np_rng = random.Random(3), np.random.default_rng(3)
@@ -199,7 +199,7 @@ class Counts(Callback):
 
 
 class Holds(Callback):
-    "Counts batches in callbacks of its own, which the Learner does not know; holds one of the Learner's too."
+    "Counts batches in callbacks that the Learner does not have, and refers to one that it has."
 
     def __init__(self, count: Counts, counts: list[Counts], recorder: Any = None) -> None:
         self.count, self.counts, self.recorder = count, counts, recorder
@@ -231,7 +231,7 @@ def test_callbacks_held_by_a_callback_keep_their_attributes() -> None:
 
 
 class Circle(Callback):
-    "Counts batches in callbacks that refer back to it, and to each other."
+    "Counts batches in callbacks with references to it and to each other."
 
     def __init__(self) -> None:
         self.named: dict[str, Any] = {'a': Counts(), 'b': Counts()}
@@ -257,7 +257,7 @@ def test_held_callbacks_may_refer_to_each_other() -> None:
 
 
 class Hidden(Callback):
-    "Takes rates from an iterator, of which no checkpoint can know how far it is."
+    "Takes rates from an iterator, whose position cannot be saved."
 
     def before_fit(self) -> None:
         self.rates = iter(range(1, 100))
@@ -319,7 +319,7 @@ def of(cb: type[Callback]) -> Any:
 
 
 class CountsBest(TrackerCallback):
-    "As people write them: a tracker with something of its own to remember, and no state_dict."
+    "A tracker with attributes and without `state_dict`, as users write them."
 
     def before_fit(self) -> None:
         super().before_fit()
@@ -337,7 +337,7 @@ def test_a_subclass_of_a_callback_with_a_state_keeps_what_it_adds() -> None:
 
 
 class Odd(Callback):
-    "Remembers what no file holds, and a look at the weights."
+    "Stores values that cannot be saved, and a view of the weights."
 
     def before_fit(self) -> None:
         self.cycle: list[Any] = []

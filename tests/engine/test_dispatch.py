@@ -1,4 +1,4 @@
-"""Who runs when: order, switches, changes in the middle of a run, redefinition, observers, whole-event callbacks."""
+"""Dispatch: order, switches, changes during a run, redefined classes, observers, whole-event callbacks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from learnkit.testing import synth_learner
 
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
-    "A Learner that counts and trains, and prints nothing."
+    "Return a Learner that counts and trains, and prints nothing."
     return synth_learner(
         n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
     )
 
 
 class Noted(Callback):
-    "Writes its tag into a shared list at each of the events it is told."
+    "Appends its tag to a shared list at each of the given events."
 
     def __init__(self, tag: str, seen: list[str], *events: str, **options: Any) -> None:
         for e in events:
@@ -307,7 +307,7 @@ def test_equal_state_keys_are_refused() -> None:
 
 
 def define(text: str) -> type[Callback]:
-    "Run a notebook cell that defines `Cell`, once more."
+    "Run a notebook cell that defines `Cell`."
     space: dict[str, Any] = {'Callback': Callback, '__name__': 'a_notebook'}
     exec(text, space)
     return space['Cell']

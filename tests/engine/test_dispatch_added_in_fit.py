@@ -1,4 +1,4 @@
-"""Callbacks that come or go in the middle of a fit: they begin there, and leave gradients, rates and losses right."""
+"""Callbacks added or removed during a fit start there, and leave gradients, rates and losses right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run_in`: in which runs a callback has handlers."""
+"""`run_in` selects the runs in which a callback's handlers are called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from learnkit.testing import synth_learner
 
 
 class Notes(Callback):
-    "Keep the names of events with the kind of their run."
+    "Record event names with the kind of their run."
 
     def __init__(self, run_in: str) -> None:
         self.run_in, self.seen = run_in, []

@@ -1,4 +1,4 @@
-"""Handlers by other libraries' names, attributes that hide the loop's state, and what it has under another name."""
+"""Warnings of handlers with other libraries' names, and of attributes that hide the loop's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learnkit.testing import synth_learner
 
 
 def warnings_of_callback(cb: Any) -> list[str]:
-    "The warnings when a callback is added, all of them at the line here."
+    "Return the warnings of adding a callback, and check that they point to this file."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         synth_learner(cbs=cb, default_cbs=False)

@@ -1,4 +1,4 @@
-"""The loop: which events fire when and how often, what is true at each of them, what evaluation leaves alone."""
+"""The loop: order and number of events, the state at each event, and state that evaluation does not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
 class Journal(Callback):
-    "Writes down every event, and what `note` says of it."
+    "Records every event, with the value of `note`."
 
     def __init__(self, note: Callable[[Any], Any] | None = None, only: str = '') -> None:
         self.seen: list[Any] = []
@@ -37,7 +37,7 @@ def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learne
 
 
 def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
-    "Three training batches, two of `day` and one of `night`."
+    "Return three training batches, two of the loader `day` and one of `night`."
 
     def points(n: int) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 1), torch.randn(n, 1)
@@ -336,7 +336,7 @@ def test_a_stop_in_a_validation_alone_does_not_shorten_the_next_fit() -> None:
 
 
 def closed_form(model: RegModel, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Prediction, mean squared error, and its gradients."
+    "Return the prediction, the mean squared error, and its gradients."
     with torch.no_grad():
         pred = x * model.a + model.b
         return pred, ((pred - y) ** 2).mean(), (2 * (pred - y) * x).mean(), (2 * (pred - y)).mean()

@@ -1,4 +1,4 @@
-"""The contexts that callbacks put around the parts of a batch: entered by the loop, and left whatever happens."""
+"""Contexts of callbacks around parts of a batch are entered by the loop, and exited after any error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learnkit.testing import synth_learner
 
 
 class Bracket(Callback):
-    "Note what happens, and between what."
+    "Record enters, exits and the events between them."
 
     def __init__(self, seen: list[str], mark: str = '') -> None:
         self.seen, self.mark = seen, mark
@@ -36,7 +36,7 @@ class Bracket(Callback):
 
 
 class Noter(Callback):
-    "Note the events of a batch."
+    "Record the events of a batch."
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen

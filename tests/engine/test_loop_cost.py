@@ -1,4 +1,4 @@
-"""What a step costs, in counts that are the same on every machine: calls, tensors held, imports, reads by the host."""
+"""The cost of a step in counts that are equal on every machine: calls, live tensors, imports, host reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Profiled:
-    "A loader of one batch many times over, which counts the Python and C calls from its tenth to its last."
+    "A loader that repeats one batch, and counts Python and C calls from its tenth batch to its last."
 
     def __init__(self, batch: Any, n: int = 110, skip: int = 10) -> None:
         self.batch, self.n, self.skip, self.calls = batch, n, skip, 0
@@ -98,7 +98,7 @@ def test_a_handler_adds_one_call() -> None:
 
 
 class Held:
-    "Notes which tensors of the step before are alive when a forward pass starts and when the loader is asked again."
+    "Records which tensors of the previous step are alive at a forward pass and at the next draw."
 
     def __init__(self, model: nn.Module) -> None:
         self.before: dict[str, StorageWeakRef] = {}
@@ -117,7 +117,7 @@ class Held:
 
 
 class Fresh:
-    "A loader whose batches nobody else holds."
+    "A loader that keeps no reference to its batches."
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -180,7 +180,7 @@ opt.step()
 
 
 def loaded_by(program: str) -> set[str]:
-    "The modules in memory at the end of a fresh process."
+    "Return the modules that a fresh process has imported at its end."
     tell = '\nimport sys\nprint("modules", *sys.modules)'
     return set(output_of(program + tell).splitlines()[-1].split()[1:])
 
@@ -205,9 +205,9 @@ def test_the_first_fit_imports_nothing_heavy() -> None:
 
 
 class Remote(Tensor):
-    """A tensor that says it is not on the CPU, and counts what would wait for a device: reading a value on the host.
+    """A tensor that claims to be on a device, and counts reads of its values by the host.
 
-    What comes out of an operation with one is one too, so that batches of them make everything `Remote`."""
+    Results of operations with a `Remote` are `Remote`, so that batches of them make everything `Remote`."""
 
     reads: list[str] = []
     is_cpu = property(lambda self: False)
@@ -239,7 +239,7 @@ class Remote(Tensor):
 
 
 class RemoteBatches:
-    "A loader of `Remote` batches; it notes the reads between its first batch and its end."
+    "A loader of `Remote` batches that records the reads between its first batch and its end."
 
     def __init__(self, n: int) -> None:
         self.batches = [
@@ -267,7 +267,7 @@ def reads() -> Iterable[list[str]]:
 
 
 class Drawing(progress.Display):
-    "A bar that is brought up to date after every batch."
+    "A display that is updated after every batch."
 
     interval_s = 0.0
     n_drawn = 0
@@ -335,7 +335,7 @@ def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFix
 
 
 class NoSync(Callback):
-    "Make every wait for the device an error, from before the first batch of each pass until behind its last."
+    "Make every wait for the device an error, from before the first batch of each pass until after its last."
 
     order = -20  # at the end of a pass before the Recorder, which then reads what the pass gave
 
@@ -397,7 +397,7 @@ def test_a_wait_for_the_device_is_an_error(capsys: pytest.CaptureFixture[str]) -
 
 
 class Counted(Dataset[Any]):
-    "Samples that are their own numbers; counts how they are asked for."
+    "Samples equal to their indices; counts the calls."
 
     def __init__(self, n: int = 20) -> None:
         self.n, self.one_by_one, self.together = n, 0, 0

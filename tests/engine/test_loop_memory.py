@@ -1,7 +1,7 @@
-"""What a run holds and waits for: tensors and graphs let go in time, loaders closed, no wait for the device in a batch.
+"""Objects that a run holds: tensors and graphs are freed in time, loaders are closed, no batch waits for the device.
 
-The device is simulated: tensors on `meta`, where computing costs nothing and every transfer to the host is an error,
-under a dispatch mode that answers such transfers instead and writes down at which event they were asked for."""
+The device is simulated by tensors on `meta`. A dispatch mode answers transfers to the host, which would raise
+otherwise, and records the event of each transfer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASKS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal)  # item, float, b
 
 
 class Waits(TorchDispatchMode):
-    "Answer what the host asks of a tensor on `meta`, and count it by the event in which it was asked."
+    "Answer transfers of tensors on `meta` to the host, and count them by event."
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Waits(TorchDispatchMode):
 
 
 class Watch(Callback):
-    "Tell the mode which event it is, before anything else runs there."
+    "Set the mode's event before other callbacks run."
 
     order = -1000
 
@@ -71,7 +71,7 @@ class Watch(Callback):
 
 
 def waits_of_fit(n_batches: int = 5, bs: int = 4, **kwargs: Any) -> Counter[str]:
-    "Fit a classifier for an epoch on the simulated device, validate on two batches, and count the waits by event."
+    "Fit a classifier for an epoch on the simulated device, validate on two batches, and return the waits by event."
     x, y = torch.randn(n_batches * bs, 3), torch.randint(0, 2, (n_batches * bs,))
     with Waits() as waits:
         dls = DataLoaders.from_tensors((x, y), (x[: 2 * bs], y[: 2 * bs]), bs=bs, device='meta')
@@ -159,7 +159,7 @@ def test_the_count_sees_what_a_callback_asks() -> None:
 
 
 class Watched(nn.Module):
-    "A linear model that writes down, at each forward pass, how many tensors of the last one are still there."
+    "A linear model that records at each forward pass how many tensors of the previous pass are alive."
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def watched(**kwargs: Any) -> Any:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    "Let only reference counts free tensors: what waits in a cycle counts as held."
+    "Disable garbage collection, so that tensors in reference cycles count as held."
     gc.collect()
     gc.disable()
     yield
@@ -307,7 +307,7 @@ def test_one_batch_is_held_while_the_next_is_drawn() -> None:
 
 
 class Closing:
-    "A loader that tells when its iterator is closed, as one with worker processes would shut them down."
+    "A loader that records when its iterator is closed; loaders with workers stop them at this point."
 
     def __init__(self) -> None:
         self.closed = 0

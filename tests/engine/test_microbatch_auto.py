@@ -1,4 +1,4 @@
-"""microbatch='auto': when memory runs out, the batch is done again in smaller pieces, as if nothing had been."""
+"""`microbatch='auto'` repeats a batch that runs out of memory in smaller microbatches, with equal results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learnkit.metrics.functional import AvgMetric
 
 
 class Hungry(nn.Module):
-    "A model that runs out of memory for more than so many samples; the error is torch's own, raised by hand."
+    "A model that raises torch's out-of-memory error for more than `fits` samples."
 
     def __init__(self, fits: int, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Hungry(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(8, 1)).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        "Return predictions [B, 1]; the first layers have run by the time memory is gone."
+        "Return predictions [B, 1]; the first layers run before the memory runs out."
         self.sizes.append(len(x))
         out = self.layers(x)
         if self.training and len(x) > self.fits:
@@ -80,7 +80,7 @@ def test_the_weights_are_those_of_whole_batches() -> None:
 
 
 def test_random_numbers_are_those_of_pieces_of_that_size_from_the_start() -> None:
-    "With dropout: what the failed attempts drew is put back."
+    "With dropout, the generators are restored after failed attempts."
     found, fixed = learner(Hungry(fits=5, dropout=0.5)), learner(Hungry(fits=16, dropout=0.5), 4)
     for learn in (found, fixed):
         torch.manual_seed(7)
@@ -111,7 +111,7 @@ def test_training_metrics_count_each_sample_once() -> None:
 
 
 def test_pending_gradients_survive() -> None:
-    "Those of earlier batches, which a callback keeps by cancelling the step's batch, as accumulation does."
+    "A callback that cancels a step, as accumulation does, keeps the gradients of earlier batches."
 
     class Two(Callback):
         def before_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Loops of one's own, written with `forward` and `optimize`, against plain loops of torch."""
+"""Compare users' loops that use `forward` and `optimize` with plain torch loops."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_fp16_unscales_each_optimizer_and_skips_its_step_alone() -> None:
 
 
 def test_gradients_that_wait_follow_the_scale() -> None:
-    "The critic steps with each batch and overflows once; the generator accumulates over four."
+    "The critic steps with each batch and overflows once; the generator accumulates over four batches."
 
     class Uneven(Duel):
         def train_batch(self) -> None:
@@ -420,7 +420,7 @@ def test_adversarial_training_and_distillation() -> None:
 
 
 class Ordinary(Learner):
-    "The ordinary batch, written with verbs."
+    "The default batch, written with `forward` and `optimize`."
 
     def train_batch(self) -> None:
         self.optimize(lambda: self.compute_loss(self.forward(self.model, self.x)))
@@ -480,7 +480,7 @@ def test_the_events_of_a_turn() -> None:
     ],
 )
 def test_a_cancel_in_a_turn(event: str, error: type[Exception], n_steps: int) -> None:
-    "The critic's turn is cancelled: the generator has its own, unless the batch is."
+    "Canceling the critic's turn leaves the generator's turn, unless the batch is canceled."
 
     def act(cb: Any) -> None:
         if cb.turn == 'critic':
@@ -525,7 +525,7 @@ def test_lbfgs_for_one_network_and_sgd_for_the_other() -> None:
 
 
 class Heads(nn.Module):
-    "Two heads on one body."
+    "A model with two heads on one body."
 
     def __init__(self) -> None:
         super().__init__()
@@ -681,7 +681,7 @@ def test_steps_that_torch_takes_are_judged_at_the_end_of_the_epoch() -> None:
 
 
 class Fires(Bare):
-    "A loop that steps with every second batch, with the events of all that it does."
+    "A loop that steps with every second batch and fires the events of each part."
 
     def _do_one_batch(self) -> None:
         self._do_pred_loss()

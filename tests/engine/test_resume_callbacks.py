@@ -1,4 +1,4 @@
-"""What single callbacks remember over a stop, where the next step, or the end of the fit, depends on it."""
+"""State of single callbacks that the next step, or the end of the fit, depends on after a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.resuming import check_every_place, through_a_file, train_with
 
 
 def saved(learn: Learner, ba: int) -> list[Any]:
-    "Have a Learner keep its checkpoint after so many batches, through a file."
+    "Return a list that receives a Learner's checkpoint after `ba` batches, saved to and loaded from a file."
     kept: list[Any] = []
 
     def keep(cb: Callback) -> None:

@@ -1,4 +1,4 @@
-"""A fit that goes on from a checkpoint in the middle of an epoch records what one without a stop does, exactly."""
+"""A fit resumed in the middle of an epoch records exactly what an uninterrupted fit records."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
 
 
 class Take(Callback):
-    "Takes the state after so many batches, after an epoch, or before an evaluation."
+    "Takes the state after some batches, after an epoch, or before an evaluation."
 
     def __init__(self, after: int, event: str = 'batch_checkpoint') -> None:
         self.after, self.states = after, []
@@ -86,7 +86,7 @@ def resumed(
     event: str = 'batch_checkpoint',
     again: Callable[[], Any] | None = None,
 ) -> tuple[Any, Any]:
-    "The Learner that trained without a stop, and one that went on from its state."
+    "Return the Learner that trained without a stop, and one that resumed from its state."
     straight, take = make(), Take(after, event)
     straight.add_cb(take)
     straight.fit(N_EPOCH)
@@ -155,7 +155,7 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
 
 @pytest.mark.parametrize('after', [3, 5, 8, 9, 10])
 def test_from_before_an_evaluation(after: int) -> None:
-    "In the middle of an epoch (3, 9) or behind its training (5, 10); 8 is before none."
+    "3 and 9 are within an epoch, 5 and 10 after its training, and 8 has no evaluation next."
     make = partial(learner, eval_every='3ba', metrics=[mae, Doubtful()])
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
@@ -219,7 +219,7 @@ def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> No
 
 
 class Doubtful(Metric):
-    "Sums up, in a state of its own."
+    "Accumulates in a list attribute."
 
     def reset(self) -> None:
         self.all: list[Tensor] = []
@@ -233,7 +233,7 @@ class Doubtful(Metric):
 
 
 class Seen(Metric):
-    "Targets seen, in something that is not plain."
+    "Collects targets in a set, which is not a plain value."
 
     def reset(self) -> None:
         self.seen: set[float] = set()

@@ -1,4 +1,4 @@
-"""Building the site, for the tests that look at its files and for those that open it in a browser."""
+"""Build the site, for tests of its files and for tests in a browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build() -> Path:
-    "Build the site as `make docs` does, of what has changed alone; return the folder of its pages."
+    "Build the site as `make docs` does, from changed files only; return the folder of its pages."
     for name in ('sphinx', 'myst_nb', 'furo'):
         pytest.importorskip(name)
     folder = ROOT / 'docs/_build'

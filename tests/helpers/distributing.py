@@ -1,4 +1,4 @@
-"""What the tests of several processes share: a small training in float64 that one process or many can do."""
+"""Shared by tests of several processes: a small float64 training for one or many processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rows(learn: Learner) -> list[dict[str, Any]]:
 
 
 def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float = 1e-10) -> bool:
-    "Compare histories; what is no number must be equal, and `accuracy` is a float32 mean of each batch."
+    "Return True if histories are equal, floats within `tolerance`; `accuracy` is a float32 mean over batches."
 
     def same(k: str, v: Any, w: Any) -> bool:
         if not isinstance(v, float):
@@ -94,14 +94,14 @@ def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float
 
 @contextmanager
 def expect_interrupt() -> Iterator[None]:
-    "Expect a Ctrl-C in every process; one that comes to its own late may hear of another's before."
+    "Expect a Ctrl-C in every process; a process may see the error of another process first."
     with pytest.raises((KeyboardInterrupt, DistributedError)) as e:
         yield
     assert 'KeyboardInterrupt' in repr(e.value)
 
 
 def summarize_run(learn: Learner) -> dict[str, Any]:
-    "What a training has come to, as plain values."
+    "Return the results of a training as plain values."
     return {
         'weights': weights(learn),
         'rows': rows(learn),
@@ -120,7 +120,7 @@ def compare(
     bs: int = 4,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    "Train in `n` processes, and in one on batches `n` times the size; compare everything; return what came out."
+    "Train in `n` processes, and in one process with `n` times the batch size; compare and return the results."
 
     def job(rank: int) -> dict[str, Any]:
         learn = make(bs if options.get('batch_size') != 'global' else n * bs)

@@ -35,7 +35,7 @@ DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every L
 
 
 def classes() -> list[type[Callback]]:
-    "Every public subclass of Callback that the package defines."
+    "Return every public subclass of `Callback` in the package."
     for module in pkgutil.walk_packages(learnkit.__path__, 'learnkit.'):
         importlib.import_module(module.name)
 
@@ -53,20 +53,20 @@ def classes() -> list[type[Callback]]:
 
 @cache
 def shared_folder() -> TemporaryDirectory[str]:
-    "A folder that is removed when this process ends."
+    "Return a folder that is deleted when this process ends."
     return TemporaryDirectory()
 
 
 @cache
 def weights() -> Path:
-    "A file of weights that fit the model."
+    "Return a file of weights for `Net`."
     path = Path(shared_folder().name) / 'net.pth'
     torch.save(Net(returns_activations=False).state_dict(), path)
     return path
 
 
 def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
-    "How to make those that say nothing without an argument: what to schedule, to skip, to do."
+    "Return functions that create callbacks with required arguments."
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     return {
         Periodic: lambda: Periodic(every='1ba', on_every=lambda cb: None),
@@ -81,7 +81,7 @@ def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
 
 
 def _fixed_trial() -> Any:
-    "Return a trial that belongs to no study."
+    "Return a trial without a study."
     return import_library('optuna', 'OptunaPruning').trial.FixedTrial({})
 
 
@@ -92,7 +92,7 @@ MADE_BY = needing_arguments()
 
 
 class Net(nn.Module):
-    "Something of everything that a callback may look for: convolution, batch norm, dropout, a hidden state to reset."
+    "A model with what callbacks look for: convolution, batch norm, dropout, a hidden state to reset."
 
     def __init__(self, returns_activations: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Net(nn.Module):
         self.resets += 1
 
     def forward(self, x: Tensor) -> Any:
-        "Return scores [B, 3], with raw and dropped activations as a recurrent model of fastai's does when asked."
+        "Return scores [B, 3], with raw and dropped-out activations like fastai's recurrent models if requested."
         raw = self.norm(self.conv(x)).relu()
         dropped = self.drop(raw)
         out = self.head(dropped.flatten(1))

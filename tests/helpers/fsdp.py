@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    "Blocks between two layers, one of which is a block's size too small for two processes."
+    "Blocks between two layers; one layer is too small to be sharded over two processes."
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def max_difference(a, b):
 
 
 class WithStatistics(Net):
-    "Running statistics, and frozen weights."
+    "A model with running statistics and frozen weights."
 
     def __init__(self):
         super().__init__()

@@ -48,7 +48,7 @@ def learner(
 
 
 class Notes(Callback):
-    "Note of each training batch what went into the loss, and the gradients."
+    "Record the inputs of the loss and the gradients of each training batch."
 
     order, run_valid = 30, False
 
@@ -71,6 +71,6 @@ class Notes(Callback):
 
 
 def soft(y: Tensor, y1: Tensor, lam: Tensor) -> Tensor:
-    "Targets as probabilities: the share of the sample's class, and the rest for its partner's."
+    "Return targets as probabilities: `lam` for the sample's class, the rest for its partner's class."
     lam = lam.double()[:, None]
     return lam * F.one_hot(y, CLASSES) + (1 - lam) * F.one_hot(y1, CLASSES)

@@ -33,7 +33,7 @@ def code_cells(nb: Any) -> list[Any]:
 
 
 def execute(nb: Any, cwd: Path) -> None:
-    "Run every cell in a fresh kernel, in a folder where it may leave files."
+    "Run every cell in a fresh kernel, in a folder for its files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
     client = nbclient.NotebookClient(
         nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
@@ -46,7 +46,7 @@ def execute(nb: Any, cwd: Path) -> None:
 
 
 def faults(nb: Any) -> list[str]:
-    "What must not be in the outputs: errors, and what was written to stderr (warnings, for one)."
+    "Return outputs that a notebook must not have: errors, and output to stderr such as warnings."
     outputs = [out for cell in code_cells(nb) for out in cell.outputs]
     return [f'{out.ename}: {out.evalue}' for out in outputs if out.output_type == 'error'] + [
         out.text for out in outputs if out.output_type == 'stream' and out.name == 'stderr'

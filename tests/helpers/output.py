@@ -1,4 +1,4 @@
-"""What a run has shown and written, without what tells of the clock: for comparing two runs."""
+"""Output and files of a run without times, to compare two runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOCKS = ('time', 'throughput/', 'memory/', 'cpu_', 'disk_', 'network_', 'epoch/
 
 
 def to_comparable(value: Any, path: Path) -> Any:
-    "Return a value as what states are compared by: paths relative to the run's folder, objects by their class."
+    "Return a value in comparable form: paths relative to the run's folder, objects as their class name."
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -43,7 +43,7 @@ def to_comparable(value: Any, path: Path) -> Any:
 
 
 class _Lines(StringIO):
-    "Take what is printed, a line at a time."
+    "A stream that collects printed lines without times."
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Lines(StringIO):
 
 @contextmanager
 def capture_printed(learn: Learner, lines: list[str]) -> Iterator[None]:
-    "Gather what a fit prints: rows without their time, and messages."
+    "Collect what a fit prints: rows without their time, and messages."
     before, learn.logger = learn.logger, lambda row: lines.append(str(list(row)[:-1]))
     try:
         with redirect_stdout(_Lines(lines)):
@@ -66,7 +66,7 @@ def capture_printed(learn: Learner, lines: list[str]) -> Iterator[None]:
 
 
 def read_files(learn: Learner) -> dict[str, Any]:
-    "Return what is in the files below the Learner's path, those of logs without columns of the clock."
+    "Return the contents of the files below the Learner's path; logs without time columns."
     found: dict[str, Any] = {}
     events = {p.parent for p in learn.path.rglob('events.out.*')}
     found |= {f'events {i}': read_scalars(folder) for i, folder in enumerate(sorted(events))}
@@ -105,7 +105,7 @@ def without_time(line: str) -> str:
 
 
 def read_scalars(folder: Path) -> dict[str, Any]:
-    "Return what TensorBoard shows of a folder: scalars, and the number of texts."
+    "Return TensorBoard's view of a folder: scalars, and the number of text entries."
     reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 0}).Reload()
     numbers = {

@@ -1,4 +1,4 @@
-"""Learners with training loops of their own, and the same training in plain torch."""
+"""Learners with user-written training loops, and the same training in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from learnkit import (
 
 
 class Pair(nn.Module):
-    "A generator of points, and a critic of them."
+    "A generator of points, and a critic of points."
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def make_classifier_learner(cls: type[Learner], *cbs: Any, **options: Any) -> An
 
 
 class Bare(Learner):
-    "A loop that calls model, backward and step itself."
+    "A loop that calls model, backward and step directly."
 
     def _do_one_batch(self) -> None:
         self.pred = self.model(self.x)

@@ -1,5 +1,4 @@
-"""What tests of positions share: loaders of every kind, a pass over them with random numbers drawn between batches, and
-its comparison with one that was broken off and gone on with in a loader made anew."""
+"""Loaders of every kind, and comparisons of an uninterrupted pass with a pass resumed in a new loader."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ END = object()
 
 
 class Items(Dataset[Any]):
-    "Samples that say who they are, and a random number of the generator that `noise` names."
+    "Samples of their index and a random number from the generator `noise`."
 
     def __init__(self, noise: str = '', seed: int = 0, n: int = N) -> None:
         self.n, self.transform = n, Noise(noise, seed)
@@ -53,7 +52,7 @@ class Noise:
 
 
 class OwnSeed(Sampler[int]):
-    "Draws each epoch's order from a generator of its own, index by index."
+    "Draws each epoch's order from its own generator, index by index."
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -76,7 +75,7 @@ class Eager(Sampler[list[int]]):
 
 
 class IndexByIndex(Sampler[int]):
-    "Goes on drawing from Python's global generator, as other code does."
+    "Keeps drawing from Python's global generator during a pass."
 
     def __len__(self) -> int:
         return N
@@ -86,7 +85,7 @@ class IndexByIndex(Sampler[int]):
 
 
 class EpochCountSampler(Sampler[int]):
-    "Another order each epoch, by a count of them."
+    "Draws the order of each epoch from a count of epochs."
 
     epoch = 0
 
@@ -99,7 +98,7 @@ class EpochCountSampler(Sampler[int]):
 
 
 class SetEpochSampler(Sampler[int]):
-    "As `EpochCountSampler`, told the epoch by `set_epoch`; here it tells itself."
+    "Like `EpochCountSampler`, with `set_epoch`, which it calls itself."
 
     def __init__(self, seed: int) -> None:
         self._epoch = 0
@@ -120,7 +119,7 @@ class SetEpochSampler(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    "Yields what is its worker's share, out of a shuffling buffer with a generator of its own or a global one."
+    "Yields its worker's shard from a shuffle buffer with its own generator or a global one."
 
     def __init__(self, seed: int, own: bool = True) -> None:
         self.rng: Any = random.Random(seed) if own else random
@@ -144,7 +143,7 @@ def draw_from_global_generators() -> None:
 
 
 def digest_generators(dl: Any) -> int:
-    "Return a digest of every generator, the loader's own among them."
+    "Return a digest of every generator, including the loader's."
 
     def frozen(v: Any) -> Any:
         if isinstance(v, Tensor):
@@ -157,7 +156,7 @@ def digest_generators(dl: Any) -> int:
 
 
 def save_position(drawing: LoaderPosition, n: int) -> bytes:
-    "Write what a checkpoint holds of it."
+    "Return a checkpoint of the position and the global generators as bytes."
     file = io.BytesIO()
     torch.save({'position': drawing.state_dict(n), 'rng': capture_rng()}, file)
     return file.getvalue()
@@ -169,7 +168,7 @@ def draw_epoch(
     begun: bool = False,
     keep: bool = True,
 ) -> tuple[list[Any], dict[int, bytes]]:
-    "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints to keep."
+    "Draw an epoch from batch `n` on; return batches with generator digests, and a checkpoint of each."
     batches, seen, checkpoints = drawing.begin(), [], {}
     if not begun:
         draw_from_global_generators()
@@ -191,7 +190,7 @@ def resume_passes(
     replay: bool | None = None,
     keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
-    "Go on from a checkpoint in a loader made anew, with other global seeds; return as `run_without_stop` does."
+    "Resume from a checkpoint in a new loader with other global seeds; return the same as `run_without_stop`."
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
@@ -211,14 +210,14 @@ def resume_passes(
 def passes_after_resume(
     make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None
 ) -> list[Any]:
-    "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
+    "Return the batches of each epoch after a resume from a checkpoint."
     return resume_passes(make, checkpoint, epochs, replay, keep=False)[0]
 
 
 def run_without_stop(
     make: Callable[[int], Any], epochs: int = 2
 ) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
-    "Draw some epochs; return what came, and the checkpoints of each by batch, that of its end as 'end'."
+    "Draw epochs; return their batches, and their checkpoints by batch, the last one as 'end'."
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -233,7 +232,7 @@ def run_without_stop(
 def check(
     make: Callable[[int], Any], places: list[Any], epochs: int = 2, replay: bool | None = None
 ) -> None:
-    "Compare the rest of the first epoch, and the next ones, bit for bit; at 'end' it is the next ones alone."
+    "Compare the rest of the first epoch and all of the next ones bit for bit; 'end' compares the next only."
     passes, checkpoints = run_without_stop(make, epochs)
     assert len(passes[0]) > 3
     for place in places:
@@ -244,7 +243,7 @@ def check(
 
 
 def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
-    "Return what makes a DataLoader; options that are functions are called with the seed."
+    "Return a function that creates a DataLoader; callable options are called with the seed."
 
     def make(seed: int) -> DataLoader[Any]:
         made = {k: v(seed) if callable(v) else v for k, v in options.items()}

@@ -27,7 +27,7 @@ def seed_all(seed: int) -> None:
 
 
 def ids(batch: Any) -> list[int]:
-    "The numbers of a batch's samples."
+    "Return the numbers of a batch's samples."
     t = (
         batch
         if isinstance(batch, Tensor)
@@ -52,7 +52,7 @@ def batch_list(_: int, n: int = 22, bs: int = 4, **options: Any) -> list[Any]:
 
 
 class Loader:
-    "Not torch's: draws the order of its samples as they come, from a generator that others may draw from, too."
+    "A loader that is not torch's; it draws its order lazily from a generator that others may also use."
 
     def __init__(self, n: int, bs: int, rng: Any = random) -> None:
         self.n, self.bs, self.rng = n, bs, rng
@@ -73,7 +73,7 @@ def own_loader(_: int, n: int = 22, bs: int = 4, **options: Any) -> Loader:
 
 
 class Together:
-    "All shares of a loader, each with generators of its own, as processes have them; they pass over it in turn."
+    "All shards of a loader with separate generators, as in processes, iterated in turn."
 
     def __init__(
         self, make: Make, size: int, seed: int = 1, wholes: list[Any] | None = None, **options: Any
@@ -104,13 +104,13 @@ class Together:
         self.each(lambda _, dl: dl.take_order(state))
 
     def epoch(self) -> list[list[Any]]:
-        "For each process the batches of an epoch."
+        "Return the batches of an epoch for each process."
         self.take_order()
         return self.each(lambda _, dl: [ids(b) for b in dl])
 
 
 def rounds_of(together: Together, parts: list[list[Any]], sized: bool = True) -> list[list[int]]:
-    "Join the pieces of each round, fillers left out; compare what is said of their sizes with what they are."
+    "Join the parts of each round without fillers, and compare their sizes with `share`."
     rounds = []
     assert len({len(p) for p in parts}) == 1
     for i in range(len(parts[0])):
@@ -127,7 +127,7 @@ def rounds_of(together: Together, parts: list[list[Any]], sized: bool = True) ->
 
 
 def make_by_kind(kind: str) -> Callable[..., Make]:
-    "Return a function of the batch size that returns what makes a loader."
+    "Return a function of the batch size that returns a function of the seed that creates a loader."
     makers: dict[str, tuple[Make, dict[str, Any]]] = {
         'tensors': (tensors, {}),
         'tensors shuffled': (tensors, {'shuffle': True}),
