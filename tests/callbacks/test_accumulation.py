@@ -90,7 +90,7 @@ def groups_of(bs: list[Batch], n_acc: int, n_epoch: int) -> list[list[list[Batch
         ((4, 3), 12),  # an epoch is not enough: samples count for the next one
     ],
 )
-def test_the_weights_are_those_of_big_batches(
+def test_the_weights_match_big_batches(
     sizes: tuple[int, ...], n_acc: int, size: int | None
 ) -> None:
     bs = batches(*sizes)
@@ -216,7 +216,7 @@ def test_a_cancelled_backward_counts_for_nothing() -> None:
         assert same(learn.model, plain(mlp(), [[[bs[0], bs[2]]]]))
 
 
-def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
+def test_a_later_fit_starts_over_and_a_failed_one_leaves_nothing() -> None:
     bs = batches(4, 4, 4)
 
     def fail(cb: Any) -> None:

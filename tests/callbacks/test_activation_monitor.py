@@ -248,7 +248,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception]) -> None:
         ActivationMonitor(**options)
 
 
-def test_unknown_modules_are_told_before_training() -> None:
+def test_unknown_modules_are_reported_before_training() -> None:
     learn = synth_learner(cbs=ActivationMonitor(modules='stem'))
     with pytest.raises(OptionError, match='stem'):
         learn.fit(1)

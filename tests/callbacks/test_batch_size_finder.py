@@ -113,7 +113,7 @@ def test_other_errors_are_raised() -> None:
         learner(model).find_batch_size()
 
 
-def test_everything_is_restored_and_training_goes_on_alike() -> None:
+def test_everything_is_restored_and_training_continues_alike() -> None:
     ends = []
     for finds in (False, True):
         model = Hungry(100)

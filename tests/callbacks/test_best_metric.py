@@ -34,7 +34,7 @@ def learner(*cbs: Any, lr: float = 0.3) -> Learner:
     return learn
 
 
-def test_the_columns_are_those_of_the_best_evaluation_so_far() -> None:
+def test_the_columns_match_the_best_evaluation_so_far() -> None:
     learn = learner(BestMetric('valid_loss', 'test/*'))
     learn.fit(8)
     rows = learn.history
@@ -87,7 +87,7 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
     assert learn.history[0]['best/valid_loss'] == min(seen[:2])
 
 
-def test_each_callback_that_receives_logs_hears_of_it() -> None:
+def test_a_callback_that_receives_logs_gets_the_values() -> None:
     class ValueLog(Callback):
         values: list[tuple[str, float]] = []
 
@@ -101,7 +101,7 @@ def test_each_callback_that_receives_logs_hears_of_it() -> None:
     ]
 
 
-def test_it_is_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_score_is_printed_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     learn = learner(BestMetric('valid_loss', 'test/mae'))
     learn.logger = print
     with learn.no_bar():
@@ -114,7 +114,7 @@ def test_it_is_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     ) in capsys.readouterr().out
 
 
-def test_fits_start_anew_unless_told_otherwise() -> None:
+def test_fits_start_over_unless_configured_otherwise() -> None:
     for reset in (True, False):
         learn = learner(BestMetric(reset_on_fit=reset))
         learn.fit(4)
@@ -124,7 +124,7 @@ def test_fits_start_anew_unless_told_otherwise() -> None:
         assert (learn.best_metric.best > first) == reset
 
 
-def test_state_goes_on() -> None:
+def test_the_state_is_resumed() -> None:
     learn, other = learner(BestMetric()), learner(BestMetric())
     learn.fit(3)
     other.best_metric.load_state_dict(learn.best_metric.state_dict())

@@ -193,7 +193,7 @@ def test_two_that_watch_different_values(tmp_path: Path) -> None:
     assert learn.callback_states().keys() >= {'checkpoint', 'checkpoint_2'}
 
 
-def test_a_function_may_say_what_is_best(tmp_path: Path) -> None:
+def test_a_function_may_select_the_best(tmp_path: Path) -> None:
     def far(learn: Any) -> float:
         return abs(learn.epoch - 2.0)
 
@@ -231,7 +231,7 @@ def test_a_column_of_another_callback(tmp_path: Path) -> None:
     assert [e.info['value'] for e in reversed(entries(tmp_path))] == [1.0] * 3
 
 
-def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
+def test_without_validation_no_checkpoint_is_best(tmp_path: Path) -> None:
     x = torch.randn(8, 3)
     learn = make(Checkpoint(folder=tmp_path, keep_last=1))
     learn.dls = DataLoaders.from_tensors((x, x[:, :1]), bs=4)
@@ -257,14 +257,14 @@ def test_fits_of_one_learner(tmp_path: Path) -> None:
     assert [row['epoch'] for row in learn.history][-7:] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_for_one_fit_alone(tmp_path: Path) -> None:
+def test_a_callback_for_a_single_fit(tmp_path: Path) -> None:
     learn = make(path=tmp_path)
     learn.fit(1, cbs=Checkpoint)
     learn.fit(2, cbs=Checkpoint(), resume=True)
     assert epochs(tmp_path / 'checkpoints') == [1, 2] and not hasattr(learn, 'checkpoint')
 
 
-def test_checkpoints_of_an_earlier_process_are_told(
+def test_checkpoints_of_an_earlier_process_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Checkpoints of an earlier process are kept; a run that resumes or wrote them gets no warning."
@@ -282,7 +282,7 @@ def test_checkpoints_of_an_earlier_process_are_told(
 
 
 @pytest.mark.parametrize('which', [True, 'latest', 'path', 'folder', 'best', 'name'])
-def test_ways_to_go_on(which: Any, tmp_path: Path) -> None:
+def test_ways_to_resume(which: Any, tmp_path: Path) -> None:
     straight = make(losses(1.0, 3.0), Checkpoint('3ba', tmp_path, keep_last=None))
     straight.fit(3)
     end, there = straight.checkpoint_state(), names(tmp_path)
@@ -303,7 +303,7 @@ def test_nothing_there_yet_begins(tmp_path: Path) -> None:
         make(path=tmp_path / 'x').fit(1, resume='latest')
 
 
-def test_a_resume_that_nothing_writes_for_is_told(tmp_path: Path) -> None:
+def test_a_resume_that_nothing_writes_for_is_reported(tmp_path: Path) -> None:
     learn = make(path=tmp_path)
     with pytest.warns(UserWarning, match=r'no callback writes one.*add `Checkpoint\(\)`'):
         learn.fit(1, resume=True)
@@ -549,14 +549,14 @@ def test_it_may_come_and_go_in_the_middle_of_a_fit(tmp_path: Path) -> None:
     learn.fit(1, cbs=Checkpoint(folder=tmp_path))  # the folder is free
 
 
-def test_its_interval_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_interval_continues_after_a_resume(tmp_path: Path) -> None:
     make(Checkpoint('4ba', tmp_path / 'a', keep_last=None)).fit(4)
     path = tmp_path / 'a' / names(tmp_path / 'a')[0]
     make(Checkpoint('4ba', tmp_path / 'b', keep_last=None)).fit(4, resume=path)
     assert batches(tmp_path / 'b') == batches(tmp_path / 'a')[1:] == [8, 12, 16, 20, 20]
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+def test_the_header_of_a_file(tmp_path: Path) -> None:
     learn = make(Checkpoint(folder=tmp_path))
     learn.fit(2)
     info = entries(tmp_path)[0].info

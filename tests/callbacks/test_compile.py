@@ -620,7 +620,7 @@ def test_several_inputs_targets_and_outputs() -> None:
     assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
-def test_a_model_with_a_loss_of_its_own_is_compiled_or_told_why_not() -> None:
+def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
     x = torch.randn(8, 8)
     plain, learn, backend = fit_both(
         lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
@@ -630,7 +630,7 @@ def test_a_model_with_a_loss_of_its_own_is_compiled_or_told_why_not() -> None:
     )
 
 
-def test_transformers_models_are_compiled_or_told_why_not() -> None:
+def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
     transformers = pytest.importorskip('transformers')
     config = transformers.BertConfig(
         hidden_size=16,
@@ -817,7 +817,7 @@ def test_many_learners_do_not_use_up_each_others_limit() -> None:
             assert backend.calls == 1
 
 
-def test_it_starts_as_ordinary_and_bad_options_are_told_at_once() -> None:
+def test_the_first_step_is_not_compiled_and_bad_options_are_refused_at_once() -> None:
     learn = learner().compile(step=True, backend='eager')
     assert (
         learn.explain_step()

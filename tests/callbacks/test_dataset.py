@@ -207,7 +207,7 @@ def test_bad_numbers_of_batches_are_refused(n: Any) -> None:
         DatasetStats(n=n)
 
 
-def test_other_loaders_are_looked_at_anew() -> None:
+def test_other_loaders_are_measured_again() -> None:
     learn = synth_learner(cbs=DatasetStats())
     learn.logger = noop
     learn.fit(1)

@@ -98,7 +98,7 @@ def names() -> dict[type[Callback], str]:
 
 
 @by_class
-def test_has_a_docstring_and_a_name_of_its_own(cls: type[Callback]) -> None:
+def test_has_a_docstring_and_a_unique_name(cls: type[Callback]) -> None:
     assert cls.__doc__ and cls.__doc__ != Callback.__doc__
     assert [c.__name__ for c in CLASSES if names()[c] == names()[cls]] == [cls.__name__]
 

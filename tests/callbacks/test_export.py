@@ -170,7 +170,7 @@ class Branching(nn.Module):
         return self.lin(x.flatten(1)) if x.sum() > 0 else self.lin(-x.flatten(1))
 
 
-def test_a_model_that_cannot_be_exported_is_told_before_training(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_reported_before_training(tmp_path: Path) -> None:
     learn = learner(tmp_path, ExportForInference(), model=Branching())
     with pytest.raises(ModelError, match='cannot be exported'):
         learn.fit(1)
@@ -185,7 +185,7 @@ def test_bad_options_are_refused(wrong: Any) -> None:
         ExportForInference(**wrong)
 
 
-def test_a_path_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / 'taken').write_text('')
     learn = learner(tmp_path, ExportForInference('taken/net'))
     with pytest.raises(OptionError, match='cannot be written'):
@@ -215,7 +215,7 @@ def test_weights_are_loaded_at_each_such_event_of_a_fit(tmp_path: Path) -> None:
         assert learn.model.a.item() == now != first
 
 
-def test_what_cannot_be_loaded_is_told_before_training(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_reported_before_training(tmp_path: Path) -> None:
     learn = synth_learner(path=tmp_path, cbs=LoadWeights('nothing', at='after_fit'))
     with pytest.raises(WeightsError, match='there is no file'):
         learn.fit(1)
@@ -305,7 +305,7 @@ def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
         ('fsdp', ['DistributedError: ExportForInference: .*learn.export'] * 2),
     ],
 )
-def test_what_cannot_be_exported_is_told_by_all_before_training(
+def test_what_cannot_be_exported_is_reported_by_all_before_training(
     tmp_path: Path, strategy: str, messages: list[str]
 ) -> None:
     (tmp_path / 'taken').touch()

@@ -231,7 +231,7 @@ def test_every_hooks_only_some_batches_of_training(every: Any, batches: list[int
     assert cb.seen[0][0] == 0, 'the first batch of each fit is hooked'
 
 
-def test_a_time_goes_on_after_a_resume() -> None:
+def test_a_time_continues_after_a_resume() -> None:
     cb = Shapes(every='2ep')
     quiet(cb, n_train=2).fit(3)
     sd = cb.state_dict()
@@ -404,7 +404,7 @@ def test_modules_are_given_as_modules_or_names() -> None:
     assert cb.layer_names == ['body.0', 'body.1', 'body.2', 'head']
 
 
-def test_what_cannot_be_hooked_is_told_before_training() -> None:
+def test_what_cannot_be_hooked_is_reported_before_training() -> None:
     learn = quiet(HookCallback('hed'), model=nn.Sequential())
     learn.model.add_module('head', nn.Linear(1, 1))
     start = learn.model.head.weight.item()

@@ -187,7 +187,7 @@ def test_bad_options_are_refused(wrong: Any, error: type[Exception]) -> None:
         ImageVisualizer(**wrong)
 
 
-def test_data_without_images_are_told_before_the_first_step() -> None:
+def test_data_without_images_are_reported_before_the_first_step() -> None:
     learn = synth_learner(cbs=ImageVisualizer())
     with pytest.raises(BatchError, match='no images'):
         learn.fit(1)

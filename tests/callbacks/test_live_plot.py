@@ -46,7 +46,7 @@ def areas(monkeypatch: pytest.MonkeyPatch) -> list[Outputs]:
     return made
 
 
-def test_outside_of_a_notebook_it_says_once_where_to_look(
+def test_outside_of_a_notebook_a_message_names_the_alternative_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     learn = synth_learner(cbs=ShowGraph())
@@ -56,7 +56,7 @@ def test_outside_of_a_notebook_it_says_once_where_to_look(
     assert capsys.readouterr().out.count('learn.recorder.plot_loss()') == 1
 
 
-def test_validation_losses_are_those_of_every_evaluation() -> None:
+def test_validation_losses_match_every_evaluation() -> None:
     learn = synth_learner(n_train=10, cbs=ShowGraph(), eval_every='4ba')
     with learn.no_logging():
         learn.fit(2)
@@ -146,7 +146,7 @@ def test_a_large_number_of_losses_is_thinned() -> None:
     )
 
 
-def test_losses_that_are_no_numbers_are_drawn_around(areas: list[Outputs]) -> None:
+def test_losses_that_are_not_finite_leave_gaps(areas: list[Outputs]) -> None:
     picture = LossGraph()
     assert picture.draw([1.0, nan, inf, 2.0], {'valid': [[2, inf], [4, 1.0]]})
     assert not picture.draw([nan], {}) and len(areas[0].shown) == 2

@@ -266,7 +266,7 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     )
 
 
-def test_training_goes_on_as_if_there_had_been_no_search() -> None:
+def test_training_continues_as_without_a_search() -> None:
     def train(find: bool) -> Any:
         torch.manual_seed(1)
         learn = learner()

@@ -201,7 +201,7 @@ def test_a_loss_in_half_precision_is_reported_in_float32() -> None:
     assert types == [(torch.float32, torch.float32)] * 4 and not same(state(learn.model), before)
 
 
-def test_a_batch_without_targets_has_no_loss_and_is_no_trouble() -> None:
+def test_a_batch_without_targets_has_no_loss_and_trains() -> None:
     learn = learner(MixedPrecision('bf16'))
     preds, targs = learn.get_preds(dl=[x for x, _ in data()])
     assert preds.dtype == torch.float32 and targs is None
@@ -337,7 +337,7 @@ def test_an_optimizer_with_closure_works_in_bf16() -> None:
     assert learn.opt.n_steps == 4 and learn.history[0]['train_loss'] > 0
 
 
-def test_a_copy_of_a_learner_goes_on_by_itself() -> None:
+def test_a_copy_of_a_learner_trains_separately() -> None:
     learn = learner(MixedPrecision('fp16'))
     learn.fit(1)
     other = copy.deepcopy(learn)

@@ -133,7 +133,7 @@ OPTS: dict[str, tuple[Maker, ...]] = {
 
 
 @pytest.mark.parametrize('makers', OPTS.values(), ids=OPTS)
-def test_weights_and_scale_are_those_of_a_plain_loop_bit_for_bit(makers: tuple[Maker, ...]) -> None:
+def test_weights_and_scale_match_a_plain_loop_bit_for_bit(makers: tuple[Maker, ...]) -> None:
     hand, scales = Loop(*makers), []
     for b in data() * 2:
         hand.backward(b)
@@ -359,7 +359,7 @@ def test_no_sequence_makes_the_scaler_raise(
 @pytest.mark.parametrize(
     'event', ['before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch']
 )
-def test_after_an_exception_the_next_fit_is_that_of_a_new_learner(event: str) -> None:
+def test_after_an_exception_the_next_fit_matches_a_new_learner(event: str) -> None:
     def fail(cb: Callback) -> None:
         if cb.iter == 5:
             raise KeyboardInterrupt
@@ -380,7 +380,7 @@ def test_after_an_exception_the_next_fit_is_that_of_a_new_learner(event: str) ->
 # -- over fits and checkpoints ---------------------------------------------------------------------
 
 
-def test_the_next_fit_goes_on_with_the_scale_that_was_reached() -> None:
+def test_the_next_fit_continues_with_the_scale_that_was_reached() -> None:
     hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER))
     for b in data() * 2:
         hand.backward(b)
@@ -437,7 +437,7 @@ def test_a_run_resumed_between_two_accumulated_batches_is_exact() -> None:
     assert rest.mixed_precision.state_dict() == whole.mixed_precision.state_dict()
 
 
-def test_bf16_has_no_state_and_ignores_that_of_a_scaler() -> None:
+def test_bf16_has_no_state_and_ignores_the_state_of_a_scaler() -> None:
     fp16, bf16 = MixedPrecision('fp16'), MixedPrecision('bf16')
     assert bf16.state_dict() is None and not bf16.scales and fp16.scales
     bf16.load_state_dict(fp16.state_dict())
@@ -483,7 +483,7 @@ def test_an_optimizer_with_closure_is_refused_with_fp16() -> None:
     assert same(state(learn.model), before)
 
 
-def test_a_loss_that_stays_infinite_is_told() -> None:
+def test_a_loss_that_stays_infinite_is_reported() -> None:
     spoil = Callback(before_batch=lambda cb: cb.xb[0].fill_(float('inf')))
     learn = learner(MixedPrecision('fp16', init_scale=2.0), spoil)
     before = state(learn.model)

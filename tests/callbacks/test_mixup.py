@@ -85,7 +85,7 @@ def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
     assert min(shares) < 0.3 and max(shares) > 0.8
 
 
-def test_the_draws_are_those_of_fastai() -> None:
+def test_the_draws_match_fastai() -> None:
     "Compare with numbers recorded from fastai 2.8 after torch.manual_seed(7), for 8 images of 8 x 6."
     mixup = (
         [0.9781090, 0.8962013, 0.5231748, 0.9844235, 0.7284831, 0.6228055, 0.8172889, 0.8967966],
@@ -185,7 +185,7 @@ LOSSES: dict[str, Any] = {
 @both
 @pytest.mark.parametrize('microbatch', [None, 3])
 @pytest.mark.parametrize('loss', LOSSES, ids=LOSSES)
-def test_the_gradient_is_that_of_targets_blended_by_hand(
+def test_the_gradient_matches_targets_blended_by_hand(
     mixer: type[MixHandler], loss: str, microbatch: int | None
 ) -> None:
     learn = learner(mixer, Notes, loss_func=LOSSES[loss], lr=0.0, microbatch=microbatch)
@@ -365,7 +365,7 @@ FAIL_AT = [
 @both
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelBatchException])
 @pytest.mark.parametrize('event', FAIL_AT)
-def test_the_loss_function_is_put_back_whatever_happens(
+def test_the_loss_function_is_restored_whatever_happens(
     mixer: type[MixHandler], event: str, error: type[BaseException]
 ) -> None:
     def fail(cb: Callback) -> None:

@@ -200,7 +200,7 @@ def test_long_shapes_are_cut_to_a_readable_width() -> None:
 # -- of a Learner
 
 
-def test_the_learners_summary_says_how_it_is_trained() -> None:
+def test_the_summary_of_a_learner_describes_its_training() -> None:
     learn = digits(
         opt_func=partial(torch.optim.SGD, momentum=0.9), cbs=Callback(before_fit=lambda cb: None)
     )
@@ -296,7 +296,7 @@ def test_nothing_is_disturbed(kind: Any) -> None:
     assert all(map(same, before[2:], everything(learn)[2:]))
 
 
-def test_training_goes_on_as_if_nothing_had_been_asked() -> None:
+def test_training_continues_as_without_a_summary() -> None:
     ends = []
     for ask in (False, True):
         torch.manual_seed(2)

@@ -84,7 +84,7 @@ class Steps(Monitor):
         return dict.fromkeys(self.metric_names, self.learn.time.ba)
 
 
-def test_the_last_value_counts_where_a_mean_says_nothing() -> None:
+def test_the_last_value_is_kept_where_a_mean_is_meaningless() -> None:
     learn = learner(Steps(every='2ba'))
     learn.fit(1)
     assert (learn.history[0]['mean/ba'], learn.history[0]['last/ba']) == (4, 6)
@@ -105,7 +105,7 @@ def test_times_rates_and_peaks_are_the_last_ones() -> None:
     assert seen['l2_norm/grad/a'] == seen['throughput/samples_per_sec'] == (1, False)
 
 
-def test_every_monitor_says_what_its_names_mean() -> None:
+def test_every_monitor_describes_its_names() -> None:
     learn = learner(*(cls(every='2ba') for cls in MONITORS))
     meanings = learn.metric_names()
     learn.fit(1)
@@ -142,7 +142,7 @@ def two_loaders() -> DataLoaders:
     )
 
 
-def test_best_metric_is_that_of_the_best_evaluation() -> None:
+def test_best_metric_matches_the_best_evaluation() -> None:
     learn = learner(
         BestMetric('night/loss', 'night/mae'), dls=two_loaders(), metrics=mae, eval_every='3ba'
     )
@@ -208,7 +208,7 @@ def test_periodic_counts_tokens() -> None:
 @pytest.mark.parametrize(
     'make', [lambda: Periodic('100tok', noop), lambda: SpeedMonitor(every='100tok')]
 )
-def test_without_tokens_it_says_so_before_training(make: Any) -> None:
+def test_without_tokens_an_error_is_raised_before_training(make: Any) -> None:
     learn = learner(make())
     with pytest.raises(TimeError, match='token_func'):
         learn.fit(1)

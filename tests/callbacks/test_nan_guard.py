@@ -145,7 +145,7 @@ def test_large_gradients_are_finite() -> None:
     learn.fit(1)
 
 
-def test_every_so_many_batches_it_is_found_late_and_told_when_it_was() -> None:
+def test_checks_at_an_interval_find_it_late_and_name_its_batch() -> None:
     learn = learner(2, cbs=GuardNonFinite('raise', every=4))
     with pytest.raises(LossError, match=r'not finite at batch 2 of epoch 0 \(seen at batch 3\)'):
         learn.fit(1)

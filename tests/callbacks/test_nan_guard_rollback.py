@@ -118,7 +118,7 @@ def test_accumulated_gradients_of_other_weights_are_dropped(microbatch: int | No
     assert learn.opt.n_steps == 3 and equal(state(learn), state(other))
 
 
-def test_weights_that_sam_has_moved_are_those_of_the_copy_too() -> None:
+def test_weights_that_sam_has_moved_match_the_copy_too() -> None:
     def spoil(cb: Any) -> None:
         if cb.learn.run.repeating and cb.iter == 3:
             cb.learn.loss_grad = cb.learn.loss_grad * math.nan

@@ -60,7 +60,7 @@ def learner(*cbs: Any, workers: int = 0, path: Any = '.', **kwargs: Any) -> Lear
     return learn
 
 
-def test_results_are_those_of_get_preds_with_an_uneven_last_batch() -> None:
+def test_results_match_get_preds_with_an_uneven_last_batch() -> None:
     learn = learner(PeriodicData('1ep', 'test'))  # 10 samples, by 4
     learn.fit(2)
     preds, targs = learn.get_preds(dl='test', act=noop)
@@ -164,7 +164,7 @@ def test_nothing_of_the_training_is_disturbed(workers: int, dl: str) -> None:
     assert all(map(torch.equal, weights(), weights(Draws('1ba', dl), PeriodicData('2ba', dl))))
 
 
-def test_the_state_is_put_back_also_after_an_error() -> None:
+def test_the_state_is_restored_also_after_an_error() -> None:
     states: list[Any] = []
 
     class Fails(PeriodicData):
@@ -222,7 +222,7 @@ def test_bad_options_are_refused(make: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize('dl', ['tset', iter([(torch.zeros(1, 1, 4, 4), torch.zeros(1))])])
-def test_loaders_that_cannot_be_run_are_told_before_training(dl: Any) -> None:
+def test_loaders_that_cannot_be_run_are_reported_before_training(dl: Any) -> None:
     learn = learner(PeriodicData(dl=dl))
     with pytest.raises(LoaderError):
         learn.fit(1)

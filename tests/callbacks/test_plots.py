@@ -130,7 +130,7 @@ def test_columns_that_are_not_printed_are_drawn_when_they_are_named() -> None:
     assert drawn(ax) == {'valid': ([0], [1.0])}
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_what_is_missing_is_named() -> None:
     learn = synth_learner(metrics=mae)
     for draw in (learn.recorder.plot_metrics, learn.recorder.plot_loss, learn.recorder.plot_sched):
         with pytest.raises(MetricError, match=r'call `learn\.fit\(1\)` first'):

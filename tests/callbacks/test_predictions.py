@@ -90,7 +90,7 @@ def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
     assert not torch.equal(got[0][1], got[1][1])
 
 
-def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
+def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     class Count(Callback):
         def __init__(self) -> None:
             self.heard: list[str] = []
@@ -254,7 +254,7 @@ def test_every_kind_of_dropout_is_on_and_off_again(kind: str) -> None:
     assert all(m.training for m in learn.model.modules())  # as they were made
 
 
-def test_normalisation_stays_in_evaluation_and_the_modes_come_back() -> None:
+def test_normalisation_stays_in_evaluation_and_the_modes_are_restored() -> None:
     learn = make()
     learn.model.eval()
     learn.model[0].train()
@@ -282,7 +282,7 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])
 
 
-def test_mean_and_spread_are_those_of_dropout() -> None:
+def test_mean_and_spread_match_dropout() -> None:
     learn = Learner(([torch.ones(1, 1)], [torch.ones(2000, 1)]), nn.Sequential(nn.Dropout(0.25)))
     learn.remove_cb(learn.progress)
     mean, std, targs = mc_dropout_preds(learn, n=20)
@@ -291,7 +291,7 @@ def test_mean_and_spread_are_those_of_dropout() -> None:
     assert std.square().mean().item() == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_mean_and_spread_are_those_of_the_stacked_samples() -> None:
+def test_mean_and_spread_match_the_stacked_samples() -> None:
     learn = make()
     torch.manual_seed(7)
     cb = MCDropoutCallback()

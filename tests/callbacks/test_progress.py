@@ -123,7 +123,7 @@ def test_numbers_stand_under_their_header() -> None:
     ]
 
 
-def test_a_row_with_other_columns_gets_a_header_of_its_own() -> None:
+def test_a_row_with_other_columns_gets_its_own_header() -> None:
     table = Table()
     table.add(['epoch', 'loss'], [0, 0.5])
     more = table.add(['epoch', 'loss', 'extra'], [1, 0.5, 2.0])
@@ -158,7 +158,7 @@ def test_names_and_values_are_escaped() -> None:
 @pytest.mark.parametrize(
     ('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')]
 )
-def test_bar_says_count_share_and_time(
+def test_the_bar_shows_count_share_and_time(
     total: int | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = use_clock(monkeypatch, 'learnkit.callbacks.progress')
@@ -408,7 +408,7 @@ def test_validation_inside_a_fit_returns_to_the_training_bar(shown: list[Recordi
     assert len(shown) == 1 and shown[0].closed == [None]
 
 
-def test_an_interrupted_fit_says_where_it_stopped(shown: list[Recording]) -> None:
+def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
     learn = make_learner(10)
     stop = raising('before_batch', KeyboardInterrupt(), lambda cb: cb.iter == 7)
     with pytest.raises(KeyboardInterrupt):
@@ -679,7 +679,7 @@ def interrupted(learn: Learner, **options: Any) -> KeyboardInterrupt:
 
 
 @pytest.mark.parametrize('saves', [False, True])
-def test_a_script_that_ctrl_c_ends_says_where_in_a_line(
+def test_a_script_ended_by_ctrl_c_names_its_place_in_a_line(
     saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)

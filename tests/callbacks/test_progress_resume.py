@@ -85,7 +85,7 @@ def state_after(n: int, train: Any = None, event: str = 'batch_checkpoint', **kw
     return states[0]
 
 
-def test_the_bar_starts_where_the_epoch_goes_on(shown: list[Kept]) -> None:
+def test_the_bar_starts_where_the_epoch_resumes(shown: list[Kept]) -> None:
     learner().fit(3, resume=state_after(8))
     bars = list(dict.fromkeys(shown[-1].bars))
     assert bars[:3] == [('epoch 2/3 train', i, 5) for i in (3, 4, 5)]
@@ -111,7 +111,7 @@ def test_rows_stand_under_a_header_and_none_comes_twice(capsys: pytest.CaptureFi
     assert [row.split()[0] for row in rows] == ['1', '2']
 
 
-def test_a_row_within_the_epoch_says_how_much_of_it_is_done(
+def test_a_row_within_the_epoch_shows_how_much_of_it_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     learner(eval_every='2ba').fit(3, resume=state_after(8, eval_every='2ba'))
@@ -124,7 +124,7 @@ def test_a_row_within_an_epoch_of_unknown_length(capsys: pytest.CaptureFixture[s
     assert '1+5' in capsys.readouterr().out
 
 
-def test_the_time_that_is_left_is_told_from_what_was_done_since(
+def test_the_remaining_time_is_estimated_from_the_resumed_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began = use_clock(monkeypatch, 'learnkit.callbacks.progress').now - 10
@@ -133,7 +133,7 @@ def test_the_time_that_is_left_is_told_from_what_was_done_since(
     assert Bar('train', None, 60, first=50, started=began).text() == 'train 60 batches 00:10 1.0/s'
 
 
-def test_the_fit_says_when_it_will_be_done(shown: list[Kept]) -> None:
+def test_the_fit_shows_when_it_will_be_done(shown: list[Kept]) -> None:
     learner().fit(3, resume=state_after(8))
     texts = [text for text in shown[-1].texts if text.startswith('epoch 3/3 train 5/5')]
     assert texts and all(re.search(r'fit 00:0\d left$', text) for text in texts)

@@ -272,7 +272,7 @@ def test_in_the_fit_alone_it_is_enough(capsys: Any) -> None:
     assert capsys.readouterr().out.startswith('Repeating batch 2 of epoch 0 (train)')
 
 
-def test_a_failure_outside_of_a_batch_is_told(capsys: Any) -> None:
+def test_a_failure_outside_of_a_batch_is_reported(capsys: Any) -> None:
     learn = learner(Replay())
     with pytest.raises(Boom):
         learn.fit(1, cbs=Callback(after_train=lambda cb: fail()))

@@ -38,7 +38,7 @@ def now() -> list[Any]:
     return [signal.getsignal(s) for s in (TERM, CHLD)]
 
 
-def test_it_notes_and_puts_back(own_handler: list[int]) -> None:
+def test_it_records_the_signal_and_restores_the_handler(own_handler: list[int]) -> None:
     before, request = now(), StopRequest()
     request.install()
     request.install()
@@ -89,7 +89,7 @@ def test_leaving_hands_the_signal_on(own_handler: list[int]) -> None:
 
 
 @pytest.mark.parametrize('handler', [signal.SIG_DFL, signal.SIG_IGN])
-def test_what_is_no_function(handler: Any) -> None:
+def test_what_is_not_a_function(handler: Any) -> None:
     signal.signal(TERM, handler)
     request = StopRequest()
     request.install()
@@ -108,7 +108,7 @@ def test_a_handler_that_somebody_else_has_set_stays() -> None:
     assert signal.getsignal(TERM) is mine
 
 
-def test_a_worker_that_ends_is_no_error_once_the_signal_has_come() -> None:
+def test_a_worker_that_ends_is_not_an_error_once_the_signal_has_come() -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError('DataLoader worker is killed')
 

@@ -168,7 +168,7 @@ def test_rates_over_a_sliding_window(clock: Clock) -> None:
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 
 
-def test_evaluation_is_told_from_training(clock: Clock) -> None:
+def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     seen = Seen()
 
     def look_around(cb: Callback) -> None:
@@ -289,7 +289,7 @@ def test_precision_in_use() -> None:
 
 
 @pytest.mark.parametrize('flops', ['many', torch.tensor(2.0), -1, math.nan])
-def test_flops_that_are_no_number(flops: Any) -> None:
+def test_flops_that_are_not_a_number(flops: Any) -> None:
     model: Any = RegModel()
     model.flops_per_batch = flops
     learn = synth_learner(model=model, cbs=SpeedMonitor())
@@ -316,7 +316,7 @@ def test_bad_options_of_the_speed_monitor(options: dict[str, Any]) -> None:
         SpeedMonitor(**options)
 
 
-def test_times_go_on_after_a_resume(clock: Clock) -> None:
+def test_times_continue_after_a_resume(clock: Clock) -> None:
     first = SpeedMonitor()
     synth_learner(cbs=[first, Pass(clock, valid=7.0)]).fit(1)
     second = SpeedMonitor()

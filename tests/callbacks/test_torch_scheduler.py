@@ -90,7 +90,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize('name', MAKERS)
-def test_by_batch_the_rates_are_those_of_a_plain_loop(name: str) -> None:
+def test_by_batch_the_rates_match_a_plain_loop(name: str) -> None:
     used, learn = Used(), learner()
     learn.fit(2, cbs=[LRScheduler(MAKERS[name], by='batch'), used])
     assert used.values == plain(MAKERS[name], 10) and learn.recorder.lrs == [
@@ -98,7 +98,7 @@ def test_by_batch_the_rates_are_those_of_a_plain_loop(name: str) -> None:
     ]
 
 
-def test_a_cycle_of_batches_that_steps_by_epoch_is_told() -> None:
+def test_a_cycle_of_batches_that_steps_by_epoch_is_reported() -> None:
     with pytest.warns(UserWarning, match=r"OneCycleLR has 20 steps, .* 5 of them.*by='batch'"):
         learner().fit(5, cbs=LRScheduler(MAKERS['one_cycle']))
     cycle = partial(torch_lr.OneCycleLR, max_lr=1.0, total_steps=5)
@@ -107,7 +107,7 @@ def test_a_cycle_of_batches_that_steps_by_epoch_is_told() -> None:
 
 @pytest.mark.filterwarnings('ignore:OneCycleLR has 20 steps')
 @pytest.mark.parametrize('name', MAKERS)
-def test_by_epoch_and_each_fit_starts_anew(name: str) -> None:
+def test_by_epoch_and_each_fit_starts_over(name: str) -> None:
     used, learn = Used(), learner(2)
     learn.add_cbs([LRScheduler(MAKERS[name]), used])
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_by_epoch_and_each_fit_starts_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize('name', MAKERS)
-def test_its_state_goes_on_in_another_learner(name: str) -> None:
+def test_its_state_continues_in_another_learner(name: str) -> None:
     used, rest = Used(), Used()
     first, states = LRScheduler(MAKERS[name], by='batch'), []
 
@@ -178,7 +178,7 @@ def test_the_rate_of_the_fit_is_where_it_starts() -> None:
 
 @pytest.mark.parametrize('wd', [None, 0.1])
 @pytest.mark.parametrize('of', ['wrapper', 'torch'])
-def test_a_ready_scheduler_goes_on_over_fits(of: str, wd: float | None) -> None:
+def test_a_ready_scheduler_continues_over_fits(of: str, wd: float | None) -> None:
     model = nn.Linear(1, 1)
     used, learn = (
         Used(),
@@ -268,7 +268,7 @@ def test_a_skipped_step_does_not_count_nor_warn() -> None:
 @pytest.mark.filterwarnings('ignore:OneCycleLR has')
 @pytest.mark.parametrize('by', ['epoch', 'batch'])
 @pytest.mark.parametrize('name', ['cosine', 'one_cycle', 'multi_step'])
-def test_an_interrupted_fit_goes_on_with_the_same_rates(name: str, by: str) -> None:
+def test_an_interrupted_fit_continues_with_the_same_rates(name: str, by: str) -> None:
     def stop(cb: Any) -> None:
         if cb.epoch == 2:
             raise CancelFitException
@@ -334,7 +334,7 @@ def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
         ),
     ],
 )
-def test_what_is_no_scheduler(make: Any, message: str) -> None:
+def test_what_is_not_a_scheduler(make: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make()
 
@@ -352,7 +352,7 @@ def test_what_is_no_scheduler(make: Any, message: str) -> None:
         (lambda: LRScheduler(partial(torch_lr.LambdaLR, lr_lambda=[len, len])), None),
     ],
 )
-def test_what_is_told_before_training(cb: Any, message: str | None) -> None:
+def test_errors_before_training(cb: Any, message: str | None) -> None:
     learn = learner()
     error = (
         ValueError if message is None else MetricError if 'Did you mean' in message else OptionError
@@ -363,7 +363,7 @@ def test_what_is_told_before_training(cb: Any, message: str | None) -> None:
     learn.fit(1)
 
 
-def test_a_monitor_that_is_no_number() -> None:
+def test_a_monitor_that_is_not_a_number() -> None:
     class Pair(Callback):
         order = 51
 

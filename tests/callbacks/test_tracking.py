@@ -204,7 +204,7 @@ def test_skipped_epochs_and_evaluations_between_count_for_nothing() -> None:
     assert (cb.best, cb.wait) == (1.0, 0)
 
 
-def test_an_epoch_without_validation_is_no_improvement() -> None:
+def test_an_epoch_without_validation_is_not_an_improvement() -> None:
     class Cut(Callback):
         def before_validate(self) -> None:
             if self.learn.epoch == 1:
@@ -255,7 +255,7 @@ def test_early_stopping_records_as_many_epochs_as_fastai(options: Any, epochs: i
     learn.validate()
 
 
-def test_early_stopping_says_so_and_ends_the_epoch_as_usual(
+def test_early_stopping_prints_a_message_and_ends_the_epoch_normally(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     events: list[str] = []
@@ -386,7 +386,7 @@ def test_the_best_of_all_fits_is_loaded_when_it_is_kept(tmp_path: Path) -> None:
     assert weight(learn) == 1.0 and learn.save_model.best == 1.0
 
 
-def test_the_state_goes_on_in_another_learner(tmp_path: Path) -> None:
+def test_the_state_continues_in_another_learner(tmp_path: Path) -> None:
     learn = run(SaveModelCallback(reset_on_fit=False), [2.0, 1.0], tmp_path, lr=0.0)
     cbs = [SaveModelCallback(reset_on_fit=False), Overwrite([4.0]), Look()]
     other = synth_learner(n_train=1, path=tmp_path, cbs=cbs)

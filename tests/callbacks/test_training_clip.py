@@ -57,7 +57,7 @@ def learner(train: Any, model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
     ],
 )
 @pytest.mark.parametrize('size', [None, 3])
-def test_the_weights_are_those_of_a_plain_loop(cb: Any, clip: Any, size: int | None) -> None:
+def test_the_weights_match_a_plain_loop(cb: Any, clip: Any, size: int | None) -> None:
     learn, model = learner(bs := batches(6, 6, 6), net(), cb, microbatch=size), net()
     learn.fit(2)
     opt = AdamW(model.parameters(), lr=0.05)

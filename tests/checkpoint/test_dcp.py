@@ -111,7 +111,7 @@ def but_train_loss(found):
     ('before', 'after'),
     [('fsdp', 'fsdp'), ('fsdp', 'ddp'), ('fsdp', None), ('ddp', 'fsdp'), (None, 'fsdp')],
 )
-def test_a_run_goes_on_with_other_processes(written, tmp_path, before, after):
+def test_a_run_resumes_with_other_processes(written, tmp_path, before, after):
     folder, end = copied(written, tmp_path, before), written[before][1]
     again = (
         [fit(0, folder, None, True)] if after is None else run_ranks(fit, 2, folder, after, True)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_other_processes(written, tmp_path, before, after):
         assert max_difference(end, again[0]) == 0
 
 
-def test_a_run_of_two_goes_on_with_four(written, tmp_path):
+def test_a_run_of_two_resumes_with_four(written, tmp_path):
     for found in run_ranks(fit, 4, copied(written, tmp_path), 'fsdp', True):
         assert max_difference(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
 
@@ -363,7 +363,7 @@ def dying(rank, folder, at, who):
     fit(rank, folder, 'fsdp', True, '1ba', [Dies(at)] if rank == who else [])
 
 
-def test_a_killed_run_goes_on_exactly(written, tmp_path):
+def test_a_killed_run_resumes_exactly(written, tmp_path):
     for at, who in ((2, 1), (4, 0)):
         with started_ranks(dying, 2, tmp_path, at, who) as children:
             for c in children:
@@ -416,7 +416,7 @@ def numbers(*size):
     return torch.arange(prod(size)).reshape(size) + 0.5
 
 
-def test_tensors_cut_in_any_way_come_back(tmp_path):
+def test_tensors_cut_in_any_way_are_restored(tmp_path):
     shards = run_ranks(cut, 2, tmp_path, (0, 1))
     check_files(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0])
     for found in (

@@ -129,7 +129,7 @@ def test_conjugates_sparse_tensors_and_scalars_of_numpy() -> None:
     assert digest([np.float64(0.5), np.int32(2), np.bool_(True)]) == digest([0.5, 2, True])
 
 
-def test_the_order_of_keys_does_not_count_and_that_of_entries_does() -> None:
+def test_the_order_of_keys_is_ignored_and_the_order_of_entries_is_not() -> None:
     state = {'a': 1, 2: {'x': [1, 2], 'y': None}, None: torch.ones(2)}
     turned = {None: torch.ones(2), 2: {'y': None, 'x': [1, 2]}, 'a': 1}
     assert digest(state) == digest(turned) and not differences(state, turned)
@@ -248,7 +248,7 @@ def test_nothing_else_is_left_out(name: str, value: Any) -> None:
     assert digest(a) != digest(b) and differences(a, b)
 
 
-def test_places_of_ones_own_are_left_out() -> None:
+def test_places_listed_by_the_user_are_left_out() -> None:
     a, b = checkpoint(), checkpoint(model__extra=torch.zeros(1), loop__seconds=9.0)
     leave_out = [*WALL_CLOCK, 'model.extra']
     assert digest(a, leave_out) == digest(b, leave_out) and not differences(a, b, leave_out)

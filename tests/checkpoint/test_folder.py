@@ -52,7 +52,7 @@ def named(which: Any, folder: Path) -> str:
     return found[0].name
 
 
-def test_names_go_on_over_runs(tmp_path: Path) -> None:
+def test_names_continue_over_runs(tmp_path: Path) -> None:
     assert next_path(tmp_path, 0, 0).name == '00001-ep0-ba0.ckpt'
     write(tmp_path, 1.0, 2.0)
     assert [e.path.name for e in entries(tmp_path)] == ['00002-ep1-ba10.ckpt', '00001-ep0-ba0.ckpt']

@@ -23,7 +23,7 @@ from tests.helpers.saving import digest, learner, net, same
 # -------------------------------------------------------------------------------------- round trips
 
 
-def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_saved_and_loaded_training_continues_bit_for_bit(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.fit(2)
     assert learn.save('a') == tmp_path / 'models' / 'a.pth'
@@ -33,7 +33,7 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert same(digest(learn), digest(other))
 
 
-def test_the_layout_is_that_of_torch_and_fastai(tmp_path: Path) -> None:
+def test_the_layout_matches_torch_and_fastai(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     assert set(torch.load(learn.save('bare'), weights_only=True)) == set(learn.model.state_dict())
     learn.fit(1)
@@ -288,7 +288,7 @@ def test_a_hostile_pickle_runs_nothing(
     assert not sentinel.exists()
 
 
-def test_a_pickled_model_or_learner_is_told_by_name(tmp_path: Path) -> None:
+def test_a_pickled_model_or_learner_is_reported_by_name(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     torch.save(net(), tmp_path / 'model.pth')
     refused(learn, tmp_path / 'model.pth', 'whole pickled model')
@@ -300,7 +300,7 @@ def test_a_pickled_model_or_learner_is_told_by_name(tmp_path: Path) -> None:
     refused(learn, tmp_path / 'export.pth', "fastai's `learn.export`")
 
 
-def test_files_that_are_no_weights(tmp_path: Path) -> None:
+def test_files_that_are_not_weights(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     for i, value in enumerate(
         ([1, 2], {'a': 1}, {'model': {'w': 3}, 'opt': {}}, {3: torch.zeros(1)}, torch.zeros(2))

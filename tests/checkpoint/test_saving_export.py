@@ -109,7 +109,7 @@ class Resized(nn.Module):
         return self.net(x / size)
 
 
-def test_a_constant_of_two_numbers_is_no_batch(tmp_path: Path) -> None:
+def test_a_constant_of_two_numbers_is_not_a_batch(tmp_path: Path) -> None:
     model, size = Resized(), torch.tensor([4.0, 8.0])
     learn = learner(tmp_path, model, torch.randn(6, 2))
     program, x = loaded(learn.export(sample=(torch.randn(4, 2), size))), torch.randn(5, 2)
@@ -118,7 +118,7 @@ def test_a_constant_of_two_numbers_is_no_batch(tmp_path: Path) -> None:
         program(x, torch.ones(5, 2))
 
 
-def test_what_cannot_be_exported_says_why_and_writes_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_gives_the_reason_and_writes_nothing(tmp_path: Path) -> None:
     learn = learner(tmp_path, Branches(), torch.randn(6, 2))
     with pytest.raises(ModelError, match=r'Branches cannot be exported: .*data-dependent'):
         learn.export()

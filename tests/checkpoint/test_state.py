@@ -100,7 +100,7 @@ class Counts(Callback):
         self.at_epoch.append((self.epoch, self.seen, self.in_epoch))
 
 
-def test_callbacks_that_know_nothing_of_checkpoints_go_on_too() -> None:
+def test_callbacks_without_checkpoint_support_resume_too() -> None:
     check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
     _, kept = train_without_stop(lambda: make(Counts()), lambda learn, r: learn.fit(2))
     learn = make(Counts(step=10))
@@ -170,7 +170,7 @@ def test_frozen_layers_and_modes_stay() -> None:
     check_every_place(lambda: make(Callback(after_batch=freeze)), places=lambda kept: kept[2::4])
 
 
-def test_events_that_fire_again_are_told_by_resumed() -> None:
+def test_events_that_fire_again_are_marked_by_resumed() -> None:
     _, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
     seen: list[Any] = []
 
@@ -198,7 +198,7 @@ def test_the_state_is_neither_shared_nor_changed() -> None:
     assert digest(kept[2]) == before
 
 
-def test_a_state_can_be_put_back_outside_of_a_fit() -> None:
+def test_a_state_can_be_restored_outside_of_a_fit() -> None:
     end, _ = train_without_stop(lambda: make(EMA()), lambda learn, r: learn.fit(2))
     learn = make(EMA())
     learn.add_cb(Keep())
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     scramble(0)
 
 
-def test_fine_tune_goes_on_in_either_of_its_fits() -> None:
+def test_fine_tune_resumes_in_either_of_its_fits() -> None:
     def split(model: Any) -> Any:
         return [list(model[:2].parameters()), list(model[2:].parameters())]
 
@@ -241,7 +241,7 @@ def test_fine_tune_goes_on_in_either_of_its_fits() -> None:
         )
 
 
-def test_a_loss_with_weights_of_its_own() -> None:
+def test_a_loss_with_its_own_weights() -> None:
     class Centre(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -298,7 +298,7 @@ def test_sparse_gradients_that_wait() -> None:
 
 
 @pytest.mark.full
-def test_a_compiled_step_goes_on_within_rounding() -> None:
+def test_a_compiled_step_resumes_within_rounding() -> None:
     def learner() -> Learner:
         learn = make()
         learn.compile(step=True)
@@ -315,7 +315,7 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
     )
 
 
-def test_a_budget_can_be_extended_and_an_early_stop_says_that_it_holds() -> None:
+def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:
     _, kept = train_without_stop(make, lambda learn, r: learn.fit('7ba'))
     learn = make()
     # its epoch had ended with its evaluation, and the next one begins

@@ -147,7 +147,7 @@ class OwnLoop(Learner):
             self.one_batch(i, batch)
 
 
-def test_a_learner_that_draws_batches_in_a_way_of_its_own_goes_on_after_an_epoch() -> None:
+def test_a_learner_with_another_way_to_draw_batches_resumes_after_an_epoch() -> None:
     kept = check_every_place(lambda: make(kind=OwnLoop))
     assert [s['loop']['place'] for s in kept] == ['epoch', 'epoch']
 

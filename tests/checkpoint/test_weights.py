@@ -22,7 +22,7 @@ def learner(path: Path) -> Learner:
     return Learner(dls, nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), path=path)
 
 
-def test_a_program_for_serving_is_told_from_weights(tmp_path: Path) -> None:
+def test_a_program_for_serving_is_distinguished_from_weights(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     path = learn.export('net')
     assert path == tmp_path / 'net.pt2'
@@ -35,7 +35,7 @@ def test_a_program_for_serving_is_told_from_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('name', ['m.pkl', 'm.pth', 'm.pt', '/tmp/x/export.pickle'])
-def test_programs_have_a_suffix_of_their_own(name: str, tmp_path: Path) -> None:
+def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         OptionError, match=r"into a file `.pt2`.*`learn.save_learner\('learner.pth'\)`"
     ):
@@ -63,7 +63,7 @@ def test_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     'what', [nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), 5], ids=lambda o: type(o).__name__
 )
-def test_what_names_no_file_is_told_by_its_type_alone(what: Any, tmp_path: Path) -> None:
+def test_what_names_no_file_is_described_by_its_type_only(what: Any, tmp_path: Path) -> None:
     with pytest.raises(
         OptionError, match=f'^This {type(what).__name__} .*`learn.model.load_state_dict'
     ) as e:

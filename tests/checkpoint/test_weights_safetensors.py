@@ -70,7 +70,7 @@ def refused(learn: Learner, path: Path, match: str) -> None:
 # -------------------------------------------------------------------------------------- round trips
 
 
-def test_weights_and_buffers_come_back_and_nothing_else_is_in_the_file(tmp_path: Path) -> None:
+def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.fit(1)
     path = learn.save('a.safetensors')
@@ -125,7 +125,7 @@ def test_tied_weights_are_kept_once_and_load_under_each_name(
     assert torch.equal(model.out.weight, expected) and model.out.weight is model.embed.weight
 
 
-def test_every_kind_of_dtype_and_layout_comes_back(tmp_path: Path) -> None:
+def test_every_kind_of_dtype_and_layout_is_restored(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(2, 3, 2, 2)
     state = {
         'cl': whole.to(memory_format=torch.channels_last),
@@ -186,7 +186,7 @@ def test_what_the_format_has_no_place_for_writes_nothing(tmp_path: Path) -> None
     assert not [p for p in tmp_path.rglob('*') if p.is_file()]
 
 
-def test_states_that_are_no_tensors_are_named(tmp_path: Path) -> None:
+def test_states_that_are_not_tensors_are_named(tmp_path: Path) -> None:
     class WithMore(nn.Linear):
         def get_extra_state(self) -> Any:
             return {'n': 1}

@@ -283,7 +283,7 @@ def test_concat_lists_what_is_ragged() -> None:
         ([('a', 'b'), ('c', 'd')], (['a', 'c'], ['b', 'd'])),
     ],
 )
-def test_concat_of_what_is_no_tensor(items: list[Any], joined: Any) -> None:
+def test_concat_of_what_is_not_a_tensor(items: list[Any], joined: Any) -> None:
     assert concat(items) == joined
 
 

@@ -114,7 +114,7 @@ def test_srun_on_machines_that_are_listed_in_full() -> None:
     assert launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'big,small'})['MASTER_ADDR'] == 'big'
 
 
-def test_srun_where_scontrol_fails_says_what_to_set(scontrol: Path) -> None:
+def test_srun_where_scontrol_fails_states_what_to_set(scontrol: Path) -> None:
     with pytest.raises(DistributedError, match='Set MASTER_ADDR'):
         launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'm[1-2]'})
 
@@ -372,7 +372,7 @@ def _example(rank: int, folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
+def test_the_example_under_torchrun_resumes_after_a_sigkill_and_ends_as_without(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip('sklearn')

@@ -83,7 +83,7 @@ MEANS: dict[str, tuple[Any, list[tuple[Tensor, Tensor]]]] = {
 
 
 @pytest.mark.parametrize('kind', MEANS)
-def test_means_weighted_by_the_denominator_are_those_of_all(kind: str) -> None:
+def test_means_weighted_by_the_denominator_match_the_total_mean(kind: str) -> None:
     loss_func, parts = MEANS[kind]
     count = denominator_of(loss_func).count
     weights = [count((targ,)) for _, targ in parts]
@@ -94,7 +94,7 @@ def test_means_weighted_by_the_denominator_are_those_of_all(kind: str) -> None:
 
 
 @pytest.mark.parametrize('kind', MEANS)
-def test_a_metric_of_a_loss_is_that_of_the_set(kind: str) -> None:
+def test_a_metric_of_a_loss_matches_the_set(kind: str) -> None:
     loss_func, parts = MEANS[kind]
     metric = AvgMetric(loss_func)
     for pred, targ in parts:
@@ -287,7 +287,7 @@ def test_after_the_backward_pass_the_loss_is_for_the_record() -> None:
     make_learner(F.cross_entropy, Callback(after_backward=for_the_record)).fit(1)
 
 
-def test_evaluation_records_what_it_is_told() -> None:
+def test_evaluation_records_the_reported_loss() -> None:
     def double(cb: Any) -> None:
         if not cb.training:
             cb.learn.loss = cb.loss * 2

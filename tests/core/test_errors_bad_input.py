@@ -166,7 +166,7 @@ def test_a_loader_that_yields_nothing() -> None:
     trains(learn)
 
 
-def test_a_validation_loader_that_yields_nothing_is_told_before_training() -> None:
+def test_a_validation_loader_that_yields_nothing_is_reported_before_training() -> None:
     learn = make(dls=DataLoaders([(X, Y)], nothing(), device='cpu'))
     with pytest.raises(EmptyLoaderError, match=r'valid.*gave no batch'):
         learn.fit(1)
@@ -188,7 +188,7 @@ def test_a_validation_loader_that_yields_nothing_is_told_before_training() -> No
     ],
     ids=lambda o: type(o).__name__,
 )
-def test_what_is_no_loader(bad: Any, says: list[str]) -> None:
+def test_what_is_not_a_loader(bad: Any, says: list[str]) -> None:
     with pytest.raises(LoaderError) as e:
         Learner(bad, nn.Linear(1, 1), nn.MSELoss())
     assert all(s in str(e.value) for s in says), str(e.value)
@@ -297,13 +297,13 @@ def test_an_unknown_event() -> None:
         (lambda a, b: None, ["'b'"]),
     ],
 )
-def test_a_function_that_is_no_handler(f: Any, says: list[str]) -> None:
+def test_a_function_that_is_not_a_handler(f: Any, says: list[str]) -> None:
     with pytest.raises(CallbackError) as e:
         Callback(after_fit=f)
     assert all(s in str(e.value) for s in says), str(e.value)
 
 
-def test_an_event_that_is_no_method() -> None:
+def test_an_event_that_is_not_a_method() -> None:
     class Bad(Callback):
         after_step = 3
 
@@ -359,7 +359,7 @@ def test_a_metric_that_fails_on_the_training_batches() -> None:
 
 
 @pytest.mark.parametrize('metric', [5, 'accuracy', object()])
-def test_what_is_no_metric(metric: Any) -> None:
+def test_what_is_not_a_metric(metric: Any) -> None:
     with pytest.raises(MetricError):
         make(metrics=metric)
 

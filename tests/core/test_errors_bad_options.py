@@ -97,7 +97,7 @@ def test_what_makes_no_optimizer(opt_func: Any, says: str) -> None:
     learn.fit(1)
 
 
-def test_wrappers_around_what_is_no_optimizer_yet() -> None:
+def test_wrappers_around_what_is_not_an_optimizer_yet() -> None:
     with pytest.raises(
         OptimizerError, match=r'`opt_func=lambda p, lr: Lookahead\(Adam\(p, lr=lr\)\)`'
     ):
@@ -215,7 +215,7 @@ def test_callbacks_that_cannot_run(
     learn.fit(1)
 
 
-def test_savers_of_files_of_their_own_go_together(tmp_path: Any) -> None:
+def test_callbacks_that_save_separate_files_work_together(tmp_path: Any) -> None:
     cbs = [
         SaveModelCallback(),
         SaveModelCallback('train_loss', fname='other'),
@@ -238,7 +238,7 @@ def test_a_monitor_without_validation_data() -> None:
     assert 'monitor=lambda learn: learn.history[-1]' in text
 
 
-def test_schedulers_of_torch_are_no_callbacks() -> None:
+def test_schedulers_of_torch_are_not_callbacks() -> None:
     ready = StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 1)
     for given, use in (
         (StepLR, '`LRScheduler(partial(StepLR, ...))`'),

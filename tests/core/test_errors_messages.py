@@ -105,7 +105,7 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
         (cancelled, BatchError, 'Does a callback cancel them all?'),
     ],
 )
-def test_the_message_says_what_to_write(
+def test_the_message_names_the_fix(
     do: Callable[[], Any], error: type[LearnkitError], says: str
 ) -> None:
     with pytest.raises(error) as e:

@@ -228,7 +228,7 @@ def draw_own(dl: Any) -> list[float]:
     ]
 
 
-def test_own_generators_come_back_exactly_after_a_safe_load() -> None:
+def test_own_generators_are_restored_exactly_after_a_safe_load() -> None:
     dl, file = many_generators(), io.BytesIO()
     draw_own(dl)
     torch.save(capture_own(dl), file)

@@ -102,7 +102,7 @@ def test_spellings(text: str, value: float, unit: str) -> None:
         torch.tensor(5),
     ],
 )
-def test_what_is_no_time(bad: Any) -> None:
+def test_what_is_not_a_time(bad: Any) -> None:
     with pytest.raises(TimeError):
         Time(bad)
     with pytest.raises(TimeError):
@@ -134,12 +134,12 @@ def test_what_is_no_time(bad: Any) -> None:
         (torch.tensor(5), 'ba'),
     ],
 )
-def test_what_is_no_time_of_a_unit(value: Any, unit: Any) -> None:
+def test_what_is_not_a_time_of_a_unit(value: Any, unit: Any) -> None:
     with pytest.raises(TimeError):
         Time(value, unit)
 
 
-def test_errors_say_what_and_how() -> None:
+def test_errors_name_the_value_and_the_fix() -> None:
     with pytest.raises(TimeError, match=r"'5 parsecs' .* Did you mean `sec`\?") as e:
         Time('5 parsecs')
     assert all(f'{unit} (' in str(e.value) for unit in UNITS) and '1h20m' in str(e.value)
@@ -203,7 +203,7 @@ def test_it_is_immutable() -> None:
 
 
 @given(counts, counts, st.sampled_from(COUNTS))
-def test_order_is_that_of_the_numbers(a: int, b: int, unit: str) -> None:
+def test_order_matches_the_numbers(a: int, b: int, unit: str) -> None:
     s, t = Time(a, unit), Time(b, unit)
     assert ((s < t), (s <= t), (s > t), (s >= t), (s == t), (s != t)) == (
         a < b,
@@ -268,7 +268,7 @@ def test_other_units_do_not_mix() -> None:
             other()  # type: ignore[no-untyped-call]
 
 
-def test_results_that_are_no_time() -> None:
+def test_results_that_are_not_a_time() -> None:
     a = Time('5ba')
     for op in (
         lambda: a - Time('6ba'),
@@ -332,7 +332,7 @@ def test_timestamp_reads_and_compares_in_the_unit_asked() -> None:
     assert repr(Timestamp(sec=1.23456, dur=0.0)) == 'Timestamp(sec=1.235, dur=0.0)'
 
 
-def test_timestamp_knows_its_share_only_where_told() -> None:
+def test_a_timestamp_has_a_share_only_of_a_known_total() -> None:
     with pytest.raises(TimeError, match='not known'):
         _ = Timestamp() >= Time('0.5dur')
     assert Timestamp(dur=0.5) >= Time('0.5dur') and Timestamp(dur=0.25) + Time(
@@ -399,7 +399,7 @@ def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
 
 
 @given(st.integers(1, 1000), st.integers(1, 100))
-def test_crossings_of_shares_are_those_of_the_exact_fractions(n_batches: int, parts: int) -> None:
+def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: int) -> None:
     "Each share i/n and interval 1/k is rounded; every multiple is crossed where the exact one is."
     stamps = [Timestamp(dur=i / n_batches) for i in range(n_batches + 1)]
     every = Time(1 / parts, 'dur')

@@ -70,7 +70,7 @@ def targets(loader: Any) -> list[int]:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-def test_batches_are_those_of_torch(n: int, bs: int, drop_last: bool) -> None:
+def test_batches_match_torch(n: int, bs: int, drop_last: bool) -> None:
     x, y = torch.randn(n, 3), torch.arange(n)
     ours = TensorLoader(x, y, bs=bs, drop_last=drop_last)
     torchs = DataLoader(TensorDataset(x, y), batch_size=bs, drop_last=drop_last)
@@ -398,7 +398,7 @@ def test_from_tensors_copies_arrays_that_must_not_be_written_to() -> None:
     assert a[0] == 0 and b is not a and loader.tensors[1].data_ptr() == b.ctypes.data
 
 
-def test_from_tensors_tells_a_batch_of_names_from_named_loaders() -> None:
+def test_from_tensors_distinguishes_a_named_batch_from_named_loaders() -> None:
     named = {'x': X, 'y': Y}
     dls = DataLoaders.from_tensors(named, named)
     assert dls.evaluation[0][0] == 'valid' and list(next(iter(dls.valid))) == ['x', 'y']
@@ -483,7 +483,7 @@ def test_in_order_without_automatic_batching() -> None:
     assert loader.batch_size is None and [int(y) for _, y in loader] == list(range(10))
 
 
-def test_in_order_returns_what_cannot_be_made_anew() -> None:
+def test_in_order_returns_what_cannot_be_recreated() -> None:
     ds = TensorDataset(X, Y)
     for loader in (
         BATCHES,

@@ -76,7 +76,7 @@ def test_tensor_loader_begins_at_a_batch() -> None:
     assert len(list(TensorLoader(ROWS, bs=BS, drop_last=True).from_batch(4))) == 1
 
 
-def test_a_generator_that_others_draw_from_comes_back_as_it_was() -> None:
+def test_a_shared_generator_is_restored() -> None:
     g = seeded_generator(3)
     drawing = LoaderPosition(TensorLoader(ROWS, bs=BS, shuffle=True, generator=g))
     batches = drawing.begin()
@@ -99,9 +99,7 @@ def test_a_generator_that_others_draw_from_comes_back_as_it_was() -> None:
         (lambda seed: Own(Items('own', seed), BS), None),
     ],
 )
-def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(
-    make: Any, replay: bool | None
-) -> None:
+def test_a_shared_generator_of_a_data_set_is_restored(make: Any, replay: bool | None) -> None:
     dl = make(1)
     drawing = LoaderPosition(dl)
     batches = drawing.begin()
@@ -124,7 +122,7 @@ def test_lists_are_not_read_before_the_batch(kind: Any) -> None:
     assert list(begun) == [3]
 
 
-def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
+def test_an_iterator_resumes_after_all_epochs() -> None:
     def numbers() -> Iterator[Tensor]:
         return (torch.tensor(i) for i in range(100))
 
@@ -355,7 +353,7 @@ class WithState:
         self.i, self.sums = state['i'], state['sums']
 
 
-def test_a_loader_with_a_state_of_its_own() -> None:
+def test_a_loader_with_its_own_state() -> None:
     check(lambda seed: WithState(), STOP_POINTS)
 
 
@@ -425,7 +423,7 @@ def test_an_epoch_that_ends_before_the_batch() -> None:
 @pytest.mark.parametrize(
     'change', [{'n': 'x'}, {'n': 7}, {'n': -1}, {'now': None}, {'loader': {}}, {'workers': None}]
 )
-def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
+def test_what_is_not_a_position_is_refused(change: dict[str, Any]) -> None:
     dl = DataLoader(Items(), BS)
     drawing = LoaderPosition(dl)
     drawing.begin()

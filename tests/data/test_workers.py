@@ -96,7 +96,7 @@ def is_orphan(pid: int, parent: int) -> bool:
         pytest.param('forkserver', marks=pytest.mark.full),
     ],
 )
-def test_the_signal_of_others_ends_no_worker_and_that_of_its_process_does(method: str) -> None:
+def test_workers_ignore_the_signal_of_others_and_end_with_their_process(method: str) -> None:
     with lasting(loader(method)) as batches:
         worker = batches._workers[0]
         send_from_elsewhere(worker.pid)  # perhaps before it has begun

@@ -44,7 +44,7 @@ def documented(
 # fmt: on
 
 
-def test_comments_are_those_of_the_signature() -> None:
+def test_comments_match_the_signature() -> None:
     assert comments(documented) == {
         'a': 'the first',
         'c': 'a letter',
@@ -69,7 +69,7 @@ def wrapped(
     yield
 
 
-def test_what_has_no_comments_has_none() -> None:
+def test_a_function_without_comments_has_none() -> None:
     assert comments(one_line) == comments(print) == comments(3) == comments(lambda x: x) == {}
     assert comments(eval('lambda x: x')) == {}
     assert comments(wrapped) == {'a': 'how many'}
@@ -147,7 +147,7 @@ class Levels(Callback):
         self.seen.setdefault(event_name, set()).add(frozenset(self.learn.run.levels))
 
 
-def test_levels_that_are_open_are_those_of_a_fit() -> None:
+def test_open_levels_match_a_fit() -> None:
     levels = Levels()
     with synth_learner(cbs=levels).no_bar() as learn:
         learn.fit(2, iteration=1)
@@ -180,7 +180,7 @@ def test_help_for_an_event(event: str) -> None:
     }
 
 
-def test_help_for_an_event_says_who_handles_it_and_when() -> None:
+def test_help_for_an_event_lists_its_handlers_in_order() -> None:
     found = doc('after_loss')
     assert ('MixedPrecision', 'order 10') in found.lists['Callbacks that handle it']
     legal = dict(found.lists['May be raised here'])
@@ -288,7 +288,7 @@ class Tags(HTMLParser):
 @pytest.mark.parametrize(
     'what', ['Learner', 'fit', 'after_loss', 'EMA', 'TimeError', GradientClip(1.0)], ids=str
 )
-def test_the_html_is_whole_and_says_the_same(what: Any) -> None:
+def test_the_html_is_well_formed_and_has_the_same_text(what: Any) -> None:
     found = doc(what)
     parsed = Tags()
     parsed.feed(found._repr_html_() or '')

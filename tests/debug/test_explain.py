@@ -55,7 +55,7 @@ def test_explain_lists_handlers_in_order_with_their_place() -> None:
     assert learn.explain('before_step')[0].function == 'GradientClip.before_step'
 
 
-def test_explain_tells_what_is_off_and_what_is_observed() -> None:
+def test_explain_lists_what_is_off_and_what_is_observed() -> None:
     class Looks(Callback):
         observer, run_train = True, False
 
@@ -84,7 +84,7 @@ def test_one_step_in_so_many_is_measured() -> None:
     assert learn.timings.n == len(range(FIRST - 1, 100, EVERY))
 
 
-def test_the_time_is_that_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     "Parts that sleep are found where they sleep; what is measured adds up to the step."
     clock = use_clock(monkeypatch, 'learnkit.engine.timings')
 
@@ -165,7 +165,7 @@ def test_the_loop_reads_its_own_tables_again_after_an_exception(
     assert learn.timings.n == 1
 
 
-def test_callbacks_that_come_and_go_in_a_measured_step_are_heard() -> None:
+def test_callbacks_added_and_removed_in_a_measured_step_run() -> None:
     seen: list[int] = []
     late = Callback(after_batch=lambda cb: seen.append(cb.train_iter))
 

@@ -98,7 +98,7 @@ def test_what_raises_is_not_in_the_way() -> None:
 # -- the Learner
 
 
-def test_a_learner_says_what_it_is_made_of_and_how_far_it_is() -> None:
+def test_the_html_of_a_learner_shows_its_parts_and_progress() -> None:
     learn = synth_learner(lr=0.25, cbs=Callback(before_fit=print), metrics=nn.L1Loss())
     rows = dict(rows_of(learn))
     assert rows['model'] == 'RegModel, 2 parameters, on cpu'

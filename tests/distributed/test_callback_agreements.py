@@ -168,7 +168,7 @@ def test_slow_batches_are_agreed_on_more_often() -> None:
     assert found[0.0] == (129, 129) and found[0.03] in ((81, 81), (73, 73), (72, 72))
 
 
-def test_what_watches_a_value_that_differs_decides_by_that_of_the_first(tmp_path: Path) -> None:
+def test_callbacks_with_differing_values_follow_the_first_process(tmp_path: Path) -> None:
     def log(cb: Any) -> None:
         cb.learn.log('mine', cb.epoch * (-3.0 if cb.world.rank else 1.0))
 
@@ -292,7 +292,7 @@ class Logs(Callback):
         learn.log(f'latest_{name}', learn.iter + learn.world.rank, None)
 
 
-def test_what_is_logged_is_that_of_all_who_log() -> None:
+def test_logged_values_are_means_over_the_logging_processes() -> None:
     def job(rank: int, *ranks: int) -> list[Any]:
         stopped(learn := make_training(Logs(*ranks)), lambda learn: learn.fit(2))
         with learn.distributed('ddp', timeout='20s'):
@@ -380,7 +380,7 @@ def test_a_step_that_one_leaves_out_ends_all_at_the_next_agreement(
         )
 
 
-def test_a_level_that_one_leaves_is_told_with_what_to_do() -> None:
+def test_a_level_left_by_one_process_raises_with_the_fix() -> None:
     cases = {
         cancel: lambda rank, cancel=cancel: errors_of_ranks(cancel, 'before_batch', after(5), '1s')
         for cancel in (CancelTrainException, CancelFitException)

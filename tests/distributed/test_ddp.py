@@ -232,7 +232,7 @@ def test_bad_options() -> None:
     run_ranks(job)
 
 
-def test_orders_of_torchs_sampler_go_on_from_fit_to_fit() -> None:
+def test_orders_of_torchs_sampler_continue_over_fits() -> None:
     def job(rank: int) -> list[int]:
         learn = make_learner(make_dls(40, 4))
         data = torch.utils.data.TensorDataset(*learn.dls.train.tensors)
@@ -248,7 +248,7 @@ def test_orders_of_torchs_sampler_go_on_from_fit_to_fit() -> None:
     assert run_ranks(job) == [[0, 1, 2, 3]] * 2
 
 
-def test_errors_of_its_own_while_joining_are_no_other_processs() -> None:
+def test_errors_while_joining_are_not_attributed_to_other_processes() -> None:
     class Odd(torch.nn.Linear):
         def named_buffers(self, *args: Any, **kw: Any) -> Any:
             raise RuntimeError('no buffers today')
@@ -266,7 +266,7 @@ def test_errors_of_its_own_while_joining_are_no_other_processs() -> None:
     run_ranks(job)
 
 
-def test_weights_start_as_those_of_the_first() -> None:
+def test_weights_start_equal_to_the_first_process() -> None:
     def job(rank: int) -> Any:
         torch.manual_seed(rank)
         learn = Learner(make_dls(), torch.nn.Linear(5, 3).double(), F.cross_entropy)
@@ -360,7 +360,7 @@ def test_the_numbers_of_a_second_context_are_others() -> None:
     assert len(set(drawn)) == 4
 
 
-def test_a_sampler_of_torch_s_is_told_the_epoch() -> None:
+def test_a_sampler_of_torch_gets_the_epoch() -> None:
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     from tests.helpers.distributing import make_data

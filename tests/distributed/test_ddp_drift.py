@@ -68,7 +68,7 @@ def with_dicts(bs: int) -> Learner:
 
 
 @pytest.mark.parametrize('n', [2, 4])
-def test_tokens_are_those_of_all(n: int) -> None:
+def test_tokens_are_counted_over_all_processes(n: int) -> None:
     compare(with_dicts, lambda learn: learn.fit(2), n)
 
 
@@ -87,7 +87,7 @@ def test_a_budget_of_tokens_ends_at_the_same_batch(options: dict[str, Any]) -> N
     )
 
 
-def test_an_optimizer_that_decides_by_the_loss_gets_that_of_all() -> None:
+def test_an_optimizer_that_uses_the_loss_gets_the_global_loss() -> None:
     # line searches make a rounding grow: few steps
     compare(
         lambda bs: make_learner(make_dls(101, bs), opt_func=torch.optim.LBFGS),
@@ -110,7 +110,7 @@ def test_a_budget_of_seconds_is_the_same_share_everywhere() -> None:
     assert a == b and a[0] > 3
 
 
-def test_the_clock_goes_on_where_a_checkpoint_was_taken(tmp_path: Path) -> None:
+def test_the_clock_continues_from_the_checkpoint(tmp_path: Path) -> None:
     class Broken(Callback):
         order = 2000
 
@@ -137,7 +137,7 @@ def test_the_clock_goes_on_where_a_checkpoint_was_taken(tmp_path: Path) -> None:
         assert torch.equal(got[0], wanted[0]) and got[1:] == wanted[1:]
 
 
-def test_loaders_with_shares_of_their_own_count_all_samples() -> None:
+def test_loaders_with_their_own_shares_count_all_samples() -> None:
     x, y = make_data(48)
 
     def make(parts: list[slice], bs: list[int], rank: int) -> Learner:
@@ -214,7 +214,7 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
         )
 
 
-def test_a_process_that_is_alone_in_its_fit_hears_that_the_other_has_left() -> None:
+def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:
     def job(rank: int) -> str:
         learn = make_learner()
         try:
@@ -230,7 +230,7 @@ def test_a_process_that_is_alone_in_its_fit_hears_that_the_other_has_left() -> N
     assert run_ranks(job)[1].startswith('Process 0 of 2 has left the training')
 
 
-def test_processes_that_were_told_other_numbers_of_them() -> None:
+def test_processes_with_different_world_sizes() -> None:
     def job(rank: int) -> Any:
         import os
 

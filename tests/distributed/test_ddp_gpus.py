@@ -82,7 +82,7 @@ def stop_in_the_second_epoch(learn: Learner) -> None:
 
 @where(pytest.mark.full)
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_a_run_that_was_broken_off_goes_on_exactly(
+def test_an_interrupted_run_resumes_exactly(
     strategy: str, device: str, backend: str | None, tmp_path: Path
 ) -> None:
     def launch(folder: str, fn: Any) -> Learner:

@@ -128,7 +128,7 @@ def trained(learn: Learner) -> None:
 
 
 @pytest.mark.parametrize('slip', SLIPS, ids=lambda f: f.__name__)
-def test_slips_are_told(slip: Callable[[int], None]) -> None:
+def test_common_mistakes_are_reported(slip: Callable[[int], None]) -> None:
     error, says = SLIPS[slip]
 
     def job(rank: int) -> str:
@@ -140,7 +140,7 @@ def test_slips_are_told(slip: Callable[[int], None]) -> None:
         assert re.search(says, error), error
 
 
-def test_a_forgotten_context_is_told_once() -> None:
+def test_a_forgotten_context_is_reported_once() -> None:
     def job(rank: int) -> list[str]:
         learn = make()
         with warnings.catch_warnings(record=True) as messages:

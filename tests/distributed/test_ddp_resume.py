@@ -107,7 +107,7 @@ QUICK = 'workers', 'four, accumulation'  # each of the others is a part of one o
     'case',
     [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES],
 )
-def test_a_run_that_was_broken_off_goes_on_exactly(case: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_exactly(case: str, tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole', **CASES[case])
     for n in (2, 17):
         train(tmp_path / f'{n}', broken_off=n, **CASES[case])
@@ -149,7 +149,7 @@ def test_one_file_and_one_writer(tmp_path: Path) -> None:
     assert len(found) == 28 and len({e.info['run'] for e in found}) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_every_process(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_in_every_process(tmp_path: Path) -> None:
     (tmp_path / 'checkpoints').write_text('a file')
 
     def job(rank: int) -> list[Any]:

@@ -177,7 +177,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_steps_are_those_of_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
+def test_steps_match_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
     alone = CASES[case](8)
     begun = weights(alone)
     alone.fit(2)
@@ -327,7 +327,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize('make_cbs', [list, lambda: [GradientAccumulation(16)]])
-def test_buffers_in_training_are_those_of_the_wrapper(make_cbs: Callable[[], list[Any]]) -> None:
+def test_buffers_in_training_match_the_wrapper(make_cbs: Callable[[], list[Any]]) -> None:
     def job(rank: int) -> list[Tensor]:
         ends = []
         for options in ({}, {'bucket_cap_mb': 25}):
@@ -446,7 +446,7 @@ def test_gradients_that_a_callback_has_added_before_the_backward_pass() -> None:
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
-def test_sparse_gradients_are_those_of_one_process() -> None:
+def test_sparse_gradients_match_one_process() -> None:
     def looking_up(bs: int) -> Learner:
         g = torch.Generator().manual_seed(1)
         x, y = torch.randint(20, (101, 2), generator=g), torch.randint(3, (101,), generator=g)
@@ -476,7 +476,7 @@ def halved(bs: int, cbs: list[Callback]) -> Learner:
     return learn
 
 
-def test_half_precision_is_that_of_one_process_within_its_rounding() -> None:
+def test_half_precision_matches_one_process_within_rounding() -> None:
     def overflow(cb: Any) -> None:
         if cb.world.rank == 1 and cb.train_iter == 3:
             cb.learn.loss_grad = cb.loss_grad * float('inf')
@@ -571,7 +571,7 @@ def duel(cls: type[Learner], bs: int, n: int) -> Learner:
     return learn
 
 
-def test_a_loop_of_one_s_own_averages_gradients_or_says_why_it_does_not() -> None:
+def test_a_user_loop_averages_gradients_or_names_the_reason() -> None:
     def job(rank: int) -> Any:
         with pytest.raises(
             DistributedError, match='NoEvents has stepped without `before_step`'
@@ -754,7 +754,7 @@ def verb_duel(bs: int, name: str) -> Learner:
     return learn.add_cbs(VERBS[name]())
 
 
-def test_a_loop_with_verbs_is_that_of_one_process() -> None:
+def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:
     def job(rank: int) -> dict[str, Any]:
         return {name: trained(verb_duel(4, name)) for name in VERBS}
 

@@ -135,7 +135,7 @@ def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None
         assert took_s < TIMEOUT_S + 15
 
 
-def test_what_comes_from_another_rank_is_told_from_what_does_not() -> None:
+def test_errors_of_another_rank_are_distinguished_from_local_ones() -> None:
     lost = RuntimeError(
         '[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1'
     )

@@ -93,7 +93,7 @@ def _trained(rank: int) -> Any:
 
 
 @starts_processes
-def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_brought_back(capsys: pytest.CaptureFixture[str]) -> None:
     learn = line()
     with learn.no_bar():
         learn.fit(1)
@@ -318,7 +318,7 @@ def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatc
         launch(line(), print)
 
 
-def test_the_learners_own_callback_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learners_own_callback_overrides_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     from learnkit.distributed.launch import _make_team
 
     own = DistributedTraining('ddp', uneven='drop')
@@ -327,7 +327,7 @@ def test_the_learners_own_callback_says_how(monkeypatch: pytest.MonkeyPatch) -> 
     assert _make_team(learn, print, 2, '10m', {'strategy': 'fsdp'}).strategy == 'fsdp'
 
 
-def test_processes_share_the_cores_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     env = environment(1, 10_000, port := free_port())
     assert env['OMP_NUM_THREADS'] == '1' and (env['RANK'], env['WORLD_SIZE']) == ('1', '10000')

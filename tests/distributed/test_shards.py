@@ -164,9 +164,7 @@ class Sizes:
 
 @pytest.mark.parametrize('size', [2, 3])
 @pytest.mark.parametrize('workers', [0, 2])
-def test_a_batch_sampler_with_a_state_of_its_own_runs_in_each_process(
-    size: int, workers: int
-) -> None:
+def test_a_batch_sampler_with_its_own_state_runs_in_each_process(size: int, workers: int) -> None:
     def make(seed: int) -> Any:
         return items(seed, n=40, batch_sampler=lambda s, n: Sizes(n), num_workers=workers)
 
@@ -190,7 +188,7 @@ def test_a_batch_sampler_with_a_state_of_its_own_runs_in_each_process(
 
 @pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
 @pytest.mark.parametrize('workers', [0, 2])
-def test_samplers_of_ones_own(sampler: Any, workers: int) -> None:
+def test_user_samplers(sampler: Any, workers: int) -> None:
     def made(seed: int, n: int) -> Any:
         return sampler() if sampler in (EpochCountSampler, IndexByIndex) else sampler(seed)
 

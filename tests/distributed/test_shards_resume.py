@@ -118,13 +118,13 @@ LOADERS: dict[str, Make] = {
 
 @pytest.mark.parametrize('kind', LOADERS)
 @pytest.mark.parametrize('batch_size', ['process', 'global'])
-def test_goes_on_from_any_batch(kind: str, batch_size: str) -> None:
+def test_resume_from_any_batch(kind: str, batch_size: str) -> None:
     check(LOADERS[kind], batch_size=batch_size)
 
 
 @pytest.mark.parametrize('kind', ['items shuffled', 'items, generator'])
 @pytest.mark.parametrize('persistent', [False, True])
-def test_goes_on_with_workers(kind: str, persistent: bool) -> None:
+def test_resume_with_workers(kind: str, persistent: bool) -> None:
     options = {'num_workers': 2, 'persistent_workers': persistent}
     check(lambda s: make_by_kind(kind)(4)(s, **options), places=[1, 3])
 
@@ -136,11 +136,11 @@ def test_goes_on_with_workers(kind: str, persistent: bool) -> None:
         lambda s: DataLoader(Stream(s), 4, num_workers=2),
     ],
 )
-def test_goes_on_with_workers_that_draw(make: Make) -> None:
+def test_resume_with_workers_that_draw(make: Make) -> None:
     check(make, places=[2])
 
 
-def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
+def test_an_iterator_resumes_after_all_epochs() -> None:
     def make() -> Any:
         return iter([torch.tensor([i]) for i in range(40)])
 

@@ -228,7 +228,7 @@ def test_tokens_are_counted_by_a_function() -> None:
     assert (learn.time.tok, learn.time.ba) == (60, 5)
 
 
-def test_tokens_are_those_of_input_ids() -> None:
+def test_tokens_match_input_ids() -> None:
     class Embeds(RegModel):
         def forward(self, input_ids: Any, y: Any = None) -> Any:
             return super().forward(input_ids[:, :1].float())
@@ -267,7 +267,7 @@ def test_start_epoch_needs_a_fit_of_epochs() -> None:
         learner().fit('1h', start_epoch=1)
 
 
-def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None:
+def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:
     def cancel(cb: Any) -> None:
         raise CancelBatchException
 
@@ -279,7 +279,7 @@ def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None
     assert learn.time.st == 3
 
 
-def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
+def test_a_fit_whose_epochs_are_all_skipped_ends() -> None:
     def skip(cb: Any) -> None:
         raise CancelEpochException
 

@@ -85,7 +85,7 @@ def test_what_cannot_be_called_with_the_callback_is_refused(f: Any) -> None:
         Callback(before_fit=f)
 
 
-def test_a_handler_that_is_no_method_is_an_error_that_names_it() -> None:
+def test_a_handler_that_is_not_a_method_is_an_error_that_names_it() -> None:
     class Wrong(Callback):
         before_fit = 3
 
@@ -178,7 +178,7 @@ def test_a_miss_names_both_owners_and_the_closest_names() -> None:
         _ = learn.modle
 
 
-def test_a_miss_before_the_callback_has_a_learner_says_so() -> None:
+def test_a_miss_before_the_callback_has_a_learner_names_the_reason() -> None:
     with pytest.raises(AttributeError, match='not part of a Learner yet'):
         _ = Callback().loss
 
@@ -189,7 +189,7 @@ def test_hasattr_and_getattr_with_a_default_work() -> None:
 
 
 @pytest.mark.parametrize('name', ['pred', 'loss_grad'])
-def test_reading_what_a_batch_does_not_have_yet_says_when_it_exists(name: str) -> None:
+def test_reading_what_a_batch_does_not_have_yet_names_the_event(name: str) -> None:
     messages = []
 
     def early(cb: Any) -> None:
@@ -393,7 +393,7 @@ def test_periodic_does_not_run_in_a_validation_alone() -> None:
 
 
 @pytest.mark.parametrize('every', ['0ba', '3 lightyears', '-1ep', 0])
-def test_periodic_refuses_what_is_no_interval(every: Any) -> None:
+def test_periodic_refuses_what_is_not_an_interval(every: Any) -> None:
     with pytest.raises(TimeError):
         Periodic(every=every, on_every=print)
 
@@ -405,7 +405,7 @@ def test_periodic_needs_something_to_do() -> None:
         Periodic(every='1ep', on_every=lambda: None)
 
 
-def test_periodic_goes_on_from_its_state() -> None:
+def test_periodic_resumes_from_its_state() -> None:
     first, second = (Periodic(every='2ba', on_every=print) for _ in range(2))
     quiet(first, n_train=2).fit(1)
     assert first.state_dict() != second.state_dict()

@@ -88,7 +88,7 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
         learner(Odd()).callback_states()
 
 
-def test_a_stateless_callback_has_none() -> None:
+def test_a_stateless_callback_saves_nothing() -> None:
     assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {
         'recorder',
         'train_eval',

@@ -302,7 +302,7 @@ def test_a_failed_check_names_what_is_lost() -> None:
         None,
     ],
 )
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_are_restored(value: Any) -> None:
     cb = Callback()
     note_attributes(cb)
     cb.value = value  # type: ignore[attr-defined]

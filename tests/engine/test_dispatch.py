@@ -264,7 +264,7 @@ def test_a_name_of_the_learner_keeps_the_learners_attribute(cls: str) -> None:
 
 
 @pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_epoch, object()])
-def test_what_is_no_callback_is_refused_before_anything_is_added(wrong: Any) -> None:
+def test_what_is_not_a_callback_is_refused_before_anything_is_added(wrong: Any) -> None:
     learn = bare()
     with pytest.raises(CallbackError, match='Callback'):
         learn.add_cbs([Callback(), wrong])
@@ -444,7 +444,7 @@ def test_remove_by_instance_class_and_list() -> None:
     assert [type(cb) for cb in learn.cbs] == [TrainEvalCallback]
 
 
-def test_removed_cbs_come_back_to_their_places() -> None:
+def test_removed_callbacks_return_to_their_places() -> None:
     cbs = [Noted(t, [], 'before_fit') for t in 'abcd']
     learn = bare(*cbs)
     with learn.removed_cbs([cbs[0], cbs[2]]):

@@ -130,7 +130,7 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
     learn.fit(1)
 
 
-def test_one_with_an_unknown_column_is_told_so_there() -> None:
+def test_an_unknown_column_raises_when_the_callback_is_added() -> None:
     learn = quiet(synth_learner(lr=0.02))
     with pytest.raises(MetricError, match='Did you mean `valid_loss`'):
         learn.fit(
@@ -172,7 +172,7 @@ def test_both_name_an_unknown_monitor_alike() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_copy_after_a_fit_with_a_scheduler_goes_on_alike() -> None:
+def test_a_copy_after_a_fit_with_a_scheduler_continues_alike() -> None:
     learn = quiet(
         synth_learner(
             n_train=4, lr=0.05, cbs=LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5))
@@ -189,7 +189,7 @@ def test_a_copy_after_a_fit_with_a_scheduler_goes_on_alike() -> None:
 @pytest.mark.parametrize(
     'other', [lambda: LRScheduler(partial(torch_lr.StepLR, step_size=1)), ReduceLROnPlateau]
 )
-def test_two_that_set_the_rate_are_told_of(other: Any) -> None:
+def test_two_callbacks_that_set_the_rate_raise_a_warning(other: Any) -> None:
     learn = quiet(synth_learner(cbs=other()))
     with pytest.warns(UserWarning, match='set the learning rate'):
         learn.fit_one_cycle(1, 0.01)
@@ -228,7 +228,7 @@ class Endless:
         return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 3)
 
 
-def test_a_schedule_that_cannot_move_inside_an_epoch_says_so() -> None:
+def test_a_schedule_that_cannot_move_inside_an_epoch_is_reported() -> None:
     learn = quiet(Learner(DataLoaders(Endless()), nn.Linear(1, 1), F.mse_loss, lr=0.01))
     with pytest.warns(UserWarning, match='n_iter'):
         learn.fit_one_cycle(2)
@@ -241,7 +241,7 @@ def test_a_schedule_that_cannot_move_inside_an_epoch_says_so() -> None:
     assert len(set(learn.recorder.lrs)) == 3
 
 
-def test_a_fine_tuning_that_goes_on_leaves_the_frozen_epochs_out() -> None:
+def test_a_resumed_fine_tuning_leaves_the_frozen_epochs_out() -> None:
     learn = quiet(synth_learner(n_train=2, splitter=lambda m: [[m.a], [m.b]]))
     learn.fine_tune(3, freeze_epochs=3, start_epoch=1)
     assert [row['epoch'] for row in learn.history] == [1, 2] and learn.opt.n_steps == 4

@@ -56,7 +56,7 @@ def test_handlers_run_in_their_kind_of_run(
     assert cb.run
 
 
-def test_an_evaluation_inside_a_fit_has_none_of_a_fits_callbacks() -> None:
+def test_an_evaluation_inside_a_fit_runs_no_callback_of_fits() -> None:
     inner = Notes('fit')
 
     def evaluate(cb: Callback) -> None:

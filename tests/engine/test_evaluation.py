@@ -68,7 +68,7 @@ def test_a_loader_is_evaluated_at_its_interval_and_at_the_end(
     assert [row['ba'] for row in learn.recorder.evaluations] == expected
 
 
-def test_intervals_go_on_over_fits() -> None:
+def test_intervals_continue_over_fits() -> None:
     learn = learner(eval_every='4ba', cbs=(seen := Seen()))
     learn.fit(1)
     learn.fit(1)
@@ -141,7 +141,7 @@ def test_evaluation_in_the_middle_of_an_epoch_changes_nothing(every: str) -> Non
     assert all(torch.equal(plain[k], often[k]) for k in plain)
 
 
-def test_the_loop_state_is_that_of_the_training_batch_afterwards() -> None:
+def test_the_loop_state_matches_the_training_batch_afterwards() -> None:
     def look(cb: Any) -> None:
         cb.learn.noted.append(
             (

@@ -443,7 +443,7 @@ def test_events_by_hand_set_the_loss_to_zero() -> None:
     assert learn.loss == 0 and learn.train_iter == 0 and learn.pct_train == 0
 
 
-def test_before_fit_by_hand_starts_the_counters_anew_and_one_of_an_evaluation_does_not() -> None:
+def test_before_fit_by_hand_resets_the_counters_outside_of_evaluations() -> None:
     learn = bare(n_train=3)
     learn.fit(2)
     counters = lambda: (learn.epoch, learn.train_iter, learn.pct_train)
@@ -464,7 +464,7 @@ def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
     assert learn.x.device == torch.device('cpu') and torch.equal(learn.pred, learn.model(batch[0]))
 
 
-def test_loss_is_a_value_of_its_own_and_stays_between_batches() -> None:
+def test_loss_is_a_separate_value_and_stays_between_batches() -> None:
     kept, losses_seen = [], []
 
     def keep(cb: Any) -> None:
@@ -542,7 +542,7 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 @pytest.mark.parametrize(
     'evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)]
 )
-def test_evaluation_puts_back_generators_modes_and_state(
+def test_evaluation_restores_generators_modes_and_state(
     evaluate: Callable[[Learner], Any],
 ) -> None:
     model = net()

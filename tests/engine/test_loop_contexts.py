@@ -156,7 +156,7 @@ def test_without_any_it_is_one_object_that_does_nothing() -> None:
     assert learn.contexts('forward') is learn.contexts('backward')
 
 
-def test_what_is_no_method_is_refused() -> None:
+def test_what_is_not_a_method_is_refused() -> None:
     class Wrong(Callback):
         forward_context = 3  # a value where a method belongs
 

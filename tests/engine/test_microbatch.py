@@ -100,7 +100,7 @@ LOSSES = {
 
 @pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize('size', [1, 3, 4, 7, 50])
-def test_gradients_and_loss_are_those_of_the_whole_batch(loss: Any, size: int) -> None:
+def test_gradients_and_loss_match_the_whole_batch(loss: Any, size: int) -> None:
     model, b = mlp(), batch(7)
     [got] = grads_at_step([b], model, loss=loss, size=size)
     assert close(got, plain(model, loss, b))

@@ -69,7 +69,7 @@ def test_the_size_is_halved_until_it_fits_and_kept() -> None:
     assert learn.opt.n_steps == 6
 
 
-def test_the_weights_are_those_of_whole_batches() -> None:
+def test_the_weights_match_whole_batches() -> None:
     whole, pieces = learner(Hungry(fits=16), None), learner(Hungry(fits=3))
     for learn in (whole, pieces):
         learn.fit(3)
@@ -79,7 +79,7 @@ def test_the_weights_are_those_of_whole_batches() -> None:
     )
 
 
-def test_random_numbers_are_those_of_pieces_of_that_size_from_the_start() -> None:
+def test_random_numbers_match_pieces_of_that_size_from_the_start() -> None:
     "With dropout, the generators are restored after failed attempts."
     found, fixed = learner(Hungry(fits=5, dropout=0.5)), learner(Hungry(fits=16, dropout=0.5), 4)
     for learn in (found, fixed):
@@ -88,7 +88,7 @@ def test_random_numbers_are_those_of_pieces_of_that_size_from_the_start() -> Non
     assert torch.equal(weights(found), weights(fixed))
 
 
-def test_batch_norm_statistics_are_put_back_and_inexactness_is_told() -> None:
+def test_batch_norm_statistics_are_restored_and_inexactness_is_reported() -> None:
     found, fixed = learner(Hungry(fits=5, norm=True)), learner(Hungry(fits=16, norm=True), 4)
     with pytest.warns(UserWarning, match='Batch norm layers see each piece'):
         found.fit(2)
@@ -136,7 +136,7 @@ def test_at_one_sample_the_error_is_raised_with_the_sizes_tried() -> None:
     learn.fit(1)
 
 
-def test_another_error_is_no_reason_to_try_again() -> None:
+def test_other_errors_are_not_retried() -> None:
     class Broken(Hungry):
         def forward(self, x: Tensor) -> Tensor:
             super().forward(x)
@@ -165,7 +165,7 @@ def test_passes_that_are_made_again_keep_the_size(other: str) -> None:
     assert torch.equal(weights(found), weights(fixed))
 
 
-def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
+def test_buffers_that_a_forward_pass_replaces_are_restored() -> None:
     class Counts(Hungry):
         def __init__(self, fits: int) -> None:
             super().__init__(fits)

@@ -66,7 +66,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_that_were_optimized() -> None:
     )
 
 
-def test_an_evaluation_of_ones_own_reports_its_loss() -> None:
+def test_a_user_evaluation_reports_its_loss() -> None:
     learn = make_duel()
     expected = (
         torch.stack([F.softplus(-learn.model.critic(x)).mean() for (x,) in points()]).mean().item()
@@ -261,7 +261,7 @@ def test_each_optimizer_accumulates_on_its_own() -> None:
     assert torch.allclose(weights(learn.model), weights(accumulated_by_hand(8, 2)), atol=1e-14)
 
 
-def test_optimize_says_whether_it_stepped() -> None:
+def test_optimize_returns_whether_it_stepped() -> None:
     class Asks(Duel):
         def optimize(self, *args: Any, **kwargs: Any) -> bool:
             stepped.append(super().optimize(*args, **kwargs))
@@ -575,7 +575,7 @@ def test_a_graph_whose_weights_have_stepped_is_an_error_of_torch() -> None:
 # ---------------------------------------------------------------------------------------- bad input
 
 
-def test_what_optimize_cannot_do_is_said() -> None:
+def test_what_optimize_cannot_do_is_reported() -> None:
     class Own(Learner):
         def train_batch(self) -> None:
             act(self)
@@ -713,7 +713,7 @@ def len_of(cb: Any) -> None:
     assert len(cb.pred) == 6
 
 
-def test_batches_that_are_cancelled_say_nothing() -> None:
+def test_canceled_batches_raise_no_warning() -> None:
     def cancel(cb: Any) -> None:
         raise CancelBatchException
 

@@ -78,7 +78,7 @@ def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
     assert learn.save_model.last_saved_path == tmp_path / 'after' / 'models' / 'model.pth'
 
 
-def test_a_fit_without_any_best_says_so_after_a_resume_too(tmp_path: Path) -> None:
+def test_a_fit_without_any_best_warns_after_a_resume_too(tmp_path: Path) -> None:
     def make() -> Learner:
         return learner(tmp_path, SaveModelCallback(monitor=lambda learn: float('nan')))
 
@@ -191,7 +191,7 @@ def test_what_is_logged_twice_in_a_step_is_averaged_over_a_stop(tmp_path: Path) 
     assert '"x": 3.0' in last[0] and '"x": 3.0' in last[1]
 
 
-def test_what_the_machine_does_is_no_difference() -> None:
+def test_values_of_the_machine_are_not_compared() -> None:
     learn = synth_learner(cbs=[SpeedMonitor(every='1ba'), SystemMonitor(every='1ba')])
     assert learn.check_resume()
 

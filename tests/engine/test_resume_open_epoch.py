@@ -128,7 +128,7 @@ def assert_recorded_alike(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize('after', range(1, 2 * N_BATCHES + 1))
-def test_every_row_and_step_equals_that_of_a_fit_without_a_stop(after: int) -> None:
+def test_every_row_and_step_equals_a_fit_without_a_stop(after: int) -> None:
     def log(cb: Any) -> None:
         cb.learn.log('extra', cb.loss * cb.train_iter, weight=cb.iter + 1)
 
@@ -261,7 +261,7 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
 
 
-def test_an_added_metric_starts_anew_and_one_that_is_gone_is_left_out() -> None:
+def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     with pytest.warns(
         UserWarning,
         match=r'`rmse` \(the checkpoint has no metric of this name\): its training value',
@@ -276,7 +276,7 @@ def test_an_added_metric_starts_anew_and_one_that_is_gone_is_left_out() -> None:
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
 
 
-def test_a_metric_of_the_same_name_and_another_kind_starts_anew() -> None:
+def test_a_metric_of_the_same_name_and_another_kind_starts_over() -> None:
     with pytest.warns(UserWarning, match=r'`rmse` \(it was a RMSE\): its training value'):
         resumed(
             partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}])
@@ -286,7 +286,7 @@ def test_a_metric_of_the_same_name_and_another_kind_starts_anew() -> None:
 # ---------------------------------------------------------------------------------------- the state
 
 
-def test_the_state_is_that_of_the_straight_run_but_for_its_clocks() -> None:
+def test_the_state_matches_the_uninterrupted_run_but_for_its_clocks() -> None:
     straight, other = resumed(lambda: learner(eval_every='2ba'), 7)
     a, b = straight.recorder.state_dict(), other.recorder.state_dict()
     assert Recorder.nondeterministic_state == ('seconds',)
@@ -323,7 +323,7 @@ def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:
     assert repr(state) == before and len(other.recorder.lrs) == 3 + N_BATCHES
 
 
-def test_outside_of_a_fit_the_history_is_put_back_and_no_epoch_is_open() -> None:
+def test_outside_of_a_fit_the_history_is_restored_and_no_epoch_is_open() -> None:
     take = Take(3)
     straight = learner(Callback(after_loss=lambda cb: cb.learn.log('extra', 1e6)), take)
     straight.fit(1)

@@ -103,7 +103,7 @@ def test_two_classes_of_a_single_score(
     )
 
 
-def test_an_activation_of_ones_own_gives_probabilities() -> None:
+def test_a_user_activation_gives_probabilities() -> None:
     x, y = torch.randn(N), torch.randint(2, (N,)).float()
     interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
     assert (interp.confusion_matrix() == skm.confusion_matrix(y, x > 0)).all()
@@ -163,7 +163,7 @@ def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
     }
 
 
-def test_the_names_of_classes_are_those_of_fastais_texts_too() -> None:
+def test_the_names_of_classes_match_fastais_names() -> None:
     x, y = scores()
     assert interpret(
         x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]
@@ -347,7 +347,7 @@ class RandomSamples(IterableDataset[Any]):
         return iter([(torch.rand(2), (i + RandomSamples.n) % 2) for i in range(6)])
 
 
-def test_a_loader_that_gives_other_samples_is_told() -> None:
+def test_a_loader_that_gives_other_samples_is_reported() -> None:
     dl = DataLoader(RandomSamples(), batch_size=3)
     interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
     with pytest.raises(LoaderError, match='gave other samples'):
@@ -357,7 +357,7 @@ def test_a_loader_that_gives_other_samples_is_told() -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
-def test_what_has_no_classes_is_told() -> None:
+def test_what_has_no_classes_is_reported() -> None:
     x, y = scores()
     with pytest.raises(OptionError, match=r'a class 3, and only 2 names'):
         interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'ab'])
@@ -370,7 +370,7 @@ def test_what_has_no_classes_is_told() -> None:
         Interpretation.from_learner(Learner([(x, y)], Own(), nn.CrossEntropyLoss()))
 
 
-def test_it_is_a_table_where_there_are_no_images() -> None:
+def test_without_images_it_is_a_table() -> None:
     x, y = scores()
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcd'])
     table = interp.show_results([2, 0])

@@ -242,7 +242,7 @@ def test_gathering_through_a_whole_fit_keeps_the_last_validation() -> None:
     )
 
 
-def test_an_empty_loader_says_so() -> None:
+def test_an_empty_loader_raises() -> None:
     with pytest.raises(EmptyLoaderError, match='no batch'):
         make([(X, Y)]).get_preds(dl=iter([]))
 

@@ -74,7 +74,7 @@ def test_mean_maximum_and_both(n: int, ds_idx: int) -> None:
     )
 
 
-def test_each_time_draws_other_numbers_and_all_generators_are_put_back() -> None:
+def test_each_time_draws_other_numbers_and_all_generators_are_restored() -> None:
     learn, drawn = make(), []
 
     def noise(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Augmented(TensorDataset):
             self.split_idx = before
 
 
-def test_data_sets_with_an_augmentation_of_their_own() -> None:
+def test_data_sets_with_their_own_augmentation() -> None:
     ds = Augmented(X, Y % 3)
     learn = make(DataLoader(ds, 4))
     preds, _ = learn.tta(n=2)
@@ -130,7 +130,7 @@ def test_data_sets_with_an_augmentation_of_their_own() -> None:
     assert torch.allclose(preds, learn.model(2 * (X + 1)).softmax(-1), atol=1e-6)
 
 
-def test_without_an_augmentation_or_with_one_that_does_not_fit_it_says_so() -> None:
+def test_a_missing_or_wrong_augmentation_is_reported() -> None:
     learn, heard = make(), []
     learn.add_cb(Callback(before_fit=lambda cb: heard.append(1)))
     with pytest.raises(OptionError, match='augment='):
@@ -143,7 +143,7 @@ def test_without_an_augmentation_or_with_one_that_does_not_fit_it_says_so() -> N
     assert heard == []
 
 
-def test_a_loader_that_gives_other_samples_each_time_is_no_good() -> None:
+def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
     weighted = DataLoader(
         TensorDataset(X, Y % 3), 4, sampler=WeightedRandomSampler(torch.ones(13), 13)
     )

@@ -174,7 +174,7 @@ def test_which_loader_and_which_batch() -> None:
     assert dls.show_batch((x[:2] - 1, x[:2])).columns['x'] == [-1, 0]
 
 
-def test_bad_questions_are_told() -> None:
+def test_bad_questions_are_reported() -> None:
     dls = loaders(torch.rand(3, 2), torch.zeros(3))
     for bad in (0, -1, 2.5, True, None):
         with pytest.raises(OptionError, match='max_n='):
@@ -261,7 +261,7 @@ def kinds() -> dict[str, Any]:
 
 @pytest.mark.parametrize('kind', kinds())
 @pytest.mark.parametrize('when', ['before', 'in the middle'])
-def test_the_training_goes_on_as_without(kind: str, when: str, tmp_path: Path) -> None:
+def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path: Path) -> None:
     def trained(look: bool) -> tuple[Tensor, Any]:
         torch.manual_seed(0)
         np.random.seed(0)
@@ -286,7 +286,7 @@ def test_the_training_goes_on_as_without(kind: str, when: str, tmp_path: Path) -
     )
 
 
-def test_persistent_workers_go_on_with_their_epoch() -> None:
+def test_persistent_workers_continue_with_their_epoch() -> None:
     dl = DataLoader(
         [(torch.tensor([float(i)]), 0) for i in range(6)],
         batch_size=1,
@@ -304,7 +304,7 @@ def test_persistent_workers_go_on_with_their_epoch() -> None:
 # ------------------------------------------------------------------------------------- show_results
 
 
-def test_results_of_images_say_target_and_prediction_and_mark_the_wrong_ones() -> None:
+def test_results_of_images_show_target_and_prediction_and_mark_the_wrong_ones() -> None:
     pytest.importorskip('matplotlib')
     from matplotlib.colors import to_rgba
 
@@ -410,7 +410,7 @@ def test_a_legend_of_many_classes_is_cut() -> None:
     assert names == [*map(str, range(24)), '... 6 more']
 
 
-def test_classes_are_told_from_scores_by_shape() -> None:
+def test_classes_are_distinguished_from_scores_by_shape() -> None:
     scores = torch.randn(4, 5, 3)
     assert torch.equal(as_targets(scores, torch.zeros(4, 3, dtype=torch.int64)), scores.argmax(1))
     assert torch.equal(as_targets(scores, torch.zeros(4, 5, dtype=torch.int64)), scores.argmax(-1))

@@ -148,7 +148,7 @@ def predict_to_own_disk(rank: int, folder: Path, name: str, bad: int) -> tuple[s
 @pytest.mark.dist
 @pytest.mark.parametrize('name', ['batches', 'preds.npy'])
 @pytest.mark.parametrize('bad', [0, 1])
-def test_a_disk_that_fails_in_one_process_is_told_by_all(
+def test_a_disk_that_fails_in_one_process_is_reported_by_all(
     tmp_path: Path, name: str, bad: int
 ) -> None:
     answers = run_ranks(predict_to_own_disk, 2, tmp_path, name, bad)
@@ -179,7 +179,7 @@ def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple
         ('preds.npy', 'preds.index.json', 0),
     ],
 )
-def test_what_one_process_cannot_complete_is_told_by_all(
+def test_what_one_process_cannot_complete_is_reported_by_all(
     tmp_path: Path, sink: str, name: str, who: int
 ) -> None:
     answers = run_ranks(in_the_way, 2, tmp_path, sink, name, who)

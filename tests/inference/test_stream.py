@@ -123,7 +123,7 @@ def test_joined_they_are_what_get_preds_gives(options: Any) -> None:
     assert all(map(torch.equal, joined(learn.predict_iter(**options)), expected))
 
 
-def test_random_numbers_go_on_from_batch_to_batch() -> None:
+def test_random_numbers_continue_from_batch_to_batch() -> None:
     learn = make()
     torch.manual_seed(4)
     expected = learn.get_preds(cbs=MCDropoutCallback())[0]
@@ -285,7 +285,7 @@ def run_action(learn: Learner, what: str) -> None:
 
 
 @pytest.mark.parametrize('what', ['fit', 'validate', 'preds', 'inner', 'stream', 'close'])
-def test_a_learner_that_goes_on_ends_the_stream_first_and_never_cuts_it_silently(what: str) -> None:
+def test_a_learner_that_continues_ends_the_stream_first_with_an_error(what: str) -> None:
     ends = Ends()
     learn = make(ends)
     stream = learn.predict_iter()
@@ -315,7 +315,7 @@ def test_a_fit_after_it_was_ended_is_the_fit_without_it() -> None:
     assert trained(True) == trained(False)
 
 
-def test_two_streams_at_once_are_told_apart() -> None:
+def test_two_streams_at_once_are_kept_apart() -> None:
     learn = make()
     with pytest.raises(FitError, match='went on'):
         for _ in zip(learn.predict_iter(), learn.predict_iter(ds_idx=0), strict=True):
@@ -430,7 +430,7 @@ def test_any_iterable_and_a_loader_with_workers() -> None:
         assert torch.allclose(joined(learn.predict_iter(dl))[0], expected, atol=1e-6)
 
 
-def test_losses_are_those_of_the_samples() -> None:
+def test_losses_match_the_samples() -> None:
     learn = make()
     x, logits, _y, losses = joined(
         learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)

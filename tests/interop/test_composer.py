@@ -365,7 +365,7 @@ def test_state_goes_through_and_two_of_one_class_stay_apart() -> None:
     assert len({learn.callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
 
 
-def test_an_error_says_where_and_the_next_fit_works() -> None:
+def test_an_error_names_the_place_and_the_next_fit_works() -> None:
     class Fails:
         on = True
 
@@ -383,7 +383,7 @@ def test_an_error_says_where_and_the_next_fit_works() -> None:
     assert len(learn.history) == 1
 
 
-def test_unknown_and_unwritable_attributes_say_what_to_use() -> None:
+def test_unknown_and_unwritable_attributes_name_the_alternative() -> None:
     state = learner(SpeedMonitor()).cbs[-1].view
     with pytest.raises(AttributeError, match='Composer has there the settings of FSDP'):
         _ = state.fsdp_config
@@ -395,7 +395,7 @@ def test_unknown_and_unwritable_attributes_say_what_to_use() -> None:
         state.max_duration = '5ep'
 
 
-def test_what_is_no_callback_and_what_is_misspelt() -> None:
+def test_non_callbacks_and_misspelled_names() -> None:
     class Nothing:
         def go(self) -> None:
             pass

@@ -132,7 +132,7 @@ def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch
     ]
 
 
-def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None:
+def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
     cb = EventLog()
     learn = learner(cb)
     cb.taken()
@@ -149,7 +149,7 @@ def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
-def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
+def test_validate_inside_a_fit_is_standalone_and_the_fit_continues() -> None:
     cb = EventLog()
     learn = learner(cb)
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))

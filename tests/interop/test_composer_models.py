@@ -207,7 +207,7 @@ def test_an_algorithm_runs_by_match_and_apply() -> None:
     assert view.algorithms == [algorithm] and view.callbacks == []
 
 
-def test_an_algorithm_that_replaces_the_optimizer_says_what_is_not_offered() -> None:
+def test_an_algorithm_that_replaces_the_optimizer_states_what_is_not_offered() -> None:
     class Wraps:
         def match(self, event: Any, state: Any) -> bool:
             return event == 'after_load'
@@ -300,7 +300,7 @@ def test_times_and_timestamps_are_saved_and_a_stopper_stops_after_a_resume(tmp_p
     assert stopper.best_at.epoch == 1 and stopper.best_at.batch == 5
 
 
-def test_attributes_come_back_all_or_none() -> None:
+def test_attributes_are_restored_all_or_none() -> None:
     class Keeps:
         def __init__(self) -> None:
             self.n, self.lock = 0, None

@@ -60,7 +60,7 @@ def test_composer_counts_budgets_over_all_fits() -> None:
     assert cb.seen[:4] == ['1ep', '1ep', '10ba', '10ba'] and cb.seen[4:] == [None, None]
 
 
-def test_composer_metrics_are_those_of_the_latest_evaluation() -> None:
+def test_composer_metrics_match_the_latest_evaluation() -> None:
     x = torch.randn(64, 1)
     batches = [(b, 2 * b) for b in x.split(16)]
     seen: list[Any] = []

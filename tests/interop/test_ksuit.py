@@ -517,7 +517,7 @@ def test_mistakes() -> None:
     learn.fit(1)
 
 
-def test_metric_names_that_say_nothing_are_an_error() -> None:
+def test_metric_names_without_meaning_are_an_error() -> None:
     provider = learner(Progress(every_n_epochs=1)).cbs[-1].services['metric_property_provider']
     assert provider.is_neutral_key('optim/lr/0') and provider.lower_is_better('valid_loss')
     assert provider.lower_is_better('night/wer') and provider.is_neutral_key('lossdiff/a')

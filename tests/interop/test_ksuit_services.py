@@ -106,7 +106,7 @@ def test_a_class_is_constructed_when_it_is_added() -> None:
     assert cb.model.a is other.model.a and isinstance(cb.model, type(other.model))
 
 
-def test_options_without_a_class_of_their_own_are_none_where_missing() -> None:
+def test_options_without_a_class_are_none_where_missing() -> None:
     class Loose(Base):
         def __init__(self, callback_config: Any, kind: str = 'a', **kwargs: Any) -> None:
             super().__init__(**kwargs)

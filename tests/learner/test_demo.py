@@ -114,7 +114,7 @@ def test_a_wrong_option_is_one_line_and_exit_2(
     ],
     ids=['a file', 'below a file', 'a folder in the way'],
 )
-def test_an_unwritable_folder_is_told_before_training(
+def test_an_unwritable_folder_is_reported_before_training(
     make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr('learnkit.demo.train', lambda *args: pytest.fail('it trained'))

@@ -272,7 +272,7 @@ def test_a_subclass_may_add_what_it_likes() -> None:
 # Contexts
 
 
-def test_no_logging_no_bar_and_what_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_logging_and_no_bar_restore_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     learn = synth_learner()
     learn.fit(1)
     assert capsys.readouterr().out
@@ -313,7 +313,7 @@ def test_loss_not_reduced_and_back() -> None:
     assert learn.loss_func is F.mse_loss
 
 
-def test_replacing_yield_puts_back_also_after_an_error() -> None:
+def test_replacing_yield_restores_also_after_an_error() -> None:
     o = SimpleNamespace(a=1)
     with replacing_yield(o, 'a', 2):
         assert o.a == 2
@@ -488,7 +488,7 @@ def test_the_way_out_of_the_program_closes() -> None:
         assert child.stdout.split('\n')[-3:] == ['closed', 'and after', '']
 
 
-def test_the_learner_says_what_it_is() -> None:
+def test_the_text_of_a_learner() -> None:
     assert (
         repr(synth_learner(default_cbs=False))
         == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
@@ -632,7 +632,7 @@ def test_several_inputs_and_n_inp() -> None:
     assert same(model, by_hand(Two(), lambda m, b: loss(m(b[0], b[1]), b[2], b[3]), batches))
 
 
-def test_what_is_no_tensor_is_left_alone() -> None:
+def test_what_is_not_a_tensor_is_left_alone() -> None:
     seen = []
     batches = [((torch.randn(4, 3), ['a', 'b', 'c', 'd'], None, 7), torch.randn(4, 1))]
 
@@ -744,7 +744,7 @@ def test_an_endless_loader_with_n_iter() -> None:
     assert seen == [(2, pytest.approx(p)) for p in (0.25, 0.5, 0.75, 1.0)] and stream.drawn == 4
 
 
-def test_a_generator_goes_on_where_it_was() -> None:
+def test_a_generator_continues_where_it_was() -> None:
     batches = rows(4)
     learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
     learn.fit(2)
@@ -872,7 +872,7 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
         learn.fit(1, cbs=Callback(after_fit=too_late))
 
 
-def test_a_copy_is_a_learner_of_its_own() -> None:
+def test_a_copy_is_a_separate_learner() -> None:
     "`copy.deepcopy`: callbacks, metrics, optimizer and history are its own, and it trains as the first would have."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
     learn = synth_learner(
@@ -916,7 +916,7 @@ def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
             call(dl='noon')
 
 
-def test_a_misspelt_handler_is_told() -> None:
+def test_a_misspelled_handler_is_reported() -> None:
     class Shout(Callback):
         def after_epoc(self) -> None:
             raise AssertionError

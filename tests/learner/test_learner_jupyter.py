@@ -249,7 +249,7 @@ synth_learner(n_train=40, cbs=Mine()).fit(1)""")
     assert 'skipping hidden' in plain(error)
 
 
-def test_a_traceback_of_a_timed_step_is_no_longer(kernel: Kernel) -> None:
+def test_a_traceback_of_a_timed_step_has_the_same_length(kernel: Kernel) -> None:
     *_, error = kernel.run("""
 class Mine(Callback):
     def before_batch(self):

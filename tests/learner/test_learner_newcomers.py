@@ -99,7 +99,7 @@ def test_classes_along_another_axis_may_be_followed_by_one() -> None:
 @pytest.mark.parametrize(
     'metric', [accuracy, partial(error_rate, axis=-1), {'a': accuracy}, F1Score]
 )
-def test_targets_that_are_no_class_numbers(metric: Any) -> None:
+def test_targets_that_are_not_class_numbers(metric: Any) -> None:
     if metric is F1Score:
         metric = F1Score(average='macro')
     learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
@@ -187,7 +187,7 @@ def test_shapes_are_looked_at_once_a_fit_and_again_in_the_next() -> None:
     untouched(learn, LossError, 'are broadcast')
 
 
-def test_shapes_may_be_mended_in_after_pred() -> None:
+def test_shapes_may_be_fixed_in_after_pred() -> None:
     def squeeze(cb: Callback) -> None:
         cb.learn.pred = cb.pred.squeeze(1)
 
@@ -300,7 +300,7 @@ def test_data_frames_columns_and_lists() -> None:
     assert TensorLoader(frame.astype('float32')).tensors[0].dtype == torch.float32
 
 
-def test_what_is_no_table_of_numbers() -> None:
+def test_data_that_is_not_a_table_of_numbers() -> None:
     pandas = pytest.importorskip('pandas')
     frame = pandas.DataFrame(
         {**FRAME, 'kind': ['cat', 'dog', 'cat', 'cow'], 'when': pandas.to_datetime([0, 1, 2, 3])}
@@ -346,7 +346,7 @@ def test_batches_of_arrays(batch: Any) -> None:
     assert torch.allclose(preds, learn.model(torch.tensor(A))) and targs is None
 
 
-def test_texts_of_a_batch_stay_what_they_are() -> None:
+def test_strings_of_a_batch_are_not_changed() -> None:
     names = np.array(['a', 'b'])
     assert to_device((torch.zeros(2), names), 'cpu')[1] is names
 
@@ -397,7 +397,7 @@ def breaking_at(n: int) -> Callback:
 
 
 @pytest.mark.parametrize(('n', 'where'), [(0, 'epoch 0, batch 0'), (3, 'epoch 1, batch 1')])
-def test_a_loss_that_becomes_nan_is_told_once(n: int, where: str) -> None:
+def test_a_loss_that_becomes_nan_is_reported_once(n: int, where: str) -> None:
     learn = learner(Y[:, None], cbs=breaking_at(n))
     with warnings.catch_warnings(record=True) as seen, learn.no_bar():
         warnings.simplefilter('always')
@@ -409,7 +409,7 @@ def test_a_loss_that_becomes_nan_is_told_once(n: int, where: str) -> None:
     assert one.filename == __file__
 
 
-def test_a_guard_tells_it_itself() -> None:
+def test_with_a_guard_only_the_guard_warns() -> None:
     learn = learner(Y[:, None], cbs=[breaking_at(1), GuardNonFinite('skip')])
     with warnings.catch_warnings(record=True) as seen, learn.no_bar():
         warnings.simplefilter('always')
@@ -417,7 +417,7 @@ def test_a_guard_tells_it_itself() -> None:
     assert [str(w.message)[:15] for w in seen] == ['The loss is nan']
 
 
-def test_a_row_that_is_read_too_early_says_so() -> None:
+def test_a_row_that_is_read_too_early_raises() -> None:
     learn = synth_learner(cbs=Callback(after_epoch=lambda cb: cb.history[-1]))
     with learn.no_bar(), pytest.raises(IndexError, match='`order = 60`'):
         learn.fit(1)

@@ -196,7 +196,7 @@ def test_a_folder_in_place_of_the_interval(folder: Any) -> None:
         Checkpoint(folder)
 
 
-def test_a_column_of_the_history_is_no_attribute() -> None:
+def test_a_column_of_the_history_is_not_an_attribute() -> None:
     seen: list[str] = []
 
     def read(cb: Callback) -> None:
@@ -217,7 +217,7 @@ def test_a_loss_that_was_set_to_a_number() -> None:
         learner(cbs=Callback(after_loss=set_number)).fit(1)
 
 
-def test_an_error_of_a_callback_in_an_evaluation_says_so() -> None:
+def test_an_error_of_a_callback_in_an_evaluation_is_reported() -> None:
     def fail(cb: Callback) -> None:
         if not cb.training:
             raise ValueError('boom')
@@ -247,7 +247,7 @@ def test_names_of_other_libraries() -> None:
 # -------------------------------------------------------------------------------- training, and rates
 
 
-def test_train_sets_the_mode_and_says_so() -> None:
+def test_train_sets_the_mode_and_warns() -> None:
     learn = learner()
     learn.model.eval()
     (warning,) = warnings_of(learn.train)
@@ -448,7 +448,7 @@ def test_batches_that_do_not_fit_the_model(batch: Any, model: nn.Module, says: s
     assert re.search(says, e.value.__notes__[0])
 
 
-def test_what_the_hints_of_batches_say_works() -> None:
+def test_the_hints_of_batches_work() -> None:
     flat = DataLoaders([(X, X, Y)], device='cpu', n_inp=2)
     named = DataLoaders([{'input': X, 'labels': Y}], device='cpu')
     indexed = DataLoaders([(X, Y, Y)], device='cpu', n_inp=1)

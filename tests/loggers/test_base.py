@@ -35,7 +35,7 @@ def logged(path: Path, name: str) -> dict[int, Any]:
     return {row['step']: row[name] for row in rows if name in row}
 
 
-def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_losses_match_a_plain_loop(tmp_path: Path) -> None:
     train, valid = plain_losses(3)
     learner(tmp_path, JSONLinesLogger(every='4ba')).fit(3)
     losses, evaluated = logged(tmp_path, 'loss'), logged(tmp_path, 'valid_loss')
@@ -50,7 +50,7 @@ def test_each_step_comes_once_and_in_order(tmp_path: Path) -> None:
     assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 31))
 
 
-def test_hypers_are_those_of_the_step(tmp_path: Path) -> None:
+def test_hypers_match_the_step(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger(every='1ba'))
     learn.fit_one_cycle(2, lr_max=0.1)
     assert list(logged(tmp_path, 'lr').values()) == pytest.approx(learn.recorder.lrs)
@@ -79,7 +79,7 @@ def test_every_that_makes_no_sense(every: Any) -> None:
         JSONLinesLogger(every=every)
 
 
-def test_epoch_rows_are_those_of_the_history(tmp_path: Path) -> None:
+def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger)
     learn.fit(2)
     for column in ('epoch', 'train_loss', 'half', 'time'):
@@ -164,7 +164,7 @@ def test_a_cancelled_batch_has_no_loss(tmp_path: Path) -> None:
     assert list(logged(tmp_path, 'loss')) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
-def test_a_rate_in_a_tensor_is_that_of_the_step(tmp_path: Path) -> None:
+def test_a_rate_in_a_tensor_matches_the_step(tmp_path: Path) -> None:
     def make(params: Any, lr: float) -> Any:
         return torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False)
 
@@ -383,7 +383,7 @@ def test_nan_and_infinity_are_logged(tmp_path: Path) -> None:
     assert set(logged(tmp_path, 'b').values()) == {math.inf}
 
 
-def test_metrics_that_are_no_number_are_left_out(tmp_path: Path) -> None:
+def test_metrics_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     from learnkit import ValueMetric
 
     learn = learner(tmp_path, JSONLinesLogger, metrics=ValueMetric(lambda: torch.ones(3), 'three'))

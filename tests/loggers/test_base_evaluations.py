@@ -38,7 +38,7 @@ def test_each_evaluation_has_its_step(tmp_path: Path) -> None:
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/mae')
 
 
-def test_loaders_of_their_own_interval_and_metrics(tmp_path: Path) -> None:
+def test_loaders_with_their_own_interval_and_metrics(tmp_path: Path) -> None:
     _, _, vx, vy = data()
     learn = learner(tmp_path, JSONLinesLogger, eval_every='5ba', metrics=[mae])
     learn.dls = DataLoaders(

@@ -211,7 +211,7 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 
 
-def test_a_closed_learner_goes_on(tmp_path: Path, service: Any) -> None:
+def test_a_closed_learner_can_train_again(tmp_path: Path, service: Any) -> None:
     make, points = service
     learn = learner(tmp_path, make(every='5ba'))
     for _ in range(2):
@@ -254,7 +254,7 @@ def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------------- what each has of its own
 
 
-def test_tensorboard_images_texts_and_configuration(tmp_path: Path) -> None:
+def test_tensorboard_images_text_and_configuration(tmp_path: Path) -> None:
     image = pytest.importorskip('PIL.Image')
     with learner(tmp_path, TensorBoardLogger('tb'), Callback(after_epoch=show)) as learn:
         learn.fit(1)
@@ -274,7 +274,7 @@ def test_tensorboard_images_texts_and_configuration(tmp_path: Path) -> None:
     assert json.loads(params.tensor_proto.string_val[0])['model'] == 'Linear'
 
 
-def test_tensorboard_goes_on_in_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_tensorboard_appends_to_an_existing_folder(tmp_path: Path) -> None:
     pytest.importorskip('tensorboard')
     for _ in range(2):
         with learner(tmp_path, TensorBoardLogger('tb', every='5ba')) as learn:
@@ -299,7 +299,7 @@ def test_tensorboard_finds_its_own_folder_again(tmp_path: Path) -> None:
     assert [e.step for e in tensorboard(folder).Scalars('loss')] == list(range(5, 31, 5))
 
 
-def test_wandb_images_texts_and_configuration(tmp_path: Path) -> None:
+def test_wandb_images_text_and_configuration(tmp_path: Path) -> None:
     pytest.importorskip('wandb')
     image = pytest.importorskip('PIL.Image')
     with learner(tmp_path, WandbLogger('mine', tags=['a']), Callback(after_epoch=show)) as learn:
@@ -322,7 +322,7 @@ def test_wandb_images_texts_and_configuration(tmp_path: Path) -> None:
     assert run.project == 'mine' and list(run.tags) == ['a']
 
 
-def test_wandb_texts_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_text_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb, logged = pytest.importorskip('wandb'), list[Any]()
     monkeypatch.setattr(wandb, 'Html', str)
     cb = WandbLogger()
@@ -331,7 +331,7 @@ def test_wandb_texts_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == [{'note': '<pre>a &lt; b &amp; &lt;script&gt;</pre>'}]
 
 
-def test_wandb_run_keeps_its_id_and_tells_of_a_failure(tmp_path: Path) -> None:
+def test_wandb_run_keeps_its_id_and_reports_a_failure(tmp_path: Path) -> None:
     pytest.importorskip('wandb')
     run_and_resume(tmp_path, lambda: WandbLogger(id='run7'))
     learn = learner(tmp_path, LogHalf, WandbLogger(id='run7'), Callback(before_step=fail))
@@ -374,7 +374,7 @@ def test_wandb_mode_comes_from_the_environment_unless_given(
         WandbLogger()
 
 
-def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
+def test_mlflow_images_text_and_configuration(tmp_path: Path) -> None:
     image = pytest.importorskip('PIL.Image')
     learn = learner(tmp_path, MlflowLogger(run_name='mine'), Callback(after_epoch=show))
     client = mlflow_client(tmp_path)
@@ -441,7 +441,7 @@ def test_mlflow_leaves_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
     assert before.items() <= os.environ.items()
 
 
-def test_aim_images_texts_and_configuration(tmp_path: Path) -> None:
+def test_aim_images_text_and_configuration(tmp_path: Path) -> None:
     pytest.importorskip('aim')
     logger = AimLogger(experiment='mine')
     with learner(tmp_path, logger, Callback(after_epoch=show)) as learn:
@@ -458,7 +458,7 @@ def test_aim_images_texts_and_configuration(tmp_path: Path) -> None:
         assert (step, text.data) == (10, 'hello')
 
 
-def test_comet_images_texts_and_configuration(tmp_path: Path) -> None:
+def test_comet_images_text_and_configuration(tmp_path: Path) -> None:
     pytest.importorskip('comet_ml')
     image = pytest.importorskip('PIL.Image')
     logger = CometLogger('mine', tags=['a'])

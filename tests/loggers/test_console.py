@@ -29,7 +29,7 @@ def test_lines_go_to_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert [r.message.split(':')[0] for r in caplog.records] == ['step 10']
 
 
-def test_texts_are_shown_and_images_are_not(tmp_path: Path) -> None:
+def test_text_is_printed_and_images_are_not(tmp_path: Path) -> None:
     lines: list[str] = []
 
     def show(cb: Callback) -> None:

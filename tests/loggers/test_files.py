@@ -32,7 +32,7 @@ def steps(path: Path) -> list[int]:
 
 
 @BOTH
-def test_numbers_come_back_exactly(tmp_path: Path, cls: Any, name: str) -> None:
+def test_numbers_are_restored_exactly(tmp_path: Path, cls: Any, name: str) -> None:
     learn = learner(tmp_path, cls(every='1ba'))
     learn.fit(2)
     rows = read_log(tmp_path / name)
@@ -102,7 +102,7 @@ def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, n
 
 
 @BOTH
-def test_another_process_appends_or_starts_anew(tmp_path: Path, cls: Any, name: str) -> None:
+def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: str) -> None:
     learner(tmp_path, cls(every='5ba')).fit(1)
     learner(tmp_path, cls(every='5ba')).fit(1)
     assert steps(tmp_path / name) == [5, 10, 15, 20]
@@ -111,7 +111,7 @@ def test_another_process_appends_or_starts_anew(tmp_path: Path, cls: Any, name: 
 
 
 @BOTH
-def test_several_learners_go_on_after_each_other(tmp_path: Path, cls: Any, name: str) -> None:
+def test_several_learners_append_in_turn(tmp_path: Path, cls: Any, name: str) -> None:
     logger = cls(every='5ba')
     first, second = learner(tmp_path, logger), learner(tmp_path)
     first.fit(1)
@@ -266,7 +266,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> N
         assert learn.time.ba == 0
 
 
-def test_names_that_are_no_log() -> None:
+def test_names_that_are_not_a_log() -> None:
     for cls, name in ((CSVLogger, 'log.txt'), (JSONLinesLogger, 'log.csv')):
         with pytest.raises(OptionError, match='writes files that end in'):
             cls(name)
@@ -274,13 +274,13 @@ def test_names_that_are_no_log() -> None:
         read_log('log.txt')
 
 
-def test_configuration_beside_csv(tmp_path: Path) -> None:
+def test_configuration_in_a_file_next_to_the_csv(tmp_path: Path) -> None:
     learner(tmp_path, CSVLogger).fit(1)
     assert json.loads((tmp_path / 'metrics.csv.params.json').read_text())['model'] == 'Linear'
 
 
 @BOTH
-def test_images_and_texts(tmp_path: Path, cls: Any, name: str) -> None:
+def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     pixels = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).reshape(2, 3, 4, 5)
 
     def show(cb: Callback) -> None:
@@ -393,7 +393,7 @@ def test_images_of_every_kind() -> None:
         (JSONLinesLogger, '{"step": 1}\n{"step": "x"}\n'),
     ],
 )
-def test_a_later_line_that_is_none_of_a_log_is_told_before_training(
+def test_a_later_line_that_is_not_of_a_log_is_reported_before_training(
     tmp_path: Path, cls: Any, text: str
 ) -> None:
     learn = learner(tmp_path, log := cls())
@@ -404,7 +404,7 @@ def test_a_later_line_that_is_none_of_a_log_is_told_before_training(
 
 
 @pytest.mark.parametrize('captions', ['ab', 5, iter('ab'), ['a']])
-def test_captions_that_are_no_list_are_refused(captions: Any) -> None:
+def test_captions_that_are_not_a_list_are_refused(captions: Any) -> None:
     with pytest.raises(OptionError, match='give a list of 2'):
         arrange_images(torch.zeros(2, 3, 8, 6), captions)
 

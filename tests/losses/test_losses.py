@@ -350,7 +350,7 @@ def test_nothing_is_broadcast(loss: Any, inp: tuple[int, ...], targ: tuple[int, 
 
 
 @pytest.mark.parametrize('loss', [*OF_CLASSES, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss])
-def test_targets_that_are_no_class_numbers(loss: Any) -> None:
+def test_targets_that_are_not_class_numbers(loss: Any) -> None:
     inp = torch.randn(6, 4)
     one_hot, floats, few = (
         F.one_hot(torch.arange(6) % 4),
@@ -408,7 +408,7 @@ def test_in_a_learner() -> None:
         )
 
 
-def test_shapes_that_do_not_fit_are_told_before_a_weight_has_changed() -> None:
+def test_shapes_that_do_not_fit_are_reported_before_a_weight_has_changed() -> None:
     x = torch.randn(40, 3)
     learn = Learner(DataLoaders(TensorLoader(x, x, bs=16)), nn.Linear(3, 1), MSELossFlat())
     before = copy.deepcopy(learn.model.state_dict())

@@ -173,7 +173,7 @@ def test_sum_metric_reads_nothing_per_batch() -> None:
     assert Watched.reads == 0 and m.value and Watched.reads > 0
 
 
-def test_sum_metric_is_tried_and_says_what_does_not_fit() -> None:
+def test_sum_metric_is_tried_and_states_what_does_not_fit() -> None:
     m = Bias()
     dry_run(m, torch.ones(3), (torch.ones(3),))
     assert m.value is None
@@ -249,7 +249,7 @@ def test_on_is_checked() -> None:
         TorchMetric(torchmetrics_objects()[0], on=3)  # type: ignore[arg-type]
 
 
-def test_a_result_that_is_no_number_is_refused() -> None:
+def test_a_result_that_is_not_a_number_is_refused() -> None:
     for result in (torch.zeros(5), None, 'high', [1.0]):
         with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
             feed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
@@ -266,7 +266,7 @@ def test_what_a_metric_raises_keeps_its_type_and_gains_a_note() -> None:
     assert '`bad`' in note and '5' in note and '(pred, *targets)' in note
 
 
-def test_what_is_no_metric_is_refused() -> None:
+def test_what_is_not_a_metric_is_refused() -> None:
     for bad in (3, 'accuracy', [mse, 4.5], torch.zeros(2), {'a': 3}):
         with pytest.raises(MetricError, match='metric'):
             as_metrics(bad)
@@ -385,7 +385,7 @@ def test_dry_run_changes_nothing() -> None:
             assert m.value is None
 
 
-def test_dry_run_says_what_does_not_fit() -> None:
+def test_dry_run_states_what_does_not_fit() -> None:
     pred, targ = scores(20)
     f1 = torchmetrics_objects()[1]
     for m, says in (

@@ -126,7 +126,7 @@ def test_in_a_learner() -> None:
 
 @devices
 @pytest.mark.parametrize('bad', [-1, 3, -100])
-def test_brier_score_names_targets_that_are_no_class(device: str, bad: int) -> None:
+def test_brier_score_names_targets_that_are_not_a_class(device: str, bad: int) -> None:
     pred, targ = torch.randn(4, 3, device=device), torch.tensor([0, 2, bad, 1], device=device)
     metric = BrierScore()
     metric.accumulate(batch(pred, targ))

@@ -238,7 +238,7 @@ def test_smooth_loss_on_the_device() -> None:
 
 
 @pytest.mark.parametrize('deferred', [False, True])
-def test_smooth_loss_goes_on_after_a_checkpoint(deferred: bool, tmp_path: Any) -> None:
+def test_smooth_loss_continues_after_a_resume(deferred: bool, tmp_path: Any) -> None:
     losses = torch.rand(150, dtype=torch.float64)
     whole, first = (
         run(AvgSmoothLoss(0.9, deferred), losses),

@@ -307,7 +307,7 @@ def test_corpus_bleu() -> None:
 # ---------------------------------------------------------------- what can go wrong
 
 
-def test_wrong_shapes_are_told_before_training() -> None:
+def test_wrong_shapes_are_reported_before_training() -> None:
     pred, targ, _, _ = classes(3)
     for metric in (F1Score(average='macro'), *(m() for m in (*RATIOS, RocAuc))):
         with pytest.raises(MetricError, match='do not fit targets'):
@@ -331,7 +331,7 @@ def test_scores_of_two_classes_on_three() -> None:
         dry_run(F1Score(), pred[:, :1], (targ,))
 
 
-def test_targets_that_are_no_class() -> None:
+def test_targets_that_are_not_a_class() -> None:
     pred, targ, _, _ = classes(3)
     targ[3] = 255
     for metric in (F1Score(average='macro'), CohenKappa(), RocAuc()):
@@ -369,7 +369,7 @@ def test_options_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize('name', scores.__all__)
-def test_without_torchmetrics_the_error_says_how_to_install_it(
+def test_without_torchmetrics_the_error_states_how_to_install_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in [m for m in sys.modules if m.split('.')[0] == 'torchmetrics']:

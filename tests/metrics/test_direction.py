@@ -92,7 +92,7 @@ def test_columns_by_their_own_names(names: str, way: str) -> None:
     )
 
 
-def test_an_unknown_name_is_an_error_that_says_how_to_declare_it() -> None:
+def test_an_unknown_name_is_an_error_that_states_how_to_declare_it() -> None:
     ways = MetricProperties()
     assert 'quux' not in ways and ways.get('quux') is None
     with pytest.raises(OptionError, match=r"'night/quux'.*MetricProperties\(higher='quux'\)"):
@@ -133,7 +133,7 @@ def test_comparisons() -> None:
 @pytest.mark.parametrize(
     'wrong', [{'higher': 'a', 'lower': 'A'}, {'higher': ['']}, {'neutral': [3]}]
 )
-def test_contradictions_and_what_is_no_name_are_refused(wrong: Any) -> None:
+def test_contradictions_and_what_is_not_a_name_are_refused(wrong: Any) -> None:
     with pytest.raises(OptionError):
         MetricProperties(**wrong)
 

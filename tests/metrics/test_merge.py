@@ -271,7 +271,7 @@ def test_groups_that_were_counted_already(monkeypatch: pytest.MonkeyPatch) -> No
             assert all(same(v, alone.value, 1e-6) for v, _ in of_all(make, data, size))
 
 
-def test_a_merged_metric_goes_on_after_its_reset() -> None:
+def test_a_merged_metric_continues_after_its_reset() -> None:
     for name, (kind, make) in CASES.items():
         data = batches(kind)
         value, m = of_all(make, data, 2)[0]
@@ -328,7 +328,7 @@ class Largest(Metric):
         return self.most
 
 
-def test_a_merge_of_its_own() -> None:
+def test_a_user_defined_merge() -> None:
     assert [
         v for v, _ in of_all(Largest, [batch(torch.tensor(float(i))) for i in range(5)], 4)
     ] == [4.0] * 4
@@ -384,7 +384,7 @@ class SummedCounter(Counter):
 
 
 @pytest.mark.parametrize('metric', [Silent(), Peak(M.mse), {'x': Silent()}, Counter()])
-def test_what_does_not_say_how_is_refused_at_the_start(metric: Any) -> None:
+def test_a_metric_that_does_not_declare_its_merge_is_refused_at_the_start(metric: Any) -> None:
     with pytest.raises(MetricError, match=r"sum_reduced = \('total', 'n'\)") as e:
         check_mergeable(as_metrics(metric)[0])
     assert any(name in str(e.value) for name in ('Silent', 'Peak', 'Counter'))
@@ -402,7 +402,7 @@ def test_an_object_with_the_methods_of_torchmetrics() -> None:
     ] == [11.0] * 3
 
 
-def test_shapes_that_differ_are_told() -> None:
+def test_shapes_that_differ_are_reported() -> None:
     one, two = M.DiceMulti(), M.DiceMulti()
     one.accumulate(batches('pixels')[0])
     two.accumulate(batches('mask')[0])
@@ -417,7 +417,7 @@ def test_shapes_that_differ_are_told() -> None:
         merge_states(late[0], [shared_state(m) for m in late])
 
 
-def test_a_constant_is_no_state() -> None:
+def test_a_constant_is_not_merged() -> None:
     class WithConstant(Counted):
         def __init__(self) -> None:
             self.k, self.names = 3, ['a']

@@ -88,7 +88,7 @@ def outcome(learn: Learner) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ('n', 'n_train', 'options'), [(2, 95, {}), (3, 95, {}), (2, 89, {}), (2, 89, {'microbatch': 3})]
 )
-def test_rows_are_those_of_one_process(n: int, n_train: int, options: dict[str, Any]) -> None:
+def test_rows_match_one_process(n: int, n_train: int, options: dict[str, Any]) -> None:
     def job(rank: int) -> dict[str, Any]:
         learn = measured(make_dls(n_train, bs=4), **options)
         with learn.distributed('ddp', timeout='20s'):
@@ -305,7 +305,7 @@ def test_predictions_inside_a_fit() -> None:
     compare_preds(lambda: make_learner(make_dls(64, bs=8), **options), ask)
 
 
-def test_each_process_predicts_an_item_of_its_own() -> None:
+def test_each_process_predicts_its_own_item() -> None:
     def job(rank: int) -> Tensor:
         learn = make_learner()
         with learn.distributed('ddp', timeout='20s'):

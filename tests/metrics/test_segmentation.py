@@ -84,7 +84,7 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
     assert JaccardCoeffMulti()(pred, targ) == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
 
 
-def test_targets_that_are_no_class_match_nothing() -> None:
+def test_targets_that_are_not_a_class_match_nothing() -> None:
     targ = torch.tensor([[[1, 0, 255]]])
     pred = torch.eye(2)[torch.tensor([[[1, 0, 1]]])].movedim(-1, 1)
     assert Dice()(pred, targ) == pytest.approx(2 / 3) and DiceMulti()(pred, targ) == pytest.approx(
@@ -110,7 +110,7 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
     )
 
 
-def test_what_does_not_fit_is_told_before_training() -> None:
+def test_what_does_not_fit_is_reported_before_training() -> None:
     pred, targ = images(n_classes=3)
     for metric in (Dice(), JaccardCoeff()):
         with pytest.raises(

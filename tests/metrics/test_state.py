@@ -170,11 +170,11 @@ def test_a_predicted_slice_is_not_saved_with_all_of_its_data() -> None:
     assert kept.state_dict()['last'].untyped_storage().nbytes() == 8
 
 
-def test_a_function_is_no_state_and_a_value_from_elsewhere_has_none() -> None:
+def test_functions_and_foreign_values_have_no_state() -> None:
     assert ValueMetric(lambda: 0.5, 'half').state_dict() == {}
 
 
-def test_the_smoothed_loss_goes_on() -> None:
+def test_the_smoothed_loss_continues() -> None:
     a, b = AvgSmoothLoss(), AvgSmoothLoss()
     losses = [SimpleNamespace(loss=torch.rand((), generator=GEN)) for _ in range(9)]
     for x in losses[:4]:
@@ -411,7 +411,7 @@ def test_a_metric_that_knows_how_it_is_saved() -> None:
     goes_on(Own, classes)
 
 
-def test_configuration_is_that_of_the_metric_and_not_of_the_state() -> None:
+def test_the_configuration_is_taken_from_the_metric_and_not_from_the_state() -> None:
     a, b = Mine(2), Mine(5)
     for m in (a, b):
         m.reset()
@@ -434,7 +434,7 @@ def test_a_metric_under_another_name() -> None:
         (object(), 'object'),
     ],
 )
-def test_what_is_not_plain_is_told(value: Any, kind: str) -> None:
+def test_what_is_not_plain_is_reported(value: Any, kind: str) -> None:
     m = Anything()
     m.last = value
     with pytest.raises(MetricError, match=f'^its attribute `last` holds a {kind}$'):
@@ -443,7 +443,7 @@ def test_what_is_not_plain_is_told(value: Any, kind: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize('name', ['avg', 'r2', 'accum', 'f1', 'auc', 'bleu'])
-def test_a_state_from_the_host_goes_on_with_values_from_a_device(name: str) -> None:
+def test_a_state_from_the_host_continues_with_values_from_a_device(name: str) -> None:
     make, make_batch = OURS[name]
     batches = [a_batch(*(t.cuda() for t in make_batch(n))) for n in (8, 5)]
     straight, first, other = make(), make(), make()
@@ -468,5 +468,5 @@ class Bias(SumMetric):
         return float(sums[0] / sums[1])
 
 
-def test_sums_go_on() -> None:
+def test_sums_continue() -> None:
     assert set(goes_on(Bias, numbers)) == {'_sums'}

@@ -70,7 +70,7 @@ def test_a_function_of_tensors_of_the_whole_set() -> None:
     assert learn.history[0]['med'] == pytest.approx(2 * expected.item(), rel=1e-6)
 
 
-def test_what_does_not_fit_is_told_before_training() -> None:
+def test_what_does_not_fit_is_reported_before_training() -> None:
     learn = learner(AccumMetric(lambda p, t: 0.0))
     before = learn.model.weight.clone()
     with pytest.raises(MetricError, match=r'targets of shape \(16,\)'):

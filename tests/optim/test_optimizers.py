@@ -187,7 +187,7 @@ def test_lamb_makes_steps_as_long_as_the_weights_are() -> None:
         partial(SGD, mom=0.9),
     ],
 )
-def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -> None:
+def test_training_resumes_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -> None:
     if opt_func in (QHAdam, Lamb):
         pytest.importorskip('pytorch_optimizer')
     learn = learner(model := net(), opt_func=opt_func, wd=0.1)
@@ -293,7 +293,7 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_changes(
         assert all(torch.equal(state[k], v) for k, v in before['state'][i].items())
 
 
-def test_what_is_no_state_is_refused() -> None:
+def test_what_is_not_a_state_is_refused() -> None:
     opt = SGD(weights())
     with pytest.raises(OptimizerError, match="torch's optimizers"):
         opt.load_state_dict({'a': 1})
@@ -405,7 +405,7 @@ def test_bad_input_is_refused_with_the_fix(model: Any, options: dict[str, Any], 
     assert all(torch.equal(v, before[k]) for k, v in made.state_dict().items())
 
 
-def test_a_ready_optimizer_with_parameters_beside_is_refused() -> None:
+def test_a_ready_optimizer_with_extra_parameters_is_refused() -> None:
     opt = torch.optim.SGD(ps := weights(), lr=0.1)
     for args, kwargs in (((ps,), {}), ((), {'lr': 0.2})):
         with pytest.raises(OptimizerError, match='give `opt=` alone'):

@@ -193,7 +193,7 @@ def test_lookahead_around_it_keeps_its_groups() -> None:
         torch.testing.assert_close(p.detach(), (s + q.detach()) / 2)
 
 
-def test_training_goes_on_from_a_state_as_if_it_had_not_stopped() -> None:
+def test_training_resumes_from_a_state_as_if_it_had_not_stopped() -> None:
     learn = learner(model := Net())
     learn.fit(1)
     saved, there = deepcopy((learn.opt.state_dict(), model.state_dict()))

@@ -55,7 +55,7 @@ def test_a_file_from_before_weight_decay_loads_where_spared_parameters_are_apart
     )
 
 
-def test_spared_parameters_of_several_groups_are_put_back_for_a_state(tmp_path: Path) -> None:
+def test_spared_parameters_of_several_groups_are_restored_for_a_state(tmp_path: Path) -> None:
     def halves(m: Any) -> list[Any]:
         return [[*m[:2].parameters()], [*m[2:].parameters()]]
 

@@ -222,7 +222,7 @@ def test_decay_given_by_the_optimizer_leaves_norms_and_biases_alone(opt_func: An
 
 
 @opt_funcs
-def test_decay_acts_on_everything_when_told(opt_func: Any) -> None:
+def test_decay_acts_on_everything_if_requested(opt_func: Any) -> None:
     model = net()
     assert all(moved_by_decay(model, learner(model, opt_func=opt_func, wd_bn_bias=True)).values())
 
@@ -485,7 +485,7 @@ def test_the_rate_may_be_a_tensor(opt_func: Any) -> None:
     assert same(*ends, tol=1e-6)
 
 
-def test_a_factory_of_ones_own_brings_its_rate_once() -> None:
+def test_a_user_factory_brings_its_rate_once() -> None:
     learn = learner(net(), opt_func=lambda params, lr: torch.optim.SGD(params, lr=lr * 10), lr=0.01)
     for _ in range(3):
         learn.fit(1, reset_opt=True)
@@ -585,7 +585,7 @@ def test_fit_clears_gradients_on_entry() -> None:
         ),
     ],
 )
-def test_what_is_no_optimizer_is_refused(opt_func: Any, text: str) -> None:
+def test_what_is_not_an_optimizer_is_refused(opt_func: Any, text: str) -> None:
     learn = learner(model := net(), opt_func=opt_func)
     start = weights(model)
     with pytest.raises(OptimizerError, match=text):

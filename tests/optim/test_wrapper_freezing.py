@@ -290,7 +290,7 @@ def test_with_everything_frozen_norm_layers_still_train() -> None:
     assert moved(learn) == [*NORMS_0, *NORMS_1]
 
 
-def test_freezing_one_group_freezes_nothing_and_says_so() -> None:
+def test_freezing_one_group_freezes_nothing_and_warns() -> None:
     learn = learner(splitter=params)
     with pytest.warns(UserWarning, match='one param group.*splitter'):
         learn.freeze()

@@ -51,13 +51,13 @@ def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
 
 
 @pytest.mark.parametrize('opt_func', [torch.optim.SGD, SGD, torch.optim.Adam])
-def test_groups_made_with_one_rate_in_a_tensor_have_rates_of_their_own(opt_func: Any) -> None:
+def test_groups_made_with_one_rate_in_a_tensor_have_their_own_rates(opt_func: Any) -> None:
     learn = learner(opt_func=opt_func, lr=torch.tensor(0.125), splitter=lambda m: [[m.a], [m.b]])
     learn.fit(1, lr=[0.25, 0.5])
     assert [float(h['lr']) for h in learn.opt.hypers] == [0.25, 0.5]
 
 
-def test_rates_that_the_optimizer_brought_stay_beside_that_of_a_later_group() -> None:
+def test_rates_of_the_given_optimizer_stay_when_a_group_is_added() -> None:
     model = RegModel()
     learn = learner(model=model, opt_func=torch.optim.SGD([model.a], lr=0.05))
     with pytest.warns(UserWarning, match=': b[.]'):

@@ -102,7 +102,7 @@ def test_a_scheduler_counts_the_steps() -> None:
     assert opt.param_groups[0]['lr'] == pytest.approx(0.01)
 
 
-def test_an_optimizer_of_ones_own_that_torch_does_not_know() -> None:
+def test_a_user_optimizer_that_torch_does_not_know() -> None:
     class Halve(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})

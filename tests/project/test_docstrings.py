@@ -65,7 +65,7 @@ def test_first_lines_are_imperatives(name: str) -> None:
 @pytest.mark.parametrize(
     'name', [name for name in ERRORS if not name.startswith('Cancel') or name == 'CancelError']
 )
-def test_first_lines_of_errors_say_what_is_wrong(name: str) -> None:
+def test_first_lines_of_errors_state_what_is_wrong(name: str) -> None:
     says = r'\b(cannot|is|was|gave|lacks|has|does not|called|contradicts|got|holds|named|given|raises)\b'
     assert re.search(says, first_line(ERRORS[name])), first_line(ERRORS[name])
 

@@ -28,7 +28,7 @@ def report(
     )
 
 
-def test_every_row_has_one_file_that_tells_its_fault() -> None:
+def test_every_row_has_one_file_that_describes_its_fault() -> None:
     assert list(table.Rows().rows)[:34] == list(range(1, 35)) and len(FILES) == len(
         table.Rows().rows
     )

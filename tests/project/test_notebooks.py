@@ -85,7 +85,7 @@ def test_a_fault_is_found(source: str, tmp_path: Path) -> None:
         execute(nb, tmp_path)
 
 
-def test_what_stderr_says_is_a_fault() -> None:
+def test_output_to_stderr_is_a_fault() -> None:
     out = nbformat.v4.new_output('stream', name='stderr', text='UserWarning: careful')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell('f()', outputs=[out])])
     assert faults(nb) == ['UserWarning: careful']

@@ -241,7 +241,7 @@ def test_types_ship() -> None:
     assert (PACKAGE / 'py.typed').exists()
 
 
-def test_every_module_says_what_is_public() -> None:
+def test_every_module_declares_what_is_public() -> None:
     files = [name for name, path in modules().items() if path.name != '__init__.py']
     assert not [
         name
@@ -353,7 +353,7 @@ def settings() -> dict[str, str]:
     return dict(ini['DEFAULT'])
 
 
-def test_version_is_that_of_settings() -> None:
+def test_version_matches_settings() -> None:
     assert learnkit.__version__ == settings()['version']
 
 
@@ -363,7 +363,7 @@ def test_setup_reads_settings() -> None:
     assert output_lines == [settings()[key] for key in ('lib_name', 'version', 'description')]
 
 
-def test_installed_metadata_is_that_of_settings() -> None:
+def test_installed_metadata_matches_settings() -> None:
     try:
         installed = metadata.metadata(settings()['lib_name'])
     except metadata.PackageNotFoundError:

@@ -199,7 +199,7 @@ def test_a_job_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path)
         run_until_done(lambda: reached('x'), lambda n: 'x', max_lives=3)
 
 
-def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait, name='old-saver')
     thread.start()
@@ -220,7 +220,7 @@ def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ('code', 'expected'), [(None, 0), (0, 0), (3, 3), (263, 7), ('text', 1), (True, 1)]
 )
-def test_exit_codes_are_those_of_the_interpreter(code: Any, expected: int) -> None:
+def test_exit_codes_match_the_interpreter(code: Any, expected: int) -> None:
     def job() -> None:
         sys.exit(code)
 
@@ -250,7 +250,7 @@ def test_output_is_the_childs_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ('', '')
 
 
-def test_nothing_of_the_parents_exit_runs_in_it_and_everything_of_its_own(tmp_path: Path) -> None:
+def test_the_child_runs_its_own_exit_handlers_and_none_of_the_parent(tmp_path: Path) -> None:
     touch: Any = (tmp_path / 'parent').touch
     atexit.register(touch)
 
@@ -323,7 +323,7 @@ def test_it_has_the_parents_generators_its_own_handlers_and_one_thread() -> None
     assert result == (draw(), [True, True], [], 1, True, 1)
 
 
-def test_tensors_come_back_and_files_go() -> None:
+def test_tensors_are_returned_and_files_removed() -> None:
     with start(lambda: {'w': torch.arange(3), 'n': (1, None)}) as child:
         child.wait()
         folder, result = child._folder, child.result
@@ -368,7 +368,7 @@ def test_what_no_checkpoint_has_is_found_out() -> None:
     assert not report and report.differences[0].startswith('model.')
 
 
-def test_a_learner_that_differs_each_time_or_fails_is_told() -> None:
+def test_a_learner_that_differs_each_time_or_fails_is_reported() -> None:
     def another() -> Learner:
         learn = make_learner()
         learn.model[0].bias.data.fill_(os.getpid())
