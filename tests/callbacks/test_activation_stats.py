@@ -265,7 +265,7 @@ def test_after_a_failure_the_next_fit_starts_over() -> None:
 
 def test_bad_questions_are_reported() -> None:
     learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
-    with pytest.raises(OptionError, match=r'no layer 0: 0 were hooked\. Call fit first'):
+    with pytest.raises(OptionError, match=r'no layer 0: 0 .*fit'):
         cb.layer_stats(0)
     learn.fit(1)
     with pytest.raises(OptionError, match='no layer 1: 1 were hooked'):

@@ -275,7 +275,7 @@ def test_checkpoints_of_an_earlier_process_are_reported(
     monkeypatch.setattr(module, '_run_ids', set())
     with pytest.warns(
         UserWarning,
-        match='earlier run, the newest of them 00004-ep1-ba5.ckpt. They stay.*resume=True',
+        match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True',
     ):
         make(Checkpoint(folder=tmp_path)).fit(1)
     assert len(names(tmp_path)) == 5
@@ -305,7 +305,7 @@ def test_nothing_there_yet_begins(tmp_path: Path) -> None:
 
 def test_a_resume_that_nothing_writes_for_is_reported(tmp_path: Path) -> None:
     learn = make(path=tmp_path)
-    with pytest.warns(UserWarning, match=r'no callback writes one.*add `Checkpoint\(\)`'):
+    with pytest.warns(UserWarning, match=r'`Checkpoint\(\)`'):
         learn.fit(1, resume=True)
     assert len(learn.history) == 1
 

@@ -170,7 +170,7 @@ def test_before_it_begins_evaluation_uses_the_weights() -> None:
     plain = learner(net())
     plain.fit(1)
     assert learn.history[-1]['valid_loss'] == plain.history[-1]['valid_loss']
-    with pytest.raises(WeightsError, match='no average yet: it begins at 5ep'):
+    with pytest.raises(WeightsError, match=r'no average .* 5ep'):
         learn.ema.copy_to()
 
 

@@ -408,9 +408,7 @@ def test_what_cannot_be_hooked_is_reported_before_training() -> None:
     learn = quiet(HookCallback('hed'), model=nn.Sequential())
     learn.model.add_module('head', nn.Linear(1, 1))
     start = learn.model.head.weight.item()
-    with pytest.raises(
-        OptionError, match=r"Sequential has no module named 'hed'\. There is `head`\..*summary"
-    ):
+    with pytest.raises(OptionError, match=r"Sequential .*'hed'\. .*`head`\..*summary"):
         learn.fit(1)
     assert learn.model.head.weight.item() == start
     for kwargs, error, message in (

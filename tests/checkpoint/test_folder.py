@@ -111,9 +111,7 @@ def test_what_is_not_there(which: Any, message: str, tmp_path: Path) -> None:
 
 def test_none_has_a_value(tmp_path: Path) -> None:
     write(tmp_path, None, math.nan)
-    with pytest.raises(
-        CheckpointError, match=r'None has a monitored value: use `Checkpoint\(monitor='
-    ):
+    with pytest.raises(CheckpointError, match=r'`Checkpoint\(monitor='):
         find('best', tmp_path)
 
 

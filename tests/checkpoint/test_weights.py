@@ -36,9 +36,7 @@ def test_a_program_for_serving_is_distinguished_from_weights(tmp_path: Path) -> 
 
 @pytest.mark.parametrize('name', ['m.pkl', 'm.pth', 'm.pt', '/tmp/x/export.pickle'])
 def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"into a file `.pt2`.*`learn.save_learner\('learner.pth'\)`"
-    ):
+    with pytest.raises(OptionError, match=r'`\.pt2`.*`learn\.save_learner'):
         learner(tmp_path).export(name)
     assert not list(tmp_path.iterdir())
 
@@ -107,9 +105,7 @@ def test_differences_of_the_optimizer_go_by_the_models_names(tmp_path: Path) -> 
 def test_a_learner_without_data(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     path = learn.save_learner()
-    with pytest.raises(
-        OptionError, match=r'model=build\)` calls `build\(\)`, your function that returns the Seq'
-    ):
+    with pytest.raises(OptionError, match=r'model=build\)` calls `build\(\)`.* Seq'):
         load_learner(path)
     loaded = load_learner(path, model=learn.model, loss_func=nn.CrossEntropyLoss(), cpu=True)
     assert loaded.dls.device == torch.device('cpu') and repr(loaded.dls) == 'No data'

@@ -170,7 +170,7 @@ def test_callbacks_save_and_load_them(tmp_path: Path) -> None:
 def test_what_the_format_has_no_place_for_writes_nothing(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.create_opt()
-    with pytest.raises(OptionError, match=r'no place for the state of an optimizer.*`\.pth`'):
+    with pytest.raises(OptionError, match=r'state of an optimizer.*`\.pth`'):
         learn.save('a.safetensors', with_opt=True)
     for name, value in (
         ('x', torch.eye(2).to_sparse()),
@@ -179,9 +179,7 @@ def test_what_the_format_has_no_place_for_writes_nothing(tmp_path: Path) -> None
     ):
         model = net()
         model.register_buffer(name, value)
-        with pytest.raises(
-            OptionError, match=r'has no place in a file \.safetensors: use one with `\.pth`'
-        ):
+        with pytest.raises(OptionError, match=r'\.safetensors: .*`\.pth`'):
             learner(tmp_path, model).save('a.safetensors')
     assert not [p for p in tmp_path.rglob('*') if p.is_file()]
 
@@ -194,7 +192,7 @@ def test_states_that_are_not_tensors_are_named(tmp_path: Path) -> None:
         def set_extra_state(self, state: Any) -> None:
             pass
 
-    with pytest.raises(OptionError, match='_extra_state, a dict, has no place'):
+    with pytest.raises(OptionError, match=r'_extra_state, a dict'):
         learner(tmp_path, WithMore(3, 4)).save('a.safetensors')
 
 
@@ -277,7 +275,7 @@ def test_a_file_that_is_not_there_or_holds_no_more_than_weights(tmp_path: Path) 
     with pytest.raises(FileNotFoundError) as e:
         learn.load('resnet81.safetensors')
     assert e.value.__notes__ == ['The folder has resnet18.safetensors.']
-    with pytest.raises(WeightsError, match='no optimizer state: pass `with_opt=False`'):
+    with pytest.raises(WeightsError, match=r'`with_opt=False`'):
         learn.load(path, with_opt=True)
     with pytest.raises(WeightsError, match='weights without a configuration'):
         load_learner(path, model=net())

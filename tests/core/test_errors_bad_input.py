@@ -268,7 +268,7 @@ def test_the_same_callback_twice() -> None:
 
 
 def test_an_unknown_event() -> None:
-    with pytest.raises(UnknownEventError, match=r"'befor_fit'.*Did you mean `before_fit`"):
+    with pytest.raises(UnknownEventError, match=r"'befor_fit'.*`before_fit`"):
         Callback(befor_fit=mae)
     learn = make()
     for do in (

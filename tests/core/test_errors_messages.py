@@ -116,7 +116,7 @@ def test_the_message_names_the_fix(
 def test_what_a_file_cannot_be_used_for(tmp_path: Path) -> None:
     learn = synth_learner(path=tmp_path)
     file = learn.save_learner('net.pth')
-    with pytest.raises(OptionError, match=r'a function that returns it, or the nn\.Module itself'):
+    with pytest.raises(OptionError, match=r'nn\.Module itself'):
         load_learner(file, model=3)  # type: ignore[arg-type]
 
     for logger, text in (
@@ -126,7 +126,7 @@ def test_what_a_file_cannot_be_used_for(tmp_path: Path) -> None:
     ):
         (tmp_path / 'log.csv').write_text(text)
         (tmp_path / 'log.jsonl').write_text(text)
-        with pytest.raises(OptionError, match='give another `fname`, or move that file away'):
+        with pytest.raises(OptionError, match=r'`fname`'):
             synth_learner(
                 path=tmp_path, cbs=logger('log.csv' if logger is CSVLogger else 'log.jsonl')
             ).fit(1)

@@ -143,9 +143,9 @@ def test_errors_name_the_value_and_the_fix() -> None:
     with pytest.raises(TimeError, match=r"'5 parsecs' .* Did you mean `sec`\?") as e:
         Time('5 parsecs')
     assert all(f'{unit} (' in str(e.value) for unit in UNITS) and '1h20m' in str(e.value)
-    with pytest.raises(TimeError, match=r"no unit 'token'\. Did you mean `tok`"):
+    with pytest.raises(TimeError, match=r"'token'\. .*`tok`"):
         Time(5, 'token')
-    with pytest.raises(TimeError, match=r'Epochs are whole numbers, got 2\.5ep'):
+    with pytest.raises(TimeError, match=r'whole numbers, .* 2\.5ep'):
         Time('2.5ep')
     with pytest.raises(TimeError, match='negative, got -5ba'):
         Time('-5ba')

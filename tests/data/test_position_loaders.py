@@ -188,7 +188,7 @@ def test_a_stream_that_shares_a_global_generator_is_named() -> None:
     checkpoint = run_without_stop(make, 1)[1][0][3]
     with pytest.warns(
         UserWarning,
-        match='data set .* global generator of python, .* Give it its own generator',
+        match=r'data set .* generator of python',
     ):
         passes_after_resume(make, checkpoint, 1)
 
@@ -360,9 +360,7 @@ def test_a_loader_with_its_own_state() -> None:
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
     drawing = LoaderPosition(WithState([{1}]))
     drawing.begin()
-    with pytest.raises(
-        CheckpointError, match=r"of WithState\['extra'\]\[0\] is a set, which would not load safely"
-    ):
+    with pytest.raises(CheckpointError, match=r"WithState\['extra'\]\[0\] is a set"):
         drawing.state_dict(0)
 
 
@@ -414,9 +412,7 @@ def test_the_epoch_number_of_a_data_set_within_a_subset() -> None:
 
 def test_an_epoch_that_ends_before_the_batch() -> None:
     checkpoint = run_without_stop(lambda seed: Shrinking(), 1)[1][0][3]
-    with pytest.raises(
-        CheckpointError, match='ended after 2 batches, and the checkpoint was taken after 3'
-    ):
+    with pytest.raises(CheckpointError, match=r' 2 batches, .* 3'):
         passes_after_resume(lambda seed: Shrinking(), checkpoint)
 
 

@@ -252,9 +252,7 @@ def test_an_observer_that_changed_a_number_is_reported_by_name() -> None:
             self.mean = float(self.pred.mean())
 
     learn = learner(n_train=1, cbs=[Peeks(), Honest()])
-    with pytest.warns(
-        UserWarning, match='Peeks is declared an observer, but changed xb, random numbers'
-    ):
+    with pytest.warns(UserWarning, match=r'Peeks .* xb, random numbers'):
         with learn.trace() as changes:
             learn.fit(1)
     assert {c.callback for c in changes.by_observers} == {'Peeks'}

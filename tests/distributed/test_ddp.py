@@ -212,13 +212,13 @@ def test_models_that_differ_are_refused() -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(OptionError, match=r"strategy='dpp': give .* Did you mean `ddp`"):
+    with pytest.raises(OptionError, match=r"strategy='dpp': .*`ddp`"):
         DistributedTraining('dpp')
     with pytest.raises(OptionError, match="uneven='drop_last'"):
         DistributedTraining(uneven='drop_last')
     with pytest.raises(OptionError, match='timeout'):
         DistributedTraining(timeout='3ep')
-    with pytest.raises(OptionError, match=r'bucket_cap: .* Did you mean `bucket_cap_mb`'):
+    with pytest.raises(OptionError, match=r'bucket_cap: .*`bucket_cap_mb`'):
         DistributedTraining('ddp', bucket_cap=3)
     with pytest.raises(OptionError, match=r'bucket_cap_mb: .*policy'):
         DistributedTraining('fsdp', bucket_cap_mb=3)

@@ -573,9 +573,7 @@ def duel(cls: type[Learner], bs: int, n: int) -> Learner:
 
 def test_a_user_loop_averages_gradients_or_names_the_reason() -> None:
     def job(rank: int) -> Any:
-        with pytest.raises(
-            DistributedError, match='NoEvents has stepped without `before_step`'
-        ) as e:
+        with pytest.raises(DistributedError, match=r'NoEvents .*`before_step`') as e:
             trained(duel(NoEvents, 4, 104))
         return [
             trained(duel(Duel, 4, 101))['weights'],

@@ -136,7 +136,7 @@ def test_one_process_trains_as_this_one_would_and_odd_results_stay_behind() -> N
             learn.fit(1)
         return learn
 
-    with pytest.warns(UserWarning, match='has returned a Learner, which stays behind'):
+    with pytest.warns(UserWarning, match=r'returned a Learner'):
         assert launch(there, train, 1) is None
     assert learn_digest(here) == learn_digest(there)
 
@@ -158,9 +158,7 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
         write_pid(tmp_path, learn)
         learn.fit(1, cbs=Boom())
 
-    with pytest.raises(
-        DistributedError, match=r'Process 1 of 2 has failed: ValueError: boom in a notebook'
-    ) as error:
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .*ValueError: boom') as error:
         launch(learn, train, 2)
     assert 'Boom.after_loss (epoch 0, batch 2)' in str(error.value)
     assert 'distributed/launching.py' not in str(error.value)
@@ -176,7 +174,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
             print('last words', file=sys.stderr)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(DistributedError, match='Process 1 of 2 was ended by SIGKILL') as error:
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .* SIGKILL') as error:
         launch(line(), die, 2)
     assert error.value.args[0].endswith('for want of memory perhaps.\nlast words\n')
     assert wait_until_ended(pids(tmp_path))
@@ -188,9 +186,7 @@ def test_one_that_does_not_end_with_the_others_is_ended(tmp_path: Path) -> None:
     def linger(learn: Learner) -> None:
         (wait_for_ever if learn.world.rank else write_pid)(tmp_path, learn)
 
-    with pytest.raises(
-        DistributedError, match='Process 1 of 2 did not end within 1 s of the others'
-    ):
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .* 1 s '):
         launch(line(), linger, 2, timeout='1s')
     assert wait_until_ended(pids(tmp_path))
 

@@ -172,9 +172,7 @@ def test_a_miss_names_both_owners_and_the_closest_names() -> None:
     assert '`Callback`' in str(e.value) and '`Learner`' in str(e.value)
     assert '`los`' in str(e.value) and '`loss`' in str(e.value)
     assert e.value.name == 'los'
-    with pytest.raises(
-        AttributeError, match=r'Neither `Learner` nor `RegModel` has an attribute `modle`.*`model`'
-    ):
+    with pytest.raises(AttributeError, match=r'`Learner` nor `RegModel` .*`modle`.*`model`'):
         _ = learn.modle
 
 

@@ -272,7 +272,7 @@ def test_what_is_not_a_callback_is_refused_before_anything_is_added(wrong: Any) 
 
 
 def test_a_class_that_needs_arguments_is_refused_as_a_class() -> None:
-    with pytest.raises(CallbackError, match='Noted cannot be made without arguments'):
+    with pytest.raises(CallbackError, match=r'Noted .* arguments'):
         bare(Noted)
 
 

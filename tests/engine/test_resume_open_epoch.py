@@ -250,8 +250,7 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     make = partial(learner, metrics=[mae, Seen()])
     with pytest.warns(
         UserWarning,
-        match=r'`seen` \(it was not saved: its attribute `seen` holds a set\): its training '
-        'value of this epoch counts the batches after the resume only',
+        match=r'`seen` \(.*attribute `seen` holds a set',
     ):
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
@@ -264,7 +263,7 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
 def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
     with pytest.warns(
         UserWarning,
-        match=r'`rmse` \(the checkpoint has no metric of this name\): its training value',
+        match=r'`rmse` \(.*no metric',
     ):
         straight, other = resumed(
             partial(learner, metrics=[mae, nn.L1Loss()]),
@@ -277,7 +276,7 @@ def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
 
 
 def test_a_metric_of_the_same_name_and_another_kind_starts_over() -> None:
-    with pytest.warns(UserWarning, match=r'`rmse` \(it was a RMSE\): its training value'):
+    with pytest.warns(UserWarning, match=r'`rmse` \(.* RMSE\)'):
         resumed(
             partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}])
         )

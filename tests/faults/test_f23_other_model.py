@@ -112,7 +112,7 @@ def test_a_loss_with_weights_counts_too(tmp_path: Path) -> None:
         1, cbs=Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
     )
     learn = make(3)
-    with pytest.raises(WeightsError, match=r'loss_func: shape: w is \[3\], in the file \[2\]'):
+    with pytest.raises(WeightsError, match=r'loss_func: shape: w .*\[3\], .*\[2\]'):
         learn.fit(1, resume=kept[1])
     assert learn.loss_func.w.tolist() == [1.0, 1.0, 1.0]
 

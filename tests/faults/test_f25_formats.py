@@ -58,7 +58,7 @@ def test_a_newer_one_is_refused(tmp_path: Path) -> None:
     "golden/format3.ckpt is that file with a 3 in the place of the 2."
     path = GOLDEN / 'format3.ckpt'
     with pytest.raises(
-        CheckpointError, match=rf'format3\.ckpt has format 3, .*reads format {FORMAT}: update'
+        CheckpointError, match=rf'format3\.ckpt has format 3, .*{FORMAT}: update'
     ) as e:
         read_state(path)
     assert not isinstance(e.value, DamagedError) and read_info(path) == {
@@ -76,14 +76,12 @@ def test_a_newer_one_is_refused(tmp_path: Path) -> None:
 def test_an_older_one_is_refused(tmp_path: Path) -> None:
     path = GOLDEN / 'format1.ckpt'
     for read in (read_state, read_info, lambda path: find(path, tmp_path)):
-        with pytest.raises(
-            CheckpointError, match=r'format1\.ckpt was written by an older learnkit.*format 1'
-        ) as e:
+        with pytest.raises(CheckpointError, match=r'format1\.ckpt .*format 1') as e:
             read(path)
         assert not isinstance(e.value, DamagedError)
     for name in ('00001-ep1-ba1.ckpt', '00002-ep2-ba2.ckpt'):
         (tmp_path / name).write_bytes(path.read_bytes())
-    with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt was written by an older'):
+    with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt .* older'):
         find(True, tmp_path)
     zero = with_metadata(write(tmp_path / '0.ckpt'), learnkit='0')
     with pytest.raises(CheckpointError, match='older'):

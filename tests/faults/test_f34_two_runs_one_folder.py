@@ -60,7 +60,7 @@ def test_two_processes(tmp_path: Path) -> None:
     try:
         with pytest.raises(
             FolderInUseError,
-            match=rf'run is in use: process {pid} on .* has been writing there since',
+            match=rf'process {pid} ',
         ):
             FolderLock(tmp_path / 'run').acquire()
     finally:
@@ -76,9 +76,7 @@ def test_one_process_twice(tmp_path: Path) -> None:
     (tmp_path / 'link').symlink_to(tmp_path / 'run')
     with FolderLock(tmp_path / 'run'):
         for name in ('run', 'link'):
-            with pytest.raises(
-                FolderInUseError, match=r'in use: this process has been writing there since 2'
-            ):
+            with pytest.raises(FolderInUseError, match=r'in use: this process .* since 2'):
                 FolderLock(tmp_path / name).acquire()
         assert not can_lock(tmp_path / 'run'), 'being refused gave nothing up'
     with FolderLock(tmp_path / 'link'):

@@ -385,11 +385,11 @@ def test_an_error_names_the_place_and_the_next_fit_works() -> None:
 
 def test_unknown_and_unwritable_attributes_name_the_alternative() -> None:
     state = learner(SpeedMonitor()).cbs[-1].view
-    with pytest.raises(AttributeError, match='Composer has there the settings of FSDP'):
+    with pytest.raises(AttributeError, match=r'FSDP'):
         _ = state.fsdp_config
     with pytest.raises(AttributeError, match='Did you mean `timestamp`'):
         _ = state.timestamps
-    with pytest.raises(AttributeError, match=r'`state.dataloader` cannot be set.*batch, outputs'):
+    with pytest.raises(AttributeError, match=r'`state\.dataloader` .*batch, outputs'):
         state.dataloader = 1
     with pytest.raises(AttributeError, match='Give the length to'):
         state.max_duration = '5ep'
@@ -413,7 +413,7 @@ def test_non_callbacks_and_misspelled_names() -> None:
         from_composer(SpeedMonitor)
     with pytest.raises(CallbackError, match='needs no from_composer'):
         from_composer(Callback())
-    with pytest.warns(UserWarning, match='Misspelt.epoch_strat.* Did you mean `epoch_start`'):
+    with pytest.warns(UserWarning, match=r'Misspelt\.epoch_strat.*`epoch_start`'):
         from_composer(Misspelt())
 
 

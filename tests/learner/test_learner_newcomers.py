@@ -61,9 +61,7 @@ def notes(e: BaseException) -> str:
     'metric', [accuracy, error_rate, top_k_accuracy, partial(top_k_accuracy, k=1)]
 )
 def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
-    with pytest.raises(
-        MetricError, match=r'have one output along axis -1: there are no classes.*`accuracy_multi`'
-    ):
+    with pytest.raises(MetricError, match=r'axis -1: .*`accuracy_multi`'):
         metric(torch.randn(8, 1), torch.ones(8).long())
     learn = learner(
         LABELS[:, None].float(), loss_func=F.binary_cross_entropy_with_logits, metrics=metric
@@ -371,9 +369,7 @@ def test_inputs_and_targets_in_the_place_of_batches(train: Any) -> None:
         lambda: DataLoaders([(X, Y)], train),
         lambda: learn.validate(dl=train),
     ):
-        with pytest.raises(
-            LoaderError, match=r'not of batches: use DataLoaders.from_tensors\(\(x, y\), \('
-        ):
+        with pytest.raises(LoaderError, match=r'DataLoaders\.from_tensors\(\(x, y\), \('):
             give()
 
 

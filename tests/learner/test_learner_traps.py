@@ -192,7 +192,7 @@ def test_a_keyword_that_a_constructor_passes_on_is_of_the_class_that_takes_it() 
 
 @pytest.mark.parametrize('folder', ['ckpts', Path('ckpts')])
 def test_a_folder_in_place_of_the_interval(folder: Any) -> None:
-    with pytest.raises(TimeError, match=r'ckpts.*A folder is given as `folder=`'):
+    with pytest.raises(TimeError, match=r'ckpts.*`folder=`'):
         Checkpoint(folder)
 
 

@@ -209,9 +209,7 @@ class Second(Callback):
 
 
 def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r'`same` was logged twice in step 1: by First .*`first`.* and by Second'
-    ):
+    with pytest.raises(OptionError, match=r'`same`.* step 1: by First .*`first`.* Second'):
         learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
 
 
@@ -225,7 +223,7 @@ def test_one_name_in_evaluation(tmp_path: Path) -> None:
         if not cb.training:
             cb.learn.log('same', 1.0)
 
-    with pytest.raises(OptionError, match='`valid_same` was logged twice in step 10'):
+    with pytest.raises(OptionError, match=r'`valid_same` .* step 10'):
         learner(tmp_path, Callback(after_loss=log), Callback(after_pred=log), JSONLinesLogger).fit(
             1
         )
@@ -236,7 +234,7 @@ def test_the_name_of_a_metric(tmp_path: Path) -> None:
         cb.learn.log('l1_loss', 1.0)
 
     learn = learner(tmp_path, Callback(before_step=log), JSONLinesLogger, metrics=nn.L1Loss())
-    with pytest.raises(MetricError, match=r"log\('l1_loss'\): a metric has this column"):
+    with pytest.raises(MetricError, match=r"log\('l1_loss'\)"):
         learn.fit(1)
 
 
@@ -246,9 +244,7 @@ def test_the_loggers_own_names(tmp_path: Path) -> None:
         Callback(before_step=lambda cb: cb.learn.log('lr', 1.0)),
         JSONLinesLogger(every='2ba'),
     )
-    with pytest.raises(
-        OptionError, match=r'`lr` was logged twice in step 2: by Callback .* and by JSONLinesLogger'
-    ):
+    with pytest.raises(OptionError, match=r'`lr`.* step 2: .* JSONLinesLogger'):
         learn.fit(1)
 
 

@@ -358,9 +358,7 @@ def test_targets_that_are_not_class_numbers(loss: Any) -> None:
         torch.zeros(5, dtype=torch.long),
     )
     for targ in (one_hot, floats, few):
-        with pytest.raises(
-            LossError, match=r'with 4 classes along axis -?1, give whole class numbers of shape'
-        ) as e:
+        with pytest.raises(LossError, match=r'4 classes along axis -?1') as e:
             loss()(inp, targ)
         assert 'Are the classes along another `axis`?' in str(e.value) and loss.__name__ in str(
             e.value

@@ -323,9 +323,7 @@ def test_wrong_shapes_are_reported_before_training() -> None:
 def test_scores_of_two_classes_on_three() -> None:
     pred, targ, _, _ = classes(3)
     for metric in (F1Score(), Jaccard(), RocAucBinary(), APScoreBinary()):
-        with pytest.raises(
-            MetricError, match='is of two classes, but predictions have 3 along axis -1'
-        ):
+        with pytest.raises(MetricError, match=r'two classes, .* 3 along axis -1'):
             dry_run(metric, pred, (targ,))
     with pytest.raises(MetricError, match='F1ScoreMulti'):
         dry_run(F1Score(), pred[:, :1], (targ,))
@@ -335,16 +333,14 @@ def test_targets_that_are_not_a_class() -> None:
     pred, targ, _, _ = classes(3)
     targ[3] = 255
     for metric in (F1Score(average='macro'), CohenKappa(), RocAuc()):
-        with pytest.raises(
-            MetricError, match='targets go from 0 to 255, but are to be from 0 to 2'
-        ):
+        with pytest.raises(MetricError, match=r'from 0 to 255, .* from 0 to 2'):
             metric(pred, targ)
 
 
 def test_another_number_of_classes_in_a_later_batch() -> None:
     m = HammingLoss()
     m.accumulate(batch(*classes(3)[:2]))
-    with pytest.raises(MetricError, match='there were 3 classes, now there are 4'):
+    with pytest.raises(MetricError, match=r' 3 classes, .* 4'):
         m.accumulate(batch(*classes(4)[:2]))
 
 

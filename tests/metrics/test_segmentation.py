@@ -113,9 +113,7 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
 def test_what_does_not_fit_is_reported_before_training() -> None:
     pred, targ = images(n_classes=3)
     for metric in (Dice(), JaccardCoeff()):
-        with pytest.raises(
-            MetricError, match=rf'have 3 along axis 1: use {type(metric).__name__}Multi'
-        ):
+        with pytest.raises(MetricError, match=rf'3 along axis 1: use {type(metric).__name__}Multi'):
             dry_run(metric, pred, (targ,))
     for metric in (DiceMulti(), JaccardCoeffMulti(), ForegroundAcc()):
         with pytest.raises(MetricError, match='do not fit targets'):

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_reported_before_training() -> None:
     with pytest.raises(MetricError, match=r'targets of shape \(16,\)'):
         learn.fit(1)
     assert torch.equal(learn.model.weight, before)
-    with pytest.raises(MetricError, match=r"activation='sigmod'.*Did you mean `sigmoid`"):
+    with pytest.raises(MetricError, match=r"activation='sigmod'.*`sigmoid`"):
         AccumMetric(np.mean, activation='sigmod')
     with pytest.raises(MetricError, match='got 5'):
         AccumMetric(5)  # type: ignore[arg-type]  # that is the mistake

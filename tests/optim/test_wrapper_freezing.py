@@ -269,14 +269,10 @@ def test_freezing_alone_leaves_modes_as_they_are() -> None:
 def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
     for reset in (False, True):
         learn = learner(train_bn=False)
-        with pytest.warns(
-            UserWarning, match=r'freeze_to\(3\) freezes every one of the 3 param groups.*unfreeze'
-        ):
+        with pytest.warns(UserWarning, match=r'freeze_to\(3\) .* 3 .*unfreeze'):
             learn.freeze_to(3)
         before = copies(learn.model)
-        with pytest.raises(
-            ModelError, match=r'Sequential has no trainable parameters.*learn\.unfreeze\(\)'
-        ):
+        with pytest.raises(ModelError, match=r'Sequential .*learn\.unfreeze\(\)'):
             learn.fit(1, reset_opt=reset)
         assert all(torch.equal(p, before[n]) for n, p in learn.model.named_parameters())
         learn.unfreeze()

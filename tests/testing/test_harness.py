@@ -176,13 +176,11 @@ def test_a_job_that_fails_shows_its_traceback() -> None:
     def fail() -> None:
         raise KeyError('planned')
 
-    with pytest.raises(
-        HarnessError, match=r"(?s)ended with exit code 1\..*in fail.*KeyError: 'planned'"
-    ):
+    with pytest.raises(HarnessError, match=r"(?s)exit code 1\..*in fail.*KeyError: 'planned'"):
         run_until_done(fail)
     with pytest.raises(HarnessError, match=r'(?s)exit code 1.*would not load safely'):
         run_until_done(lambda: object())
-    with pytest.raises(HarnessError, match='SIGKILL, which the harness did not send'):
+    with pytest.raises(HarnessError, match=r'SIGKILL'):
         run_until_done(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
