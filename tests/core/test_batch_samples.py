@@ -1,4 +1,4 @@
-"""What a sample is in a batch: counted, cut, gathered and shared out by one rule."""
+"""Samples of a batch: one rule for counting, cutting, gathering and sharding."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_the_default_alone_decides(x: Any, y: Any, is_certain: bool) -> Non
 
 
 class Sum(nn.Module):
-    "Give the sum of everything, times a weight."
+    "Returns the sum of all inputs, times a weight."
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ def test_samples_are_put_in_order_or_refused() -> None:
 
 
 class Ragged(nn.Module):
-    "Give each sequence (T, 2) of a list its logits (T,)."
+    "Returns logits [T] for each sequence [T, 2] of a list."
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who trains together: what launchers say, and torchrun, SLURM and others' process groups for real."""
+"""Ranks of a training: variables of launchers, and real torchrun, SLURM and existing process groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SALLOC = {
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A command of this name that knows the machines of a list, as SLURM's does."
+    "Create a command of this name that prints a list of hosts, like SLURM's."
     command = tmp_path / 'scontrol'
     command.write_text(
         '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && [ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n'
@@ -357,7 +357,7 @@ def torchrun(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    "What the last checkpoint holds."
+    "Return the contents of the last checkpoint."
     return read_state(entries(folder / 'checkpoints')[0].path)[0]
 
 

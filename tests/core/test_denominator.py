@@ -1,4 +1,4 @@
-"""What a loss averages over: the denominator of torch's own means, and how little it asks."""
+"""The denominator of a loss: compared with torch's means, and its number of host reads."""
 
 from __future__ import annotations
 

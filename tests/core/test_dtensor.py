@@ -1,4 +1,4 @@
-"""The mesh of hosts beside one of accelerators: known as long as a strategy works with it."""
+"""The mesh of hosts for a mesh of accelerators exists as long as a strategy uses it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_hosts_are_forgotten_with_their_group() -> None:
 
 
 def again(rank: int, folder: Path) -> Any:
-    "Train, leave, and go on from the checkpoint in a new context; then train on."
+    "Train, leave the context, resume from the checkpoint in a new context, and continue training."
     learn = learner(n=40, cbs=[Checkpoint(folder=folder, every='1ep')])
     with learn.no_bar(), learn.no_logging():
         for n in (1, 2):

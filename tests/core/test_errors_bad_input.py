@@ -1,4 +1,4 @@
-"""Bad input: a typed error that names the thing and the fix, before any weight has changed; then the Learner trains."""
+"""Bad input raises a typed error with the cause and the fix before a weight changes; then the Learner trains."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuses(
     *says: str,
     do: Callable[[Learner], Any] = lambda learn: learn.fit(2),
 ) -> str:
-    "Check the error's type and words, and that model, optimizer, callbacks and state are as before."
+    "Check the error's type and words, and that model, optimizer, callbacks and state are unchanged."
     weights = [t.clone() for t in learn.model.state_dict().values()]
     modes, cbs, opt = [m.training for m in learn.model.modules()], list(learn.cbs), learn.opt
     hypers = [dict(h) for h in opt.hypers] if opt else None
@@ -80,7 +80,7 @@ def refuses(
 
 
 def trains(learn: Learner) -> None:
-    "The learner is none the worse for it."
+    "Check that the Learner still trains."
     before = [p.clone() for p in learn.model.parameters()]
     learn.fit(1)
     assert len(learn.history) == 1 and learn.history[0]['train_loss'] > 0

@@ -1,4 +1,4 @@
-"""What is given by mistake: a typed error before any weight has changed, which names the thing and what to write."""
+"""Wrong options raise typed errors with the cause and the fix before a weight changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def message(
     error: type[Exception],
     do: Callable[[Learner], Any] = lambda learn: learn.fit(1),
 ) -> str:
-    "The error's text; it came before anything had changed."
+    "Return the error's message, and check that nothing changed."
     before = weights(learn)
     with pytest.raises(error) as e:
         do(learn)

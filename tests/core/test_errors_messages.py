@@ -1,4 +1,4 @@
-"""Messages that say how to write it right, where only what was wrong would leave a user guessing."""
+"""Error messages name the fix where the cause alone would not be enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints beside errors, and where warnings point."""
+"""Hints in error messages, and the line that warnings point to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X, Y = torch.randn(8, 4), torch.arange(8) % 3
 
 
 def catch_warning(do: Any) -> warnings.WarningMessage:
-    "The one warning that something gives."
+    "Return the only warning of a call."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         do()

@@ -1,4 +1,4 @@
-"""learnkit.core.random: every generator comes back exactly, and a captured state can be saved and loaded safely."""
+"""Random generators are restored exactly, and a captured state can be saved and loaded safely."""
 
 import io
 import random
@@ -24,7 +24,7 @@ from tests.helpers.fresh import output_of
 
 
 def draw() -> tuple[Any, ...]:
-    "Draw from every global generator, an odd number of times where it keeps a spare normal number."
+    "Draw from every global generator, an odd number of times if it caches a second normal number."
     return (
         random.random(),
         random.gauss(0, 1),

@@ -400,7 +400,7 @@ def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
 
 @given(st.integers(1, 1000), st.integers(1, 100))
 def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: int) -> None:
-    "Each share i/n and interval 1/k is rounded; every multiple is crossed where the exact one is."
+    "Shares i/n and intervals 1/k are rounded; every multiple is crossed where the exact fraction is."
     stamps = [Timestamp(dur=i / n_batches) for i in range(n_batches + 1)]
     every = Time(1 / parts, 'dur')
     found = [crossings(a, b, every) for a, b in pairwise(stamps)]

@@ -1,4 +1,4 @@
-"""`doc`: what stands in signatures, events and callbacks, as text and in a notebook."""
+"""`doc` for signatures, events and callbacks, as text and in a notebook."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_help_for_what_is_made_of_something() -> None:
 
 
 class Levels(Callback):
-    "Notes which levels are open at each event, in training and in evaluation."
+    "Records the open levels at each event, in training and in evaluation."
 
     order = -1000
 
@@ -268,7 +268,7 @@ def test_what_has_no_help(value: Any) -> None:
 
 
 class Tags(HTMLParser):
-    "Notes the tags that are open, and the text."
+    "Records the open tags, and the text."
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What can be seen of a training: handlers and their places, the time of its parts, and who changed what."""
+"""Views of a training: handlers and their places, the time of its parts, and which callback changed what."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_step_in_so_many_is_measured() -> None:
 
 
 def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    "Parts that sleep are found where they sleep; what is measured adds up to the step."
+    "Time of sleeping parts is attributed to them, and the parts add up to the step."
     clock = use_clock(monkeypatch, 'learnkit.engine.timings')
 
     class Slow(nn.Module):

@@ -1,4 +1,4 @@
-"""What objects say of themselves: as HTML and as text, without raising, drawing a batch or waiting for a device."""
+"""Text and HTML of objects: no errors, no drawn batch, no wait for a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learnkit.testing import synth_learner
 
 
 class Rows(HTMLParser):
-    "The cells of tables, row by row, with every tag that is opened closed again."
+    "Collects the cells of tables by row, and checks that every tag is closed."
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_the_html_of_a_learner_shows_its_parts_and_progress() -> None:
 
 
 class Hostile(nn.Module):
-    "A model that does not let itself be looked at."
+    "A model whose `__repr__` and attributes raise."
 
     def __repr__(self) -> str:
         raise RuntimeError

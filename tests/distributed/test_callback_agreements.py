@@ -1,4 +1,4 @@
-"""What several processes agree on: where they stop and leave, what they log, and what one of them alone cannot do."""
+"""Agreements of several processes: where they stop and leave, and what they log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVENT = Callable[[Any], Any]
 
 
 def each(cases: dict[Any, Callable[[int], Any]]) -> dict[Any, list[Any]]:
-    "Do each case in two processes, one after the other; return what came out in each."
+    "Run each case in two processes; return the results of both."
     ranks = run_ranks(lambda rank: [do(rank) for do in cases.values()])
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
@@ -50,7 +50,7 @@ def make_training(*cbs: Any, bs: int = 4, path: Path | str = '.', **options: Any
 
 
 def at(event: str, do: EVENT, where: EVENT = lambda cb: True, rank: int | None = 1) -> Callback:
-    "Do something at an event in one process, or in all."
+    "Return a callback that acts at an event in one process or in all."
 
     def act(cb: Any) -> None:
         if (rank is None or cb.world.rank == rank) and where(cb):
@@ -72,7 +72,7 @@ def in_epoch(epoch: int) -> EVENT:
 
 
 def stopped(learn: Learner, fit: Callable[[Learner], Any], **options: Any) -> list[int]:
-    "Train in the processes that are there; return the number of batches and of rows when all are alike."
+    "Train in this process group; return the number of batches and rows if all ranks agree."
     with learn.distributed('ddp', timeout='20s', **options):
         fit(learn)
         learn.check_replicas()
@@ -143,12 +143,12 @@ def test_a_stop_in_one_process_stops_all_at_the_same_batch() -> None:
 
 
 def diverging_value(learn: Learner) -> float:
-    "Return a value that grows from epoch to epoch in the first process, and shrinks in the other."
+    "Return a value that grows over epochs in the first process, and shrinks in the other."
     return 1.0 + learn.epoch * (-1 if learn.world.rank else 1)
 
 
 def test_slow_batches_are_agreed_on_more_often() -> None:
-    "Small models agree every 64 batches, unless those take over a second."
+    "Small models agree every 64 batches, unless these take more than a second."
 
     def seen(rank: int, pause_s: float) -> list[int]:
         def slow(cb: Any) -> None:
@@ -272,7 +272,7 @@ MOMENTS = (
 
 
 class Logs(Callback):
-    "Log what is the same in all, and what is this batch's own, in some of the processes."
+    "Log a shared value, and a value of this batch, in some of the processes."
 
     order, remove_on_find = 40, False
 
@@ -325,7 +325,7 @@ def test_logged_values_are_means_over_the_logging_processes() -> None:
 def errors_of_ranks(
     raises: type[BaseException], event: str, where: EVENT, timeout: str = '20s'
 ) -> list[Any]:
-    "Raise something in process 1 alone; return what each process has got, and after how long."
+    "Raise an error in process 1 only; return each process's error and its delay."
 
     def fail(cb: Any) -> None:
         raise raises

@@ -1,4 +1,4 @@
-"""Several processes train as one would on all that they have: weights, histories, counters, files."""
+"""Several processes train like one process on all of the data: weights, histories, counters, files."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def make_lists(bs: int) -> DataLoaders:
 
 
 class Scaled(torch.nn.Module):
-    "A loss that learns a number of its own."
+    "A loss with a parameter."
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ class Half(torch.nn.Module):
 
 
 def test_parameters_without_a_part_in_the_loss() -> None:
-    "They are left alone without the wrapper, and an error that names the option with it."
+    "Without the wrapper unused parameters keep their values; with it an error names the option."
     torch.manual_seed(0)
     model = Half()
 

@@ -1,4 +1,4 @@
-"""Several processes, where their parts could drift: tokens, clocks, line searches, loaders of their own, and ends."""
+"""Replicas do not drift: tokens, clocks, line searches, sharded loaders, and ends of fits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.dist
 
 
 class Reader(nn.Module):
-    "A model that takes dicts, and has a loss of its own."
+    "A model that takes dicts and computes its loss."
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Reader(nn.Module):
 
 
 class Uneven(Callback):
-    "Let the second process take longer for each batch."
+    "Make each batch slower in the second process."
 
     order = 60
 

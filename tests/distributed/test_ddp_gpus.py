@@ -1,6 +1,6 @@
-"""Two processes with a GPU each, on NCCL, or with one that they share, beside one process.
+"""Two processes on NCCL with a GPU each, or with a shared GPU, compared with one process.
 
-The CPU's case says that the tests are right where there is no GPU."""
+The CPU case checks these tests on machines without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in silence elsewhere when several processes train is an error here, or a warning."""
+"""Mistakes that are silent elsewhere in distributed training raise an error or a warning."""
 
 from __future__ import annotations
 

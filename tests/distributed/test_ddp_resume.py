@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: one file, from which the same or another number of them goes on."""
+"""Checkpoints of several processes: one file, from which any number of processes resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 
 class Break(Callback):
-    "Break the run off after so many batches of training, in every process."
+    "Interrupt the run after `n` training batches in every process."
 
     order = 2000
 
@@ -55,7 +55,7 @@ def train(
     other_number: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    "Train for three epochs in `n_ranks` processes; return for each its digest, weights, history and seen samples."
+    "Train three epochs in `n_ranks` processes; return each digest, weights, history and seen samples."
 
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)

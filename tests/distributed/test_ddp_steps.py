@@ -1,4 +1,4 @@
-"""Steps of several processes are those of one, whatever they are made of; gradients are sent when a step follows."""
+"""Steps of several processes equal steps of one process; gradients are sent when a step follows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.dist
 
 
 class Sent(Callback):
-    "Count the messages that the strategy sends in each batch of an epoch's training, and after the last of them."
+    "Count the messages that the strategy sends in each training batch of an epoch, and after the last."
 
     order, run_valid = 1000, False
 
@@ -92,7 +92,7 @@ def made(
 
 
 def left_out() -> nn.CrossEntropyLoss:
-    "A mean over targets that count, by the weights of their classes: batches of 8 samples weigh differently."
+    "A mean over unmasked targets with class weights: batches of 8 samples have different weights."
     return nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1)
 
 
@@ -148,7 +148,7 @@ SENT = {  # two processes exchange gradients: each sends a message and receives 
 
 
 def summarize_run(learn: Learner) -> dict[str, Any]:
-    "What a training has come to, as plain values."
+    "Return the results of a training as plain values."
     averages = [
         t.reshape(-1)
         for cb in learn.cbs
@@ -164,7 +164,7 @@ def summarize_run(learn: Learner) -> dict[str, Any]:
 
 
 def trained(learn: Learner, n_epoch: int = 2) -> dict[str, Any]:
-    "Train in the processes that are there, and see that they are alike at the end."
+    "Train in this process group, and check that the replicas are equal at the end."
     with learn.distributed('ddp', timeout='20s'):
         learn.fit(n_epoch)
         learn.check_replicas()
@@ -212,7 +212,7 @@ WEIGHTED = [name for name in CASES if name.startswith('weighted')]
 def test_weights_that_are_sent_by_themselves(
     limits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "They arrive after the backward pass, or before it for many parameters."
+    "Messages arrive after the backward pass, or before its end for many parameters."
     for limit in limits:
         monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
     ranks = run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED})
@@ -281,7 +281,7 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
 
 @pytest.mark.parametrize('n_ranks', [3, 4])
 def test_gradients_of_more_ranks(n_ranks: int) -> None:
-    "Three are summed by an all-reduce, four in exchanges of pairs."
+    "Three ranks use an all-reduce, four exchange in pairs."
     alone = make_learner(make_dls(97, 12), loss_func=left_out(), metrics=None)
     alone.fit(2)
     for got in run_ranks(
@@ -294,7 +294,7 @@ def test_gradients_of_more_ranks(n_ranks: int) -> None:
 
 
 class OwnBackward(Learner):
-    "A backward pass without the contexts of callbacks."
+    "Run a backward pass without the contexts of callbacks."
 
     def _backward(self) -> None:
         self.loss_grad.backward()
@@ -313,7 +313,7 @@ def test_an_overridden_backward_pass() -> None:
 
 
 class Shifted(nn.Module):
-    "A linear layer whose input is shifted by a buffer, which each process would count differently."
+    "A linear layer with a buffer added to its input, which each process would update differently."
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ def test_ranks_that_train_different_parameters() -> None:
 
 
 class Cast(nn.Module):
-    "A linear layer in the precision of its weights."
+    "A linear layer that converts its input to the dtype of its weights."
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +506,7 @@ def test_half_precision_matches_one_process_within_rounding() -> None:
 
 
 class GAN(nn.Module):
-    "A generator of points, and a critic of them."
+    "A generator of points, and a critic of points."
 
     def __init__(self) -> None:
         super().__init__()
@@ -519,7 +519,7 @@ class GAN(nn.Module):
 
 
 class Duel(Learner):
-    "Train the critic, then the generator, by parts of the model that no wrapper is around."
+    "Train the critic, then the generator, through parts of the model that no wrapper covers."
 
     def _do_one_batch(self) -> None:
         real, critic = self.x, self.model.critic

@@ -1,4 +1,4 @@
-"""Failures over ranks: what a rank that fails publishes, and which error each of the others raises."""
+"""Failures over ranks: what a failing rank publishes, and the error of each other rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 
 def fit(rank: int, who: int, event: str, do: Any, timeout: float = 20.0) -> tuple[str, float, int]:
-    "Train, and do something at an event of one rank; return the error, its seconds, and the threads that are left."
+    "Train, and act at an event of one rank; return the error, its seconds, and the remaining threads."
 
     def act(cb: Any) -> None:
         if cb.world.rank == who and cb.train_iter == 3:

@@ -1,4 +1,4 @@
-"""Strategy 'fsdp': the same training as with replicas, with every process having a part of the weights."""
+"""Strategy 'fsdp': the same training as with replicas, with a shard of the weights on every rank."""
 
 import warnings
 from functools import partial
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 
 def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
-    "Train; return the weights, the history, and what the callbacks and the optimizer have."
+    "Train; return the weights, the history, the averages and the optimizer's state."
     learn = learner(model, **{k: v() if k == 'cbs' else v for k, v in kwargs.items()})
     torch.manual_seed(3)
     with (
@@ -108,7 +108,7 @@ CASES = {
 
 
 class NaNs(Callback):
-    "Spoil one batch."
+    "Make one batch not finite."
 
     run_valid = False
 
@@ -118,7 +118,7 @@ class NaNs(Callback):
 
 
 def as_with_replicas(rank, names):
-    "Return how far the two strategies are apart, in all that is kept."
+    "Return the largest difference of the two strategies' results."
     torch.distributed.init_process_group('gloo')
     found = {}
     for name in names:
@@ -155,7 +155,7 @@ def test_repeated_blocks_are_cut_on_their_own():
 
 
 class Tied(Net):
-    "A weight of the first block is that of another layer, too."
+    "A model whose first block shares a weight with another layer."
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def test_options_are_checked(options, message):
 
 
 def several_things(rank):
-    "Return what went wrong, of many small things that share a start."
+    "Run many small checks in one process group; return the failed ones."
     torch.distributed.init_process_group('gloo')
     wrong = []
 
@@ -352,7 +352,7 @@ def spoiled(rank):
 
 
 class Spoiled(Callback):
-    "Spoil a gradient of which one process alone has the part."
+    "Make a gradient not finite whose shard is on one rank only."
 
     order = 10.2
     run_valid = False

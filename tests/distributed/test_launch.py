@@ -1,4 +1,4 @@
-"""`learn.launch`: processes from a notebook, what they bring back, and how they end."""
+"""`learn.launch`: processes started from a notebook, their results, and their ends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wait_until_ended(pids: list[int], within_s: float = 4.0) -> bool:
 
 
 def write_pid(folder: Path, learn: Any) -> None:
-    "Let the test know of this process."
+    "Write the id of this process to a file for the test."
     rank = learn.world.rank
     (folder / f'{rank}.new').write_text(str(os.getpid()))
     (folder / f'{rank}.new').rename(folder / f'{rank}.pid')
@@ -83,7 +83,7 @@ def pids(folder: Path, n: int = 2, within_s: float = 40.0) -> list[int]:
 
 
 def _trained(rank: int) -> Any:
-    "Train in one of two processes that are started in another way."
+    "Train in one of two processes that were not started by `launch`."
     learn = line()
     with learn.no_bar(), pytest.warns(UserWarning, match='this one trains alone'):
         learn.fit(1)
@@ -100,7 +100,7 @@ def test_everything_is_brought_back(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
     class Printing(Callback):
-        "A class of the notebook."
+        "A class defined in the notebook."
 
         def after_fit(self) -> None:
             print(f'process {self.world.rank} of {self.world.size}')

@@ -1,4 +1,4 @@
-"""Shares of loaders: together they give the batches of one process, once each, and go on from any batch."""
+"""Shards of loaders: together they yield the batches of one process once each, and resume from any batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OTHERS = ('torch', 'numpy', 'python')
 
 
 def alone(make: Make, epochs: int = 2, seed: int = 1) -> tuple[list[list[Any]], Any]:
-    "What one process gets, and the global generators after it."
+    "Return the batches of one process, and the global generators after them."
     seed_all(seed)
     dl = make(seed)
     return [[ids(b) for b in dl] for _ in range(epochs)], capture_rng()
@@ -146,7 +146,7 @@ def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: s
 
 
 class Sizes:
-    "Batches of sizes that nobody knows before; it counts its passes."
+    "A batch sampler with unknown batch sizes that counts its passes."
 
     passes = 0
 

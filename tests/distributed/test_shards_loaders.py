@@ -1,4 +1,4 @@
-"""Shares of a whole `DataLoaders`, of loaders that have shares of their own, and what is refused."""
+"""Shards of whole `DataLoaders`, loaders that are already sharded, and refused loaders."""
 
 from __future__ import annotations
 

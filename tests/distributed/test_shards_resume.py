@@ -1,4 +1,4 @@
-"""Shares of loaders go on from any batch, in as many processes as before or in another number of them."""
+"""Shards of loaders resume from any batch, with the same or another number of processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def values(batch: Any) -> Any:
 
 
 def pass_over(drawing: LoaderPosition, n: int = 0) -> tuple[list[Any], Saved]:
-    "Draw what is left of an epoch, with other random numbers drawn between batches; return it, and checkpoints."
+    "Draw the rest of an epoch, with other random draws between batches; return it, and checkpoints."
     seen, saved = [], {}
     for batch in drawing.begin():
         n += 1
@@ -74,7 +74,7 @@ def resume_epoch(dl: Any, saved: bytes) -> tuple[list[Any], Saved]:
 
 
 def check(make: Make, size: int = 2, batch_size: str = 'process', places: Any = None) -> None:
-    "Compare the rest of the second epoch, and the third, with those of processes that were never stopped."
+    "Compare the rest of the second epoch, and the third, with uninterrupted processes."
     ranks = Together(make, size, batch_size=batch_size)
     epochs = []
     for _ in range(3):
@@ -212,7 +212,7 @@ def together(make: Make, size: int, batch_size: str, seed: int = 1) -> Together:
 
 
 def joined(parts: list[list[Any]]) -> list[list[int]]:
-    "Join the processes' pieces of each round."
+    "Join the processes' parts of each round."
     numbers = [[[int(i[0]) if isinstance(i, list) else i for i in b] for b, *_ in p] for p in parts]
     counts = [[share is None or share[0] > 0 for _, share, _ in p] for p in parts]
     return [

@@ -1,4 +1,4 @@
-"""Predictions of a model's own classes: those of several processes are what one process gives."""
+"""Predictions in containers of a model's classes: several processes return what one process returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Output:
 
 
 class Named(dict):
-    "A dict with an attribute beside its entries."
+    "A dict with an attribute."
 
     scale = 0
 
@@ -73,7 +73,7 @@ class Function(nn.Module):
 
 
 def seen(o: Any) -> Any:
-    "Return a value as plain containers that tell the classes."
+    "Return a value as plain containers with the names of the classes."
     if isinstance(o, Tensor):
         return o.tolist()
     if is_dataclass(o):

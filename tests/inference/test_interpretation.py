@@ -1,4 +1,4 @@
-"""What a model gets wrong: confusion matrices against scikit-learn's, losses against direct computation, errors."""
+"""Interpretation: confusion matrices compared with scikit-learn, losses with direct computation, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N, C = 23, 4
 
 
 class Own(nn.Module):
-    "A model that returns its input, and has a weight."
+    "A model with a weight that returns its input."
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
 
 
 class RandomSamples(IterableDataset[Any]):
-    "Gives other samples each time."
+    "Yields other samples in each pass."
 
     n = 0
 

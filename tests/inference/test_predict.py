@@ -1,4 +1,4 @@
-"""Validation and prediction outside training, against direct computation."""
+"""Compare validation and prediction outside training with direct computation."""
 
 from __future__ import annotations
 

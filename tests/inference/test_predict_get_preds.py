@@ -1,4 +1,4 @@
-"""Predictions of loaders of every kind, saved ones, and sinks."""
+"""Predictions of loaders of every kind, predictions in files, and sinks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_order_of_each_loader(make_loader: Any, order: list[int]) -> None:
 
 
 class FastaiLike:
-    "A loader with indices of its own, as fastai's weighted and partial ones are; a new one has no weights."
+    "A loader with indices, like fastai's weighted and partial loaders; `new` drops the weights."
 
     def __init__(self, idxs: Any = None, bs: int = 4, **changes: Any) -> None:
         self.idxs, self.bs, self.drop_last, self.n = idxs, bs, False, N if idxs is None else 6

@@ -1,4 +1,4 @@
-"""Test time augmentation: numbers by hand, other draws each time, and data that brings its own augmentation."""
+"""Test-time augmentation: compared with direct computation, new draws each time, data with augmentation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(valid: Any = None) -> Learner:
 
 
 class Scale:
-    "Scale the first, second ... time each sample is seen by 1, 2 ..."
+    "Scale a sample by 1 the first time, by 2 the second time, and so on."
 
     def __init__(self) -> None:
         self.n = 0
@@ -48,7 +48,7 @@ class Scale:
 
 
 def by_hand(learn: Learner, n: int) -> tuple[Tensor, Tensor]:
-    "The plain predictions, and those of each time stacked."
+    "Return the plain predictions, and the stacked predictions of each time."
     with torch.no_grad():
         return learn.model(X).softmax(-1), torch.stack(
             [learn.model(X * (i + 1)).softmax(-1) for i in range(n)]
@@ -102,7 +102,7 @@ def test_several_inputs() -> None:
 
 
 class Augmented(TensorDataset):
-    "Adds 1 to inputs while it plays the training set, as a data set of fastai does."
+    "Adds 1 to inputs while it acts as the training set, like a data set of fastai."
 
     split_idx = 1
 

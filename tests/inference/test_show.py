@@ -1,4 +1,4 @@
-"""Samples as they are shown: the pixels, titles and cells, whose method shows them, and that nothing is disturbed."""
+"""Displayed samples: pixels, titles and cells, the method that displays them, and an unchanged Learner."""
 
 from __future__ import annotations
 
@@ -186,14 +186,14 @@ def test_bad_questions_are_reported() -> None:
 
 
 class Shows(list[Any]):
-    "A loader that can show itself."
+    "A loader with `show_batch`."
 
     def show_batch(self, b: Any = None, max_n: int = 9, **kwargs: Any) -> Any:
         return b, max_n, kwargs
 
 
 class ShowsItself(Dataset[Any]):
-    "A data set that can."
+    "A data set with `show`."
 
     def __len__(self) -> int:
         return 4
@@ -219,7 +219,7 @@ def test_the_datas_own_method_comes_first() -> None:
 
 
 class Counting(Sampler[int]):
-    "Another order each epoch, by a count of them."
+    "Draws the order of each epoch from a count of epochs."
 
     epoch = 0
 
@@ -234,7 +234,7 @@ class Counting(Sampler[int]):
 
 
 class Noisy(Dataset[Any]):
-    "Samples with noise of a generator of their own, and of the global ones."
+    "Samples with noise from their own generator and from the global generators."
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)

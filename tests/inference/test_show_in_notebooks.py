@@ -1,4 +1,4 @@
-"""Every picture is shown once in a notebook when its call is the last line of a cell, and a table as a page."""
+"""The last line of a cell shows each picture exactly once, and each table as HTML."""
 
 from __future__ import annotations
 

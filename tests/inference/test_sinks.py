@@ -1,4 +1,4 @@
-"""What is in a sink's way is not written over; what arrives late is handed on in order, and all of it."""
+"""Sinks do not overwrite files, and write late predictions completely and in order."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
 
 
 def catch_error(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
-    "Predict into a sink, and say what is raised."
+    "Predict into a sink; return the error."
     learn = make_learner()
     with learn.distributed('ddp', timeout='20s'):
         try:
@@ -161,7 +161,7 @@ def test_a_disk_that_fails_in_one_process_is_reported_by_all(
 
 
 def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
-    "Let one process find a file, or a folder, that has come to stand where what it has written is to go."
+    "Predict while a file or a folder appears at the output path of process `who`; return the error."
 
     def come() -> None:
         if rank == who:

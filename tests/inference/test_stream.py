@@ -1,4 +1,4 @@
-"""Predictions batch by batch: the same numbers and events as get_preds, and a Learner that is as before in between."""
+"""Streamed predictions: the numbers and events of get_preds, and an unchanged Learner between batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
 
 
 def state(learn: Learner) -> list[Any]:
-    "All that a prediction must leave as it was."
+    "Return everything that a prediction must not change."
     names = (
         'epoch',
         'n_epoch',
@@ -162,7 +162,7 @@ def test_it_fires_the_events_of_get_preds() -> None:
 
 
 def is_free(lock: Any) -> bool:
-    "Tell whether another thread gets the lock."
+    "Return True if another thread can take the lock."
     got: list[bool] = []
 
     def take() -> None:
@@ -203,7 +203,7 @@ def test_what_the_consumer_draws_and_sets_stays() -> None:
 
 
 class Ends(Callback):
-    "What tells how a run ended."
+    "Records how a run ended."
 
     def __init__(self) -> None:
         self.heard: list[str] = []

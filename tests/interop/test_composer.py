@@ -1,4 +1,4 @@
-"""Composer-style callbacks in a Learner: typical ones in miniature, and what they read and write."""
+"""Composer-style callbacks in a Learner: small typical ones, and the state that they read and write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.testing import RegModel, synth_learner
 
 
 def learner(*cbs: Any, n_train: int = 3, microbatch: int | None = 4, **kwargs: Any) -> Learner:
-    "Batches of 8 samples in microbatches of 4, two validation loaders of 2 batches."
+    "Return a Learner on batches of 8 samples in microbatches of 4, with two validation loaders of 2 batches."
     torch.manual_seed(0)
     x = torch.randn(8 * n_train, 1)
     batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in range(0, len(x), 8)]
@@ -41,7 +41,7 @@ def learner(*cbs: Any, n_train: int = 3, microbatch: int | None = 4, **kwargs: A
 
 
 class SpeedMonitor:
-    "Batches and samples within a window, and how long evaluation took."
+    "Counts batches and samples within a window, and measures evaluation time."
 
     def __init__(self, window: int = 2) -> None:
         self.window, self.samples, self.eval_s, self.rows = window, [], 0.0, []
@@ -119,7 +119,7 @@ def test_early_stopper() -> None:
 
 
 class CheckpointSaver:
-    "Saves the weights at the end of every second batch, and keeps the times."
+    "Saves the weights at the end of every second batch, and records the times."
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.saved, self.last = folder, [], None
@@ -149,7 +149,7 @@ def test_checkpoint_saver(tmp_path: Path) -> None:
 
 
 class Read:
-    "Notes what a function makes of the state, at each event that is named."
+    "Records a function of the state at each given event."
 
     def __init__(self, read: Any, *events: str) -> None:
         self.read, self.events, self.got = read, events, []

@@ -1,4 +1,4 @@
-"""Every row of the table's Composer column, fired by a real run, in order and number."""
+"""Every row of the table's Composer column is fired by a real run, in order and number."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONE_EVAL = [
 
 
 class EventLog:
-    "Notes every event by its name."
+    "Records every event by its name."
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -64,7 +64,7 @@ class EventLog:
 
 
 def learner(cb: Any, **kwargs: Any) -> Learner:
-    "2 validation loaders of 2 batches, 3 training batches of 8 samples in microbatches of 4."
+    "Return a Learner with 2 validation loaders of 2 batches, and 3 batches of 8 samples in microbatches of 4."
     torch.manual_seed(0)
     x = torch.randn(24, 1)
     loader = lambda n: [(x[8 * i : 8 * i + 8], 2 * x[8 * i : 8 * i + 8]) for i in range(n)]

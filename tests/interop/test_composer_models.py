@@ -21,7 +21,7 @@ BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)]
 
 
 class Hits:
-    "Share of right predictions, as torchmetrics would count it."
+    "Accuracy with the interface of torchmetrics."
 
     def __init__(self) -> None:
         self.reset()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
-    "5 training batches of 8 samples, 2 validation batches."
+    "Return 5 training batches of 8 samples, and 2 validation batches."
     adapted = [from_composer(cb) for cb in cbs]
     learn = Learner(
         (BATCHES, BATCHES[:2]),
@@ -77,7 +77,7 @@ def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner
 
 
 def trained_by_hand(n: int, scale: float = 1.0) -> tuple[Model, list[float]]:
-    "Return a model after `n` epochs of a plain loop, and the share of right predictions by batch."
+    "Return a model after `n` epochs of a plain loop, and its accuracy by batch."
     model, hits = Model(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in BATCHES * n:
@@ -115,7 +115,7 @@ def test_a_composer_model_predicts_with_its_eval_forward() -> None:
 
 
 class AtBatch:
-    "Note training metric, gradients and loss at the end of each batch."
+    "Record training metric, gradients and loss at the end of each batch."
 
     def __init__(self) -> None:
         self.hits: list[float] = []
@@ -223,7 +223,7 @@ def test_an_algorithm_that_replaces_the_optimizer_states_what_is_not_offered() -
 
 
 class Memory:
-    "A logger destination that keeps everything."
+    "A logger destination that records everything."
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float, int]] = []
@@ -271,7 +271,7 @@ def test_a_destination_receives_learn_log_the_callbacks_log_and_the_trainers() -
 
 
 class Stopper:
-    "Composer's EarlyStopper in miniature, without a state of its own."
+    "A small version of Composer's EarlyStopper, without `state_dict`."
 
     def __init__(self) -> None:
         self.patience = ComposerTime(2, 'ep')

@@ -1,4 +1,4 @@
-"""Callbacks of Composer and ksuit in fits by budgets, with evaluations within epochs, and with learnkit's loggers."""
+"""Composer and ksuit callbacks in fits by budgets, with evaluations within epochs, and with loggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
 
 
 class Ends:
-    "Keeps when training will end, as its state says."
+    "Records the end of training from the state."
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -85,7 +85,7 @@ def test_composer_metrics_match_the_latest_evaluation() -> None:
 
 
 class Says:
-    "Hands everything that Composer's logger takes to it."
+    "Sends content of every kind to Composer's logger."
 
     def fit_start(self, state: Any, logger: Any) -> None:
         logger.log_hyperparameters({'depth': torch.tensor(3)})

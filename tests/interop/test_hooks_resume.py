@@ -1,4 +1,4 @@
-"""Callbacks of other libraries in a resumed run: they count, log and are due as if it had never stopped."""
+"""Callbacks of other libraries in a resumed run count, log and run as in an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.resuming import check_every_place
 
 
 class Periods:
-    "Notes when it is due, and logs how often that was."
+    "Records when it runs, and logs how often."
 
     every_n_updates, every_n_samples, every_n_epochs = 3, 40, 2
 
@@ -34,7 +34,7 @@ class Periods:
 
 
 class WithState(Periods):
-    "The same, with a state of its own."
+    "The same callback with `state_dict`."
 
     firsts = 0
 
@@ -72,7 +72,7 @@ class Batches:
 
 
 class WithLoad(Batches):
-    "The same, with a state of its own."
+    "The same callback with `state_dict`."
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -1,4 +1,4 @@
-"""ksuit- and Noether-style callbacks in a Learner: typical ones in miniature, and what their hooks are given."""
+"""ksuit- and Noether-style callbacks in a Learner: small typical ones, and the arguments of their hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from learnkit.testing import RegModel
 def learner(
     *cbs: Any, path: Any = None, microbatch: int | None = 4, model: nn.Module | None = None
 ) -> Learner:
-    "3 batches of 8 samples an epoch, in microbatches of 4, and two validation loaders of 2 batches."
+    "Return a Learner with 3 batches of 8 samples in microbatches of 4, and two validation loaders of 2 batches."
     torch.manual_seed(0)
     x = torch.randn(24, 1)
     batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in (0, 8, 16)]
@@ -40,7 +40,7 @@ def learner(
 
 
 class Base:
-    "A base class as those packages have: it decides when `periodic_callback` is due."
+    "A base class like ksuit's, which calls `periodic_callback` at its interval."
 
     def __init__(
         self, every_n_epochs: Any = None, every_n_updates: Any = None, every_n_samples: Any = None
@@ -65,7 +65,7 @@ class Base:
 
 
 class EvalLoss(Base):
-    "Writes the mean error on a loader each time it is due."
+    "Writes the mean error on a loader at each interval."
 
     dataset_key = 'night'
 
@@ -82,7 +82,7 @@ class EvalLoss(Base):
 
 
 class BestMetric:
-    "Another metric at the best value of one."
+    "Records another metric at the best value of one metric."
 
     def __init__(self, source: str, target: str, every_n_epochs: int = 1) -> None:
         self.source, self.target, self.every_n_epochs = source, target, every_n_epochs
@@ -107,7 +107,7 @@ class BestMetric:
 
 
 class Ema:
-    "An average of the weights, saved beside the checkpoints."
+    "Averages the weights, and saves the average in a separate file."
 
     def __init__(self, factor: float, every_n_epochs: int) -> None:
         self.factor, self.every_n_epochs, self.average = factor, every_n_epochs, {}
@@ -135,7 +135,7 @@ class Ema:
 
 
 class Progress(Base):
-    "How far it is, in words."
+    "Records its progress as strings."
 
     def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
         end = self.trainer.end_checkpoint  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""ksuit callbacks constructed from their classes, the services that they get, and the order of a resume."""
+"""ksuit callbacks constructed from their classes, the services passed to them, and the order of a resume."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_logs_files_and_weights_equal_the_plain_loop(
 
 
 class Base(CallbackBase):
-    "Has no state, as ksuit's base class."
+    "A callback without state, like ksuit's base class."
 
     def state_dict(self) -> dict[str, Any] | None:
         return None
@@ -263,7 +263,7 @@ BEGUN: list[str] = []  # outside of the callback, whose attributes are restored
 
 
 class Tracks(Base):
-    "Inherits a `state_dict` that returns None, and notes the order of its methods."
+    "Inherits a `state_dict` that returns None, and records the order of its methods."
 
     every_n_updates = 1
 

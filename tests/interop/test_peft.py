@@ -1,4 +1,4 @@
-"""LoRA by peft itself: the same training as by hand, small checkpoints, exact resume, adapters in files."""
+"""LoRA with peft: the training of a plain loop, small checkpoints, exact resume, adapters in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job: trains on real data, writes what it promises, and says in one line what is wrong."""
+"""The demo trains on real data, writes its files, and reports errors in one line."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""A training as in a notebook, on real data: a rate is looked for, and a schedule follows it."""
+"""A training as in a notebook, on real data: a learning rate search, then a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Learner as its users see it: constructor, attributes, contexts, kinds of batches and loaders, closing."""
+"""The public Learner: constructor, attributes, contexts, kinds of batches and loaders, closing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from learnkit.testing.forks import start
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
-    "A Learner with a history that prints nothing."
+    "Return a Learner with a history that prints nothing."
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
     learn = Learner(
         dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options
@@ -57,7 +57,7 @@ def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any)
 
 
 def by_hand(model: nn.Module, loss_of: Any, batches: list[Any], n_epoch: int = 2) -> list[Tensor]:
-    "The weights after a plain loop, with `loss_of(model, batch)`."
+    "Return the weights after a plain loop with `loss_of(model, batch)`."
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for b in batches * n_epoch:
         loss_of(model, b).backward()
@@ -174,7 +174,7 @@ def test_loaders_come_in_many_forms(make: Any) -> None:
 
 
 class Alike:
-    "Works like DataLoaders: `train`, and loaders by number."
+    "Works like DataLoaders, with `train` and loaders by number."
 
     def __init__(self, train: Any, valid: Any) -> None:
         self.train, self.valid = train, valid
@@ -510,7 +510,7 @@ def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
 
 
 class ByName(nn.Module):
-    "Takes named inputs, and gives its own loss when it gets the labels."
+    "Takes named inputs, and returns its loss if it gets labels."
 
     def __init__(self, with_loss: bool = True) -> None:
         super().__init__()
@@ -699,7 +699,7 @@ def test_a_hugging_face_model_trains_unaided() -> None:
 
 
 class Stream:
-    "Gives batches anew each time, and does not say how many."
+    "Creates new batches in each pass, and has no length."
 
     def __init__(self, batches: list[Any], endless: bool = False) -> None:
         self.batches, self.endless, self.drawn = batches, endless, 0
@@ -781,7 +781,7 @@ def test_n_iter_is_ignored_where_the_length_is_known() -> None:
 
 
 def test_everything_at_once_is_the_loop_by_hand() -> None:
-    "Momentum, decay, named loaders, metrics, parts of a loss, several fits."
+    "Train with momentum, decay, named loaders, metrics, loss parts and several fits."
     train, day, night = rows(4), rows(2), rows(1)
     loss = nn.MSELoss()
     learn = bare(
@@ -873,7 +873,7 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
 
 
 def test_a_copy_is_a_separate_learner() -> None:
-    "`copy.deepcopy`: callbacks, metrics, optimizer and history are its own, and it trains as the first would have."
+    "`copy.deepcopy` copies callbacks, metrics, optimizer and history; the copy trains like the original."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
     learn = synth_learner(
         metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic]
@@ -946,11 +946,11 @@ def test_to_detach_takes_fastais_options() -> None:
 
 
 class Image(Tensor):
-    "As fastai's typed tensors."
+    "A tensor subclass like fastai's typed tensors."
 
 
 class DecodingLoader:
-    "As fastai's loaders: batches of typed tensors, a copy in another order, parts of the data set."
+    "A loader like fastai's: batches of typed tensors, a copy in another order, parts of the data set."
 
     def __init__(self, shuffle: bool = False) -> None:
         self.shuffle = shuffle

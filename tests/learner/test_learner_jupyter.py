@@ -1,4 +1,4 @@
-"""What people meet in Jupyter, in a real kernel: looks, outputs, the stop button, cells run again, Tab, tracebacks."""
+"""A Learner in a real Jupyter kernel: HTML, outputs, the stop button, repeated cells, completion, tracebacks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 def plain(error: Any) -> str:
-    "Return a traceback without its colours."
+    "Return a traceback without its colors."
     return re.sub(r'\x1b\[[0-9;]*m', '', '\n'.join(error.traceback))
 
 
 def frames(error: Any) -> list[str]:
-    "Return the functions of a traceback that are shown."
+    "Return the functions shown in a traceback."
     shown = re.findall(r'^(Cell|File) (.*?)(?:, in (.*?)\(.*)?$', plain(error), re.M)
     return [function or where for _, where, function in shown]
 
@@ -154,7 +154,7 @@ def test_the_graph_shows_nothing_where_nothing_is_trained(kernel: Kernel) -> Non
 
 @pytest.fixture(scope='module')
 def stopped(kernel: Kernel) -> list[Any]:
-    "What is there after the kernel was interrupted in the middle of a fit."
+    "Return the outputs after the kernel was interrupted in the middle of a fit."
     code = 'learn = synth_learner(n_train=300, cbs=[ShowGraph(), Slow(0.005)])\nlearn.fit(3)'
     return kernel.run(code, interrupt_at=r'train [2-9]\d')
 

@@ -1,4 +1,4 @@
-"""What newcomers get wrong where torch would go on, or fail far from the cause: said at once, with what to write."""
+"""Common mistakes that torch accepts, or reports far from their cause, are reported at once with the fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def learner(
 
 
 def untouched(learn: Learner, error: type[Exception], match: str | None = None) -> BaseException:
-    "Fit, and see the error come before a weight has changed."
+    "Fit, and check that the error is raised before a weight changes."
     before = [p.clone() for p in learn.model.parameters()]
     with pytest.raises(error, match=match) as e, learn.no_bar():
         learn.fit(1)

@@ -1,4 +1,4 @@
-"""Calls that look right and are not: each is an error or a warning that says what to write."""
+"""Wrong calls that look right raise an error or a warning with the fix."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_a_list_of_validation_loaders(valid: Any) -> None:
 
 
 class Adds(nn.Linear):
-    "A model of two inputs."
+    "A model with two inputs."
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return super().forward(a + b)

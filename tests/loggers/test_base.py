@@ -1,4 +1,4 @@
-"""What loggers are given, when, and under which step; read back from a file of JSON lines."""
+"""Values that loggers receive, their times and their steps, read from a JSON lines file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations in the middle of epochs, of loaders with intervals and metrics of their own, in logs."""
+"""Logs of evaluations within epochs, of loaders with their own intervals and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs for services, written by their libraries and read back with those, or from their files."""
+"""Logs of services, written by their libraries and read by these, or from their files."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
 
 @contextmanager
 def aim_run(path: Path) -> Iterator[Any]:
-    "Open the run of the repository in a folder. Read-only, it would have to be indexed first, as `aim up` does."
+    "Open the run of the repository in a folder; a read-only repository would need an index, as by `aim up`."
     aim = pytest.importorskip('aim')
     (key,) = aim.Repo(str(path)).list_all_runs()
     run = aim.Run(key, repo=str(path), system_tracking_interval=None, capture_terminal_logs=False)

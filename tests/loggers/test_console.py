@@ -1,4 +1,4 @@
-"""The lines of the console logger."""
+"""The output of the console logger."""
 
 from __future__ import annotations
 

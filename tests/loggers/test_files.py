@@ -1,4 +1,4 @@
-"""Logs in CSV and JSON lines: appended, resumed, cut off by a kill, refused; images and texts beside them."""
+"""Logs in CSV and JSON lines: appended, resumed, truncated by a kill, refused; with images and text."""
 
 from __future__ import annotations
 

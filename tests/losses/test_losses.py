@@ -1,4 +1,4 @@
-"""Losses by fastai's names, against torch's functions and closed forms in float64."""
+"""Compare losses with fastai's names with torch's functions and closed forms in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 def data(shape: tuple[int, ...], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    "Predictions in float64 and class numbers."
+    "Return float64 predictions and class numbers."
     inp = torch.randn(shape, dtype=torch.float64)
     return inp, torch.randint(shape[axis], inp.select(axis, 0).shape)
 
@@ -50,7 +50,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def logs(inp: torch.Tensor, targ: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    "The log-probabilities as (N, C), by the definition, and the targets as (N,), in the order of the samples."
+    "Return log-probabilities [N, C], by definition, and targets [N], in sample order."
     x = inp.movedim(axis, -1).reshape(-1, inp.shape[axis])
     return x - x.exp().sum(1, keepdim=True).log(), targ.reshape(-1)
 
@@ -95,7 +95,7 @@ def test_cross_entropy_equals_torchs_in_its_other_options(
 @each_shape
 @pytest.mark.parametrize('loss', OF_CLASSES)
 def test_soft_labels(shape: tuple[int, ...], axis: int, loss: Any) -> None:
-    "The probability 1 for a class is that class; a mix of two targets is a mix of two cross-entropies."
+    "Probability 1 of a class equals the class index; mixed targets mix two cross-entropies."
     inp, targ = data(shape, axis)
     n = shape[axis]
     soft = F.one_hot(targ, n).double().movedim(-1, axis)

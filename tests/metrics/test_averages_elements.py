@@ -1,4 +1,4 @@
-"""Metrics count elements: the value on a set of sequences whose length varies; targets out of range; `on=`."""
+"""Metrics over elements: the value on sequences of different lengths, invalid targets, and `on=`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTHS = (1, 5, 2, 9)
 
 
 def sequences(n_classes: int = 0, device: str = 'cpu') -> list[tuple[torch.Tensor, torch.Tensor]]:
-    "Batches of 2 sequences whose length varies: scores of classes with class numbers, or numbers with numbers."
+    "Return batches of 2 sequences of different lengths: class scores and numbers, or two sets of numbers."
     if n_classes:
         return [
             (
@@ -51,7 +51,7 @@ def sequences(n_classes: int = 0, device: str = 'cpu') -> list[tuple[torch.Tenso
 
 
 def of_the_set(f: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], **kw: Any) -> float:
-    "What a list of metrics makes of it, batch by batch."
+    "Return the value of a list of metrics after all batches."
     metric = as_metrics(f)[0]
     metric.reset()
     for pred, targ in batches:

@@ -79,7 +79,7 @@ def test_mean_reports_nan() -> None:
 
 @devices
 def test_averages_stay_exact_over_a_long_epoch(device: str) -> None:
-    "A float32 sum of a million ones and a bit would be off by far more."
+    "The error of a float32 sum of a million ones and a bit would be far larger."
     m, x = Mean(), watch_reads(torch.tensor(1 / 3, device=device))
     for _ in range(3000):
         m.add(x, 100_003)
@@ -91,7 +91,7 @@ def test_averages_stay_exact_over_a_long_epoch(device: str) -> None:
 
 
 def smoothed(losses: list[float], beta: float) -> list[float]:
-    "The weighted mean itself: the newest loss weighs 1, the one before beta, then beta squared."
+    "Compare with the weighted mean: the newest loss has weight 1, the one before it beta, then beta squared."
 
     def one(xs: list[float]) -> float:
         ws = [beta**i for i in range(len(xs))]
@@ -184,7 +184,7 @@ def test_deferred_losses_travel_in_groups_without_a_host_read() -> None:
 
 
 def test_latest_never_waits_for_a_copy_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    "A copy whose event has not happened is left alone until it has, or until two are on the way."
+    "A copy is read only when its event has happened, or when two copies are waiting."
 
     class Event:
         done, waited = False, False

@@ -1,4 +1,4 @@
-"""fastai's classification scores, through torchmetrics, against scikit-learn and scipy on the whole set."""
+"""Compare fastai's classification scores, computed by torchmetrics, with scikit-learn and scipy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def close(expected: Any) -> Any:
 
 
 def classes(n: int, seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
-    "Scores and targets of `n` classes, of which `seen` occur; and both as scikit-learn takes them."
+    "Return scores and targets of `n` classes, of which `seen` occur, as tensors and as arrays."
     targ = torch.randint(seen or n, (150,))
     pred = torch.randn(150, n) + torch.eye(n)[targ]
     pred[:, seen:] -= 100
@@ -108,7 +108,7 @@ def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
 @pytest.mark.parametrize('average', ['macro', 'micro', 'weighted', None])
 @pytest.mark.parametrize('seen', [4, 3])
 def test_scores_of_many_classes(metric: Any, average: str | None, seen: int) -> None:
-    "A class that never occurs has no part in an average."
+    "A class that never occurs is not part of an average."
     pred, targ, t, p = classes(4, seen)
     for m, expected in (
         (metric(average=average), getattr(skm, OF_CLASSES[metric])(t, p, average=average)),
@@ -293,7 +293,7 @@ def test_spearman_equals_scipy() -> None:
 
 
 def test_corpus_bleu() -> None:
-    "Of 2 sentences of 5 tokens, one is right and the other has its last token wrong."
+    "The first of 2 sentences of 5 tokens is right, the second has a wrong last token."
     targ = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     predicted = targ.clone()
     predicted[1, 4] = 0

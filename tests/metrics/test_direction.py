@@ -1,4 +1,4 @@
-"""Which way metrics are better."""
+"""The direction in which a metric improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fastai's functional metrics and the small classes, against numpy and scikit-learn on the whole set."""
+"""Compare fastai's functional metrics and the small classes with numpy and scikit-learn."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_perplexity_is_of_the_mean_loss() -> None:
 
 
 class TwoParts(nn.Module):
-    "A loss that leaves its parts in attributes."
+    "A loss that stores its parts in attributes."
 
     def forward(self, pred: torch.Tensor, targ: torch.Tensor) -> torch.Tensor:
         self.square, self.size = (pred - targ).square().mean(), pred.abs().mean()
@@ -328,7 +328,7 @@ def test_nothing_is_read_from_the_device_per_batch() -> None:
 
 def test_a_metric_with_fastais_base_class_measures_the_whole_set() -> None:
     class Spread:
-        "As fastai's `AccumMetric`: callable, and of the whole set."
+        "A callable metric of the whole set, like fastai's `AccumMetric`."
 
         def __init__(self) -> None:
             self.__stored_args__ = {'func': print}

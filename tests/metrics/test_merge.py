@@ -1,4 +1,4 @@
-"""What several processes have accumulated, merged, is what one has accumulated of all batches: for every metric."""
+"""For every metric, the merged states of several processes equal the state of one process on all batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def batches(kind: str, n: int = 53, bs: int = 5) -> list[Any]:
 
 
 def of_all(make: Callable[[], Metric], data: list[Any], size: int) -> list[tuple[Any, Metric]]:
-    "Values and metrics of each process, after its part of the batches and the merging."
+    "Return values and metrics of each process, after its part of the batches and the merge."
     metrics = [make() for _ in range(size)]
     for rank, m in enumerate(metrics):
         m.reset()
@@ -335,7 +335,7 @@ def test_a_user_defined_merge() -> None:
 
 
 class Silent(Metric):
-    "A metric as fastai's are: it says nothing about processes."
+    "A metric like fastai's, without a declared merge."
 
     def reset(self) -> None:
         self.total, self.n = 0.0, 0
@@ -349,7 +349,7 @@ class Silent(Metric):
 
 
 class Peak(M.AvgMetric):
-    "It forgets more than the class above says."
+    "Its reset clears more than its base class declares."
 
     def reset(self) -> None:
         super().reset()
@@ -357,7 +357,7 @@ class Peak(M.AvgMetric):
 
 
 class Hidden(M.AvgMetric):
-    "It remembers more than the class above says, without a reset."
+    "It accumulates more than its base class declares, without a reset."
 
     last = 0.0
 
@@ -367,7 +367,7 @@ class Hidden(M.AvgMetric):
 
 
 class Counter:
-    "An object with torchmetrics' methods alone."
+    "An object with the methods of torchmetrics."
 
     def reset(self) -> None:
         self.n = 0

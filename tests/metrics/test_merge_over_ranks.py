@@ -1,4 +1,4 @@
-"""Metrics, losses, logs and predictions of several processes are those of one process on all of the data."""
+"""Metrics, losses, logs and predictions of several processes equal one process on all of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dice, Jaccard and foreground accuracy, against sets of pixels and scikit-learn."""
+"""Compare Dice, Jaccard and foreground accuracy with sets of pixels and scikit-learn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRICS = [Dice, JaccardCoeff, DiceMulti, JaccardCoeffMulti]
 
 
 def images(n: int = 11, n_classes: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    "Predictions that are right here and there, sparser in some images than in others."
+    "Return predictions with a share of right pixels, fewer in some images than in others."
     targ = (torch.rand(n, 4, 5) * n_classes * torch.rand(n, 1, 1)).long()
     return torch.randn(n, n_classes, 4, 5) + 2 * torch.eye(n_classes)[targ].movedim(-1, 1), targ
 

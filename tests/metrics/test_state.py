@@ -1,4 +1,4 @@
-"""What a metric has accumulated survives a file, and its value is then that of a metric that saw every batch."""
+"""A metric's accumulated state survives a file; its value then equals a metric that saw every batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tokens(n: int) -> tuple[Tensor, Tensor]:
 
 
 def saved(state: Any) -> Any:
-    "Through a file that loads safely."
+    "Return a state saved to and loaded from a safe file."
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -73,7 +73,7 @@ def saved(state: Any) -> Any:
 def goes_on(
     make: Callable[[], Any], make_batch: Callable[[int], tuple[Tensor, Tensor]], at: int = 2
 ) -> Any:
-    "Check the value of a metric that was saved after `at` of four uneven batches, and return the state."
+    "Check the value of a metric saved after `at` of four uneven batches; return the state."
     GEN.manual_seed(0)
     batches = [a_batch(*make_batch(n)) for n in (20, 20, 20, 13)]
     straight, first, other = make(), make(), make()
@@ -238,7 +238,7 @@ TM: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 class Both(TorchMetric):
-    "A torchmetrics object whose value is a dict, as one tensor."
+    "A torchmetrics object with a dict as its value, as one tensor."
 
     @property
     def value(self) -> Tensor:
@@ -304,7 +304,7 @@ class Anything(Metric):
 
 
 class Mine(Metric):
-    "Everything that a state may hold."
+    "A metric with a state of every kind."
 
     def __init__(self, k: int, f: Callable[..., Any] = torch.abs) -> None:
         self.k, self.f, self.loss = k, f, nn.L1Loss()
@@ -326,7 +326,7 @@ class Mine(Metric):
 
 
 class Around(Metric):
-    "A metric of metrics, made late."
+    "A metric of metrics that are created late."
 
     def __init__(self, inner: Metric) -> None:
         self.inner, self.tm = inner, torchmetrics.MeanSquaredError()
@@ -363,7 +363,7 @@ class Fields(Metric):
 
 
 class Wide(AvgMetric):
-    "One of ours with something more."
+    "A subclass of a metric of the package with more state."
 
     def reset(self) -> None:
         super().reset()
@@ -379,7 +379,7 @@ class Wide(AvgMetric):
 
 
 class Own(Metric):
-    "Counts in something that is not plain, and says how it is saved."
+    "Counts in an object that is not plain, and converts it in `state_dict`."
 
     def reset(self) -> None:
         self.counts: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Metrics of the whole set at once, against scikit-learn and by hand."""
+"""Compare metrics of the whole set with scikit-learn and with direct computation."""
 
 from __future__ import annotations
 

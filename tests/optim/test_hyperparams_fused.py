@@ -1,4 +1,4 @@
-"""Fused optimizers: where they are used, what their kernels need, and that this costs little and no digits."""
+"""Fused optimizers: where they are used, the requirements of their kernels, cost and precision."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_adam_is_not_fused_where_that_is_not_possible(make: Any) -> None:
 )
 @pytest.mark.parametrize('what', ['parameter', 'gradient', 'loaded state'])
 def test_a_change_of_layout_costs_no_digits(opt_func: Any, what: str) -> None:
-    "torch's fused kernels for the CPU would silently update the wrong weights."
+    "Without the check, torch's fused CPU kernels would silently update the wrong weights."
 
     def run(fused: bool) -> Tensor:
         gen = torch.Generator().manual_seed(0)

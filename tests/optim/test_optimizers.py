@@ -1,4 +1,4 @@
-"""Optimizers by fastai's names against fastai, torch and closed forms; what is refused."""
+"""Compare optimizers with fastai's names with fastai, torch and closed forms, and check refusals."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
 
 
 def test_radam_is_its_formula() -> None:
-    "Liu et al., algorithm 2, with torch's place for eps."
+    "Follow Liu et al., algorithm 2, with eps placed as in torch."
     w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     opt = RAdam([w], lr=0.1, sqr_mom=0.9, wd=0.05)
     x, m, v, limit = 3.0, 0.0, 0.0, 2 / (1 - 0.9) - 1
@@ -220,7 +220,7 @@ def test_a_loaded_state_is_a_copy() -> None:
 
 
 def test_a_state_fits_whether_or_not_decay_had_set_groups_apart() -> None:
-    "SGD decays nothing until it is told to; only then do norms and biases move to a param group of their own."
+    "SGD has no decay by default; with decay, norms and biases get a separate param group."
     for late_a, late_b in ((False, True), (True, False)):
         learn = learner(model := net(), opt_func=partial(SGD, mom=0.9), wd=None if late_a else 0.1)
         learn.fit(1)

@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers and AdamW for the rest, in one Learner."""
+"""Muon for the matrices of hidden layers and AdamW for all other parameters, in one Learner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this t
 
 
 class Net(nn.Module):
-    "Words go in, each as an embedding; a word comes out."
+    "A model from words to words, with an embedding."
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def names(model: nn.Module, ps: Any) -> list[str]:
 def by_hand(
     model: Net, n_epoch: int, rates: Any = None, wd: float = 0.01, lr: float = 0.01
 ) -> list[Tensor]:
-    "The weights after a plain loop that steps both."
+    "Return the weights after a plain loop that steps both optimizers."
     spared = {id(p) for p in norm_bias_params(model)}
     hidden = [model.body[0].weight, model.body[3].weight]
     rest = [p for p in model.parameters() if all(p is not q for q in hidden)]

@@ -1,4 +1,4 @@
-"""The states of optimizers in files and in memory: what comes back, what is refused, and what a refusal changes."""
+"""Optimizer states in files and in memory: restored values, refused states, and no changes after a refusal."""
 
 from __future__ import annotations
 

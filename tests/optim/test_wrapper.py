@@ -1,4 +1,4 @@
-"""Optimizers: steps against closed forms and torch, weight decay, hypers by name, closures, override points."""
+"""Compare optimizers with closed forms and torch: weight decay, hyperparameters, closures, override points."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def by_hand(opt: torch.optim.Optimizer, model: nn.Module, n_epoch: int = 2) -> list[Tensor]:
-    "The weights after a plain loop."
+    "Return the weights after a plain loop."
     for _ in range(n_epoch):
         for x, y in data():
             nn.functional.mse_loss(model(x), y).backward()
@@ -159,7 +159,7 @@ def test_hooks_of_a_step_run_once(wd: float, decouple_wd: bool) -> None:
 
 
 def test_hooks_of_a_step_run_once_also_where_torch_had_wrapped_sgds_step_before() -> None:
-    "torch wraps the method of a class when the first optimizer of it is made, which may be before our import."
+    "torch wraps a class's `step` when its first optimizer is created, possibly before learnkit is imported."
     w, seen = nn.Parameter(torch.ones(1)), list[str]()
     torch.optim.SGD([w])
     spec = find_spec('learnkit.optim.optimizers')
@@ -180,7 +180,7 @@ def test_hooks_of_a_step_run_once_also_where_torch_had_wrapped_sgds_step_before(
 
 
 def moved_by_decay(model: nn.Module, learn: Learner, **fit: Any) -> dict[str, bool]:
-    "Which parameters weight decay changed, with gradients of zero."
+    "Return the parameters that weight decay changed with zero gradients."
 
     def nothing(cb: Any) -> None:
         for p in model.parameters():
@@ -717,7 +717,7 @@ def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
 
 
 class SharpnessAware(Learner):
-    "Takes the gradient where a step uphill leads to."
+    "Takes the gradient after a step uphill."
 
     rho = 0.05
 

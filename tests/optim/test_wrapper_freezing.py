@@ -1,4 +1,4 @@
-"""Freezing: which groups train, norm layers and their modes, the optimizer's state, and the errors."""
+"""Freezing: trained groups, norm layers and their modes, the optimizer's state, and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(learn: Learner, **fit: Any) -> list[str]:
-    "The names of the parameters that a fit changes."
+    "Return the names of the parameters that a fit changes."
     before = copies(learn.model)
     learn.fit(1, **fit)
     return [n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])]
@@ -255,7 +255,7 @@ def test_the_mode_that_a_callback_set_survives_a_validation_in_mid_fit() -> None
 
 
 def test_freezing_alone_leaves_modes_as_they_are() -> None:
-    "As in fastai: frozen norm layers collect statistics, unless a callback puts them into evaluation mode."
+    "Frozen norm layers collect statistics as in fastai, unless a callback sets them to evaluation mode."
     learn = learner(train_bn=False)
     learn.freeze()
     before = learn.model[0][1].running_mean.clone()

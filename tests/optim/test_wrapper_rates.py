@@ -1,4 +1,4 @@
-"""Rates that live in tensors, come with a ready optimizer, or belong to groups that were added."""
+"""Learning rates in tensors, of ready optimizers, and of added groups."""
 
 from __future__ import annotations
 

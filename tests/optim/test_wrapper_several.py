@@ -1,4 +1,4 @@
-"""Several optimizers in one Learner, two networks that train against each other, and parts that are shared."""
+"""Several optimizers in one Learner, two networks trained against each other, and shared parts."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_one_that_is_not_there_cannot_step(only: Any) -> None:
 
 
 def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
-    "Weights tied between two layers are one parameter, which gets both gradients."
+    "A weight tied between two layers is one parameter that receives both gradients."
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +321,7 @@ def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
 
 
 def test_a_callback_can_step_one_of_them_less_often() -> None:
-    "Zeroing what one optimizer shall not see leaves its parameters where they are."
+    "Zeroing gradients that one optimizer must not use leaves its parameters unchanged."
     model = net()
 
     def skip(cb: Any) -> None:

@@ -1,4 +1,4 @@
-"""A step without torch's annotation for its profiler: the same step, and whatever hangs on steps still happens."""
+"""A step without torch's profiler annotation equals the original step, with all of its hooks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_step_that_was_replaced_is_taken_as_it_is() -> None:
 
 
 def test_a_scheduler_counts_the_steps() -> None:
-    "It replaces `step` to do so, and warns (an error here) when it is stepped before the optimizer."
+    "The scheduler replaces `step`, and warns (an error here) if it steps before the optimizer."
     p = parameter()
     opt = torch.optim.SGD([p], 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
@@ -137,7 +137,7 @@ def test_a_step_wrapped_by_a_subclass_is_taken() -> None:
 
 @pytest.mark.parametrize('make', OPTIMIZERS)
 def test_a_gradient_scaler_unscales_for_the_inner_optimizer(make: Callable[[Any], Any]) -> None:
-    "Also for a fused one, which would do that itself if the scale were left with it; a step on inf is left out."
+    "A fused optimizer would skip the step itself if the scale were passed to it; a step on inf is skipped."
     ends = []
     for wrap in (lambda o: OptimWrapper(opt=o), lambda o: o):
         p = parameter()

@@ -1,4 +1,4 @@
-"""The benchmark of several processes: what it compares trains alike, and its arithmetic is right."""
+"""The benchmark of several processes: equal trainings, and correct arithmetic."""
 
 from __future__ import annotations
 

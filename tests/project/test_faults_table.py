@@ -1,4 +1,4 @@
-"""The table of the fault matrix: every row has its file, and what tests gave becomes rows."""
+"""The table of faults: every row has its file, and test results become rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of tests mirror the packages: the module that a test file tests can be guessed from its name."""
+"""The folders of tests mirror the packages: a test file has the name of the module that it tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIRRORED = sorted(
 
 
 def module_names(folder: str) -> list[str]:
-    "Return the modules of a package; for a single module such as `learner`, the modules beside the packages."
+    "Return the modules of a package, or the top-level modules for the folder of a single module."
     path = PACKAGE / folder if (PACKAGE / folder).is_dir() else PACKAGE
     return [module.stem for module in path.glob('*.py')]
 

@@ -1,4 +1,4 @@
-"""The notebooks under nbs/: each runs from top to bottom in a fresh kernel, and has its outputs saved with it."""
+"""Each notebook of nbs/ runs in a fresh kernel, and its saved outputs match."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_saved_outputs_are_whole(path: Path) -> None:
 
 @each_notebook
 def test_pictures_have_an_alternative_text(path: Path) -> None:
-    "The site shows the text in the metadata of the cell, `mystnb.image.alt`, instead of a picture."
+    "The site shows the text of the cell's metadata, `mystnb.image.alt`, as the alternative text of a picture."
     for cell in code_cells(read(path)):
         if any('image/png' in out.get('data', ()) for out in cell.outputs):
             text = cell.metadata.get('mystnb', {}).get('image', {}).get('alt', '')

@@ -1,4 +1,4 @@
-"""The kill harness: what a child is, how it ends, that nothing of it stays, and what its runs prove."""
+"""The kill harness: children, how they end, clean-up, and the guarantees of its runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 
 
 def children() -> set[int]:
-    "The processes that this one has started or adopted, zombies among them."
+    "Return the processes that this process has started or adopted, including zombies."
     out = subprocess.run(
         ['ps', '-o', 'pid=', '--ppid', str(os.getpid())], capture_output=True, text=True
     ).stdout
@@ -54,7 +54,7 @@ def is_gone(pid: int) -> bool:
 
 
 def count_up(file: Path, n: int = 5, at: str = 'step') -> Callable[[], list[int]]:
-    "A job that writes a line at a time, and goes on where it was killed."
+    "A job that writes a line at a time, and resumes where it was killed."
 
     def job() -> list[int]:
         for i in range(len(file.read_text().split()) if file.exists() else 0, n):
@@ -67,7 +67,7 @@ def count_up(file: Path, n: int = 5, at: str = 'step') -> Callable[[], list[int]
 
 
 def sleep_beside_another(file: Path) -> None:
-    "A job that starts a process of its own, and does not end."
+    "A job that starts a process and does not end."
     pid = os.fork()
     if pid:
         file.with_suffix('.tmp').write_text(str(pid))
@@ -343,7 +343,7 @@ def make_learner(cbs: Any = ()) -> Learner:
 
 
 def forgetful() -> Learner:
-    "Make a Learner that scales gradients by a count that no checkpoint can have."
+    "Return a Learner that scales gradients by a count that is not in a checkpoint."
     seen = [1.0]
 
     def scale(cb: Callback) -> None:
