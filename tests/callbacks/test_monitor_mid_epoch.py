@@ -96,8 +96,8 @@ def test_times_rates_and_peaks_are_the_last_ones() -> None:
     def receive(self: Any, name: str, value: Any, weight: Any, shown: bool) -> None:
         seen[name] = weight, shown
 
-    hears = type('Hears', (Callback,), {'receive_log': receive})
-    learner(*(cls(every='2ba') for cls in MONITORS), hears()).fit(1)
+    listener_class = type('Hears', (Callback,), {'receive_log': receive})
+    learner(*(cls(every='2ba') for cls in MONITORS), listener_class()).fit(1)
     assert not any(shown for _, shown in seen.values())
     for name in ('time/train', 'time/total', 'time/remaining_estimate', 'memory/peak_rss_mem'):
         assert seen[name] == (None, False)

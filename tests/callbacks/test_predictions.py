@@ -93,13 +93,13 @@ def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
 def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     class Count(Callback):
         def __init__(self) -> None:
-            self.heard: list[str] = []
+            self.events_seen: list[str] = []
 
         def before_batch(self) -> None:
-            self.heard.append(self.phase)
+            self.events_seen.append(self.phase)
 
         def after_validate(self) -> None:
-            self.heard.append('after_validate')
+            self.events_seen.append('after_validate')
 
     class Marked(Count):
         remove_on_fetch = True
@@ -117,10 +117,10 @@ def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     learn = make(cbs=[FetchPredsCallback(cbs=named), marked, later, named, other])
     learn.fit(2)
     expected = [*['train'] * 4, *['valid'] * 4, 'after_validate'] * 2
-    assert marked.heard == later.heard == named.heard == expected
+    assert marked.events_seen == later.events_seen == named.events_seen == expected
     fetched = [*['predict'] * 4, 'after_validate']
     epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
-    assert other.heard == epoch * 2
+    assert other.events_seen == epoch * 2
     assert all(
         cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds)
     )

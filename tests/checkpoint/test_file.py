@@ -324,7 +324,7 @@ class Sub(Tensor):
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize(
-    ('value', 'says'),
+    ('value', 'expected_text'),
     [
         ({1, 2}, r"set at \['a'\]"),
         (object(), 'object at'),
@@ -345,10 +345,10 @@ class Sub(Tensor):
     ids=lambda v: f'{type(v)}'[:20],
 )
 def test_what_would_not_load_is_refused_before_anything_is_written(
-    tmp_path: Path, value: Any, says: str
+    tmp_path: Path, value: Any, expected_text: str
 ) -> None:
     (tmp_path / 'a.ckpt').write_text('old')
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=expected_text):
         write_state(tmp_path / 'a.ckpt', {'a': value}, {})
     assert (tmp_path / 'a.ckpt').read_text() == 'old' and os.listdir(tmp_path) == ['a.ckpt']
 
@@ -367,11 +367,11 @@ def test_nesting(tmp_path: Path) -> None:
 
 
 def test_where_it_is(tmp_path: Path) -> None:
-    for state, says in (
+    for state, expected_text in (
         ({'a': {3: [1, {2}]}}, r"set at \['a'\]\[3\]\[1\]"),
         ({'\x1b[2J' + 'x' * 500: {1}}, r"at \['\\x1b\[2Jx{1,60}"),
     ):
-        with pytest.raises(CheckpointError, match=says) as e:
+        with pytest.raises(CheckpointError, match=expected_text) as e:
             write_state('a.ckpt', state, {})
         assert e.value.args[0].isprintable() and len(str(e.value)) < 300
 

@@ -49,12 +49,12 @@ def test_other_files(tmp_path: Path) -> None:
     with ZipFile(script, 'w') as z:
         z.writestr('script/data.pkl', b'')
         z.writestr('script/code/__torch__.py', b'')
-    for path, says in (
+    for path, expected_text in (
         (text, "no file of torch's"),
         (archive, r"and none of torch's: it holds readme\.txt"),
         (script, r'`torch\.jit\.load`'),
     ):
-        with pytest.raises(WeightsError, match=says):
+        with pytest.raises(WeightsError, match=expected_text):
             load_learner(path)
 
 

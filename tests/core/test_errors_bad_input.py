@@ -51,7 +51,7 @@ def make(
 def refuses(
     learn: Learner,
     error: type[LearnkitError],
-    *says: str,
+    *expected_text: str,
     do: Callable[[Learner], Any] = lambda learn: learn.fit(2),
 ) -> str:
     "Check the error's type and words, and that model, optimizer, callbacks and state are unchanged."
@@ -62,7 +62,7 @@ def refuses(
         do(learn)
     message = str(info.value)
     assert type(info.value) is error
-    for word in says:
+    for word in expected_text:
         assert word in message, message
     assert all(
         torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), weights, strict=True)
@@ -98,17 +98,17 @@ def test_no_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ('loss', 'says'),
+    ('loss', 'expected_text'),
     [(nn.MSELoss, ['MSELoss is a class', 'MSELoss()']), ('mse', ["'mse'"]), (5, ['5'])],
 )
-def test_a_loss_that_is_none(loss: Any, says: list[str]) -> None:
+def test_a_loss_that_is_none(loss: Any, expected_text: list[str]) -> None:
     with pytest.raises(LossError) as e:
         make(loss_func=loss)
-    assert all(s in str(e.value) for s in ['loss_func', *says])
+    assert all(s in str(e.value) for s in ['loss_func', *expected_text])
 
 
 @pytest.mark.parametrize(
-    ('loss', 'says'),
+    ('loss', 'expected_text'),
     [
         (nn.MSELoss(reduction='none'), ['(8, 1)', "reduction='mean'"]),
         (
@@ -123,9 +123,9 @@ def test_a_loss_that_is_none(loss: Any, says: list[str]) -> None:
     ],
     ids=['shape', 'detached', 'a number', 'None', 'empty dict', 'numbers', 'a comparison'],
 )
-def test_a_loss_that_cannot_be_minimised(loss: Any, says: list[str]) -> None:
+def test_a_loss_that_cannot_be_minimised(loss: Any, expected_text: list[str]) -> None:
     learn = make(loss_func=loss)
-    refuses(learn, LossError, *says)
+    refuses(learn, LossError, *expected_text)
     learn.loss_func = nn.MSELoss()
     trains(learn)
 
@@ -175,7 +175,7 @@ def test_a_validation_loader_that_yields_nothing_is_reported_before_training() -
 
 
 @pytest.mark.parametrize(
-    ('bad', 'says'),
+    ('bad', 'expected_text'),
     [
         (5, ['int']),
         (None, ['NoneType']),
@@ -188,10 +188,10 @@ def test_a_validation_loader_that_yields_nothing_is_reported_before_training() -
     ],
     ids=lambda o: type(o).__name__,
 )
-def test_what_is_not_a_loader(bad: Any, says: list[str]) -> None:
+def test_what_is_not_a_loader(bad: Any, expected_text: list[str]) -> None:
     with pytest.raises(LoaderError) as e:
         Learner(bad, nn.Linear(1, 1), nn.MSELoss())
-    assert all(s in str(e.value) for s in says), str(e.value)
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -242,11 +242,11 @@ CALLBACKS = [
 ]
 
 
-@pytest.mark.parametrize(('bad', 'says'), CALLBACKS, ids=lambda o: str(o)[:12])
-def test_a_callback_that_is_none(bad: Any, says: list[str]) -> None:
+@pytest.mark.parametrize(('bad', 'expected_text'), CALLBACKS, ids=lambda o: str(o)[:12])
+def test_a_callback_that_is_none(bad: Any, expected_text: list[str]) -> None:
     with pytest.raises(CallbackError) as e:
         make(cbs=bad)
-    assert all(s in str(e.value) for s in says), str(e.value)
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
     learn = make()
     for do in (
         lambda learn: learn.fit(1, cbs=[Callback(), bad]),
@@ -255,7 +255,7 @@ def test_a_callback_that_is_none(bad: Any, says: list[str]) -> None:
         lambda learn: learn.get_preds(cbs=bad),
         lambda learn: setattr(learn, 'cbs', [bad]),
     ):
-        refuses(learn, CallbackError, *says, do=do)
+        refuses(learn, CallbackError, *expected_text, do=do)
     trains(learn)
 
 
@@ -290,17 +290,17 @@ def test_an_unknown_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ('f', 'says'),
+    ('f', 'expected_text'),
     [
         (5, ['after_fit=5', 'function']),
         (lambda: None, ['after_fit', 'callback']),
         (lambda a, b: None, ["'b'"]),
     ],
 )
-def test_a_function_that_is_not_a_handler(f: Any, says: list[str]) -> None:
+def test_a_function_that_is_not_a_handler(f: Any, expected_text: list[str]) -> None:
     with pytest.raises(CallbackError) as e:
         Callback(after_fit=f)
-    assert all(s in str(e.value) for s in says), str(e.value)
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
 
 
 def test_an_event_that_is_not_a_method() -> None:
@@ -392,14 +392,14 @@ def test_a_model_without_parameters_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ('model', 'says'),
+    ('model', 'expected_text'),
     [(nn.Linear, 'Linear(...)'), (mae, 'torch.nn.Module'), (None, 'None')],
     ids=['class', 'function', 'None'],
 )
-def test_a_model_that_is_none(model: Any, says: str) -> None:
+def test_a_model_that_is_none(model: Any, expected_text: str) -> None:
     with pytest.raises(ModelError) as e:
         Learner([(X, Y)], model, nn.MSELoss())
-    assert says in str(e.value)
+    assert expected_text in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_whole_numbers_of_every_kind(n: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ('start', 'says'),
+    ('start', 'expected_text'),
     [
         (-1, 'start_epoch'),
         (3, 'past n_epoch=2'),
@@ -477,9 +477,9 @@ def test_whole_numbers_of_every_kind(n: Any) -> None:
         (None, 'start_epoch'),
     ],
 )
-def test_a_first_epoch_that_is_none(start: Any, says: str) -> None:
+def test_a_first_epoch_that_is_none(start: Any, expected_text: str) -> None:
     learn = make()
-    refuses(learn, FitError, says, do=lambda learn: learn.fit(2, start_epoch=start))
+    refuses(learn, FitError, expected_text, do=lambda learn: learn.fit(2, start_epoch=start))
     trains(learn)
 
 

@@ -79,7 +79,7 @@ def no_lr(params: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ('opt_func', 'says'),
+    ('opt_func', 'expected_text'),
     [
         (torch.optim.Muon, 'opt_func=MuonAdamW'),
         ([torch.optim.SGD], 'opt_func[0] is SGD, no ready optimizer'),
@@ -90,9 +90,9 @@ def no_lr(params: Any) -> Any:
         (no_lr, 'opt_func=no_lr cannot be called with the parameters and `lr=`'),
     ],
 )
-def test_what_makes_no_optimizer(opt_func: Any, says: str) -> None:
+def test_what_makes_no_optimizer(opt_func: Any, expected_text: str) -> None:
     learn = make(opt_func=opt_func)
-    assert says in message(learn, OptimizerError)
+    assert expected_text in message(learn, OptimizerError)
     learn.opt_func = MuonAdamW
     learn.fit(1)
 
@@ -158,7 +158,7 @@ def two_args(learn: Any, epoch: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ('made', 'error', 'says'),
+    ('made', 'error', 'expected_text'),
     [
         (lambda: EarlyStoppingCallback(comp=5), OptionError, 'comp=5'),
         (lambda: EarlyStoppingCallback(patience=0), TimeError, 'patience=0: '),
@@ -176,13 +176,13 @@ def two_args(learn: Any, epoch: int) -> float:
     ],
     ids=['comp', 'patience', 'no argument', 'two arguments', 'no dict'],
 )
-def test_options_of_callbacks(made: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_options_of_callbacks(made: Any, error: type[Exception], expected_text: str) -> None:
+    with pytest.raises(error, match=expected_text):
         made()
 
 
 @pytest.mark.parametrize(
-    ('cbs', 'error', 'says'),
+    ('cbs', 'error', 'expected_text'),
     [
         (
             [SaveModelCallback, partial(SaveModelCallback, 'train_loss')],
@@ -206,12 +206,12 @@ def test_options_of_callbacks(made: Any, error: type[Exception], says: str) -> N
     ids=['two saves', 'blends', 'two MixUps', 'two precisions', 'a close name', 'no close name'],
 )
 def test_callbacks_that_cannot_run(
-    cbs: Any, error: type[Exception], says: str, tmp_path: Any
+    cbs: Any, error: type[Exception], expected_text: str, tmp_path: Any
 ) -> None:
     learn = make(path=tmp_path)
     text = message(learn, error, lambda learn: learn.fit(1, cbs=[cb() for cb in cbs]))
-    assert re.search(says, text), text
-    assert ('learn.log' in text) == ('learn.log' in says)
+    assert re.search(expected_text, text), text
+    assert ('learn.log' in text) == ('learn.log' in expected_text)
     learn.fit(1)
 
 
@@ -285,22 +285,22 @@ def test_an_axis_that_predictions_do_not_have(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ('metric', 'says'),
+    ('metric', 'expected_text'),
     [
         (accuracy_multi, r'^accuracy_multi: .*`F.one_hot\(targ, 3\)`'),
         (mse, r'^mse: .*`accuracy` takes them'),
     ],
 )
-def test_a_metrics_own_words_come_first(metric: Any, says: str) -> None:
+def test_a_metrics_own_words_come_first(metric: Any, expected_text: str) -> None:
     text = message(make(metrics=metric), MetricError)
-    assert re.search(says, text) and 'wrap it in a function' not in text
+    assert re.search(expected_text, text) and 'wrap it in a function' not in text
 
 
 # -- predictions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ('do', 'error', 'says'),
+    ('do', 'error', 'expected_text'),
     [
         (
             lambda learn: learn.get_preds(act=nn.Softmax),
@@ -328,8 +328,8 @@ def test_a_metrics_own_words_come_first(metric: Any, says: str) -> None:
     ],
     ids=range(11),
 )
-def test_predictions_and_searches(do: Any, error: type[Exception], says: str) -> None:
-    assert says in message(make(), error, do)
+def test_predictions_and_searches(do: Any, error: type[Exception], expected_text: str) -> None:
+    assert expected_text in message(make(), error, do)
 
 
 def test_test_dl_is_fastais_alone() -> None:

@@ -58,7 +58,7 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ('do', 'error', 'says'),
+    ('do', 'error', 'expected_text'),
     [
         (lambda: Time('2 epochs'), TimeError, "Write '2ep'."),
         (lambda: Time('90min'), TimeError, "Write '90m'."),
@@ -106,11 +106,11 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
     ],
 )
 def test_the_message_names_the_fix(
-    do: Callable[[], Any], error: type[LearnkitError], says: str
+    do: Callable[[], Any], error: type[LearnkitError], expected_text: str
 ) -> None:
     with pytest.raises(error) as e:
         do()
-    assert says in str(e.value)
+    assert expected_text in str(e.value)
 
 
 def test_what_a_file_cannot_be_used_for(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_float64_from_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ('loss', 'pred', 'targ', 'says'),
+    ('loss', 'pred', 'targ', 'expected_text'),
     [
         (
             F.cross_entropy,
@@ -75,10 +75,12 @@ def test_float64_from_numpy() -> None:
         ),
     ],
 )
-def test_classes_that_are_out_of_bounds(loss: Any, pred: Any, targ: Any, says: str) -> None:
+def test_classes_that_are_out_of_bounds(
+    loss: Any, pred: Any, targ: Any, expected_text: str
+) -> None:
     with pytest.raises(IndexError) as e:
         loss(pred, targ)
-    assert classes_hint(loss, pred, (targ,), e.value) == says
+    assert classes_hint(loss, pred, (targ,), e.value) == expected_text
 
 
 def test_other_errors_get_no_hint_of_classes() -> None:

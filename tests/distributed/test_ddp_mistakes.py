@@ -129,7 +129,7 @@ def trained(learn: Learner) -> None:
 
 @pytest.mark.parametrize('slip', SLIPS, ids=lambda f: f.__name__)
 def test_common_mistakes_are_reported(slip: Callable[[int], None]) -> None:
-    error, says = SLIPS[slip]
+    error, expected_text = SLIPS[slip]
 
     def job(rank: int) -> str:
         with pytest.raises(error) as e:
@@ -137,7 +137,7 @@ def test_common_mistakes_are_reported(slip: Callable[[int], None]) -> None:
         return str(e.value).replace('\n', ' ')
 
     for error in run_ranks(job):
-        assert re.search(says, error), error
+        assert re.search(expected_text, error), error
 
 
 def test_a_forgotten_context_is_reported_once() -> None:

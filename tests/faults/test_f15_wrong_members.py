@@ -137,9 +137,9 @@ CASES: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize('case', CASES)
 def test_files(tmp_path: Path, case: str) -> None:
     path = write(tmp_path / 'a.ckpt', {'loss': torch.ones(2), 'count': torch.tensor(3)})
-    change, says = CASES[case]
+    change, expected_text = CASES[case]
     change(path)
-    with pytest.raises(DamagedError, match=says) as e:
+    with pytest.raises(DamagedError, match=expected_text) as e:
         read_state(path)
     assert (
         str(path) in str(e.value)
@@ -249,9 +249,9 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
 def test_archives(tmp_path: Path, case: str) -> None:
     path = saved(tmp_path / 'a.pth', {'w': torch.ones(3), 'b': torch.ones(1)})
     assert read_weights(path).model['w'].tolist() == [1, 1, 1]
-    change, says = ARCHIVES[case]
+    change, expected_text = ARCHIVES[case]
     change(path)
-    with pytest.raises(WeightsError, match=says) as e:
+    with pytest.raises(WeightsError, match=expected_text) as e:
         read_weights(path)
     assert str(path) in str(e.value)
 

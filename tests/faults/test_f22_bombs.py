@@ -278,11 +278,11 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('bomb', BOMBS, ids=', '.join)
 def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
-    says, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
+    expected_text, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
     found = result_of(lambda: loaded(path))
     assert found['told'] is not None, 'it loaded'
     assert str(path) in found['told']
-    assert re.search(says, found['told']), found['told']
+    assert re.search(expected_text, found['told']), found['told']
     assert found['mb'] < 50 and found['s'] < 5, found
     assert not any((parent / 'escaped').exists() for parent in path.parents)
 

@@ -343,9 +343,9 @@ def test_a_file_can_be_read_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_sinks_that_cannot_be_are_refused_before_anything_happens(tmp_path: Path) -> None:
-    heard: list[str] = []
+    events_seen: list[str] = []
     learn = make(DataLoader(DATA, 4))
-    learn.add_cb(Callback(before_fit=lambda cb: heard.append('before_fit')))
+    learn.add_cb(Callback(before_fit=lambda cb: events_seen.append('before_fit')))
     (tmp_path / 'full').mkdir()
     (tmp_path / 'full' / 'mine').write_text('x')
     for sink, options, match in (
@@ -358,7 +358,9 @@ def test_sinks_that_cannot_be_are_refused_before_anything_happens(tmp_path: Path
         with pytest.raises(OptionError, match=match):
             learn.get_preds(sink=sink, **options)
     assert (
-        heard == [] and os.listdir(tmp_path) == ['full'] and (tmp_path / 'full' / 'mine').exists()
+        events_seen == []
+        and os.listdir(tmp_path) == ['full']
+        and (tmp_path / 'full' / 'mine').exists()
     )
 
 

@@ -131,8 +131,8 @@ def test_data_sets_with_their_own_augmentation() -> None:
 
 
 def test_a_missing_or_wrong_augmentation_is_reported() -> None:
-    learn, heard = make(), []
-    learn.add_cb(Callback(before_fit=lambda cb: heard.append(1)))
+    learn, events_seen = make(), []
+    learn.add_cb(Callback(before_fit=lambda cb: events_seen.append(1)))
     with pytest.raises(OptionError, match='augment='):
         learn.tta()
     with pytest.raises(OptionError, match='augment='):
@@ -140,7 +140,7 @@ def test_a_missing_or_wrong_augmentation_is_reported() -> None:
     for n in (0, 2.5):
         with pytest.raises(OptionError, match='whole number'):
             learn.tta(n=n, augment=abs)
-    assert heard == []
+    assert events_seen == []
 
 
 def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:

@@ -136,11 +136,11 @@ def test_random_numbers_continue_from_batch_to_batch() -> None:
 
 
 def test_it_fires_the_events_of_get_preds() -> None:
-    heard: list[Any] = []
+    events_seen: list[Any] = []
 
     class EventCounter(Callback):
         def run_event(self, event_name: str) -> None:
-            heard.append(
+            events_seen.append(
                 (
                     event_name,
                     self.phase,
@@ -152,13 +152,13 @@ def test_it_fires_the_events_of_get_preds() -> None:
             )
 
     learn = make(EventCounter())
-    heard.clear()
+    events_seen.clear()
     learn.get_preds()
-    expected = heard[:]
-    heard.clear()
+    expected = events_seen[:]
+    events_seen.clear()
     for _ in learn.predict_iter():
         pass
-    assert heard == expected and [e for e, *_ in heard].count('cleanup') == 1
+    assert events_seen == expected and [e for e, *_ in events_seen].count('cleanup') == 1
 
 
 def is_free(lock: Any) -> bool:
@@ -206,25 +206,25 @@ class Ends(Callback):
     "Records how a run ended."
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events_seen: list[str] = []
 
     def after_cancel_validate(self) -> None:
-        self.heard.append('after_cancel_validate')
+        self.events_seen.append('after_cancel_validate')
 
     def after_validate(self) -> None:
-        self.heard.append('after_validate')
+        self.events_seen.append('after_validate')
 
     def after_predict(self) -> None:
-        self.heard.append('after_predict')
+        self.events_seen.append('after_predict')
 
     def after_fit(self) -> None:
-        self.heard.append('after_fit')
+        self.events_seen.append('after_fit')
 
     def after_error(self) -> None:
-        self.heard.append('after_error')
+        self.events_seen.append('after_error')
 
     def cleanup(self) -> None:
-        self.heard.append('cleanup')
+        self.events_seen.append('cleanup')
 
 
 EARLY = ['after_cancel_validate', 'after_validate', 'after_predict', 'after_fit', 'cleanup']
@@ -258,7 +258,7 @@ def test_left_early_it_ends_like_a_cancelled_validation(leave: Any) -> None:
     before = state(learn)
     leave(learn.predict_iter(with_loss=True))
     gc.collect()
-    assert ends.heard == EARLY and state(learn) == before
+    assert ends.events_seen == EARLY and state(learn) == before
     with learn.no_logging():
         learn.fit(1)
     assert len(learn.history) == 1
@@ -269,7 +269,7 @@ def test_never_begun_it_does_nothing() -> None:
     learn = make(ends)
     stream = learn.predict_iter()
     stream.close()
-    assert ends.heard == [] and list(stream) == []
+    assert ends.events_seen == [] and list(stream) == []
 
 
 def run_action(learn: Learner, what: str) -> None:
@@ -291,7 +291,7 @@ def test_a_learner_that_continues_ends_the_stream_first_with_an_error(what: str)
     stream = learn.predict_iter()
     next(stream)
     run_action(learn, what)
-    assert ends.heard[:5] == EARLY
+    assert ends.events_seen[:5] == EARLY
     with pytest.raises(FitError, match='sink'):
         next(stream)
     assert learn.run.depth == 0 and learn.logger is print
@@ -336,13 +336,13 @@ def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
         learn, ends = make(), Ends()
         with learn.no_logging():
             learn.fit(2, cbs=[ends, *cbs])
-        return [v.tolist() for v in learn.model.state_dict().values()], ends.heard
+        return [v.tolist() for v in learn.model.state_dict().values()], ends.events_seen
 
-    weights, heard = trained([Callback(after_epoch=half)])
+    weights, events_seen = trained([Callback(after_epoch=half)])
     assert (
         weights == trained([])[0]
-        and heard.count('cleanup') == 1
-        and heard.count('after_cancel_validate') == 2
+        and events_seen.count('cleanup') == 1
+        and events_seen.count('after_cancel_validate') == 2
     )
     for stream in kept:
         with pytest.raises(FitError):
@@ -350,20 +350,24 @@ def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
 
 
 def test_inner_ones_leave_out_the_events_of_fit_and_epoch() -> None:
-    heard: list[str] = []
+    events_seen: list[str] = []
 
     class EventCounter(Callback):
         def run_event(self, event_name: str) -> None:
-            heard.append(event_name)
+            events_seen.append(event_name)
 
     learn = make(EventCounter())
-    heard.clear()
+    events_seen.clear()
     learn.get_preds(inner=True)
-    expected = heard[:]
-    heard.clear()
+    expected = events_seen[:]
+    events_seen.clear()
     for _ in learn.predict_iter(inner=True):
         pass
-    assert heard == expected and 'before_predict' in heard and 'before_fit' not in heard
+    assert (
+        events_seen == expected
+        and 'before_predict' in events_seen
+        and 'before_fit' not in events_seen
+    )
 
 
 def test_an_error_in_the_model_comes_out_and_ends_it() -> None:
@@ -378,7 +382,7 @@ def test_an_error_in_the_model_comes_out_and_ends_it() -> None:
     next(stream)
     with pytest.raises(OSError, match='gone'):
         next(stream)
-    assert ends.heard == ['after_error', 'cleanup'] and state(learn) == before
+    assert ends.events_seen == ['after_error', 'cleanup'] and state(learn) == before
     assert list(stream) == [] and len(list(learn.predict_iter())) == 4
 
 

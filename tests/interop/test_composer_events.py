@@ -176,22 +176,22 @@ def test_every_row_of_the_table_is_fired() -> None:
     learn.close()
     column = {name.lower() for m in LIFECYCLE for name in m.composer.split(', ') if name}
     assert column == {e.value for e in Event} | {'close', 'post_close'}
-    heard = cb.taken()
-    assert set(heard) == column
-    assert heard[-2:] == ['close', 'post_close']
+    event_log = cb.taken()
+    assert set(event_log) == column
+    assert event_log[-2:] == ['close', 'post_close']
 
 
 def test_named_methods_get_the_same_events_as_run_event() -> None:
-    heard = EventLog()
+    event_log = EventLog()
     names: list[str] = []
     hooks = {e.value: lambda self, state, logger, name=e.value: names.append(name) for e in Event}
     named = type('Named', (), hooks)()
-    learn = learner(heard)
+    learn = learner(event_log)
     learn.add_cb(from_composer(named))
     learn.fit(2, iteration=2)
     learn.validate()
     learn.get_preds()
-    assert names == heard.taken()
+    assert names == event_log.taken()
 
 
 def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:

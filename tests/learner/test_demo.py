@@ -83,7 +83,7 @@ def test_confusion_counts_rows_of_truth() -> None:
 
 
 @pytest.mark.parametrize(
-    ('args', 'says'),
+    ('args', 'expected_text'),
     [
         (['--epoch', '3'], '--epoch'),
         (['--colour'], '--colour'),
@@ -97,12 +97,12 @@ def test_confusion_counts_rows_of_truth() -> None:
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_2(
-    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    args: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == '' and err.count('\n') == 1
-    assert says in err
+    assert expected_text in err
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,13 @@ def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
 def test_one_output_for_other_metrics_of_classes() -> None:
     pytest.importorskip('torchmetrics')
     pred, targ = torch.randn(8, 1), torch.ones(8).long()
-    for metric, says in (
+    for metric, expected_text in (
         (F1Score(), '`F1ScoreMulti`'),
         (RocAuc(), '`RocAucMulti`'),
         (Dice(), 'the model two outputs'),
         (foreground_acc, 'the model two outputs'),
     ):
-        with pytest.raises(MetricError, match=f'one output along axis -?1: .*{says}'):
+        with pytest.raises(MetricError, match=f'one output along axis -?1: .*{expected_text}'):
             metric(pred, targ)
 
 
@@ -224,10 +224,10 @@ HINTS = [
 ]
 
 
-@pytest.mark.parametrize(('loss', 'n_out', 'y', 'says'), HINTS)
-def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, says: str) -> None:
+@pytest.mark.parametrize(('loss', 'n_out', 'y', 'expected_text'), HINTS)
+def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
     e = untouched(learner(y, n_out, loss), Exception)
-    assert says in notes(e), notes(e)
+    assert expected_text in notes(e), notes(e)
 
 
 def test_a_hint_of_targets_whose_loss_fails_in_backward() -> None:
@@ -258,8 +258,8 @@ def test_a_tensor_where_a_tuple_belongs(name: str, entry: str) -> None:
         setattr(cb.learn, name, getattr(cb, entry))
 
     learn = learner(Y[:, None], cbs=Callback(before_batch=write))
-    says = rf'`{name}` is Tensor\[16, .\] float32, not a tuple: write `self.learn.{name} = \({entry},\)`'
-    untouched(learn, BatchError, says)
+    expected_text = rf'`{name}` is Tensor\[16, .\] float32, not a tuple: write `self.learn.{name} = \({entry},\)`'
+    untouched(learn, BatchError, expected_text)
 
 
 @pytest.mark.parametrize('name', ['x', 'y'])
@@ -303,7 +303,7 @@ def test_data_that_is_not_a_table_of_numbers() -> None:
     frame = pandas.DataFrame(
         {**FRAME, 'kind': ['cat', 'dog', 'cat', 'cow'], 'when': pandas.to_datetime([0, 1, 2, 3])}
     )
-    for bad, says in (
+    for bad, expected_text in (
         (frame, r"of the columns 'kind' \(.+\), 'when' \(datetime64.*\): encode classes"),
         (frame['kind'], r'`pandas.factorize\(y\)\[0\]`'),
         (['a', 'b'], r'encode classes'),
@@ -314,7 +314,7 @@ def test_data_that_is_not_a_table_of_numbers() -> None:
         (5.0, 'no rows'),
         ([], 'are empty'),
     ):
-        with pytest.raises(LoaderError, match=says):
+        with pytest.raises(LoaderError, match=expected_text):
             TensorLoader(bad)
     assert TensorLoader(pandas.factorize(frame['kind'])[0]).tensors[0].tolist() == [0, 1, 0, 2]
 
@@ -351,13 +351,13 @@ def test_strings_of_a_batch_are_not_changed() -> None:
 
 def test_arrays_and_loaders_in_the_place_of_a_number() -> None:
     learn = learner(Y[:, None])
-    for given, says in (
+    for given, expected_text in (
         (A, r'no batches: give `dl=\[\(x,\)\]`'),
         (X, r'no batches'),
         (learn.dls.valid, 'a loader is given as `dl=`'),
     ):
         for do in (learn.get_preds, learn.validate):
-            with pytest.raises(LoaderError, match=says):
+            with pytest.raises(LoaderError, match=expected_text):
                 do(given)
 
 

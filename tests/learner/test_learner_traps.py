@@ -138,7 +138,7 @@ def test_bad_units(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ('call', 'says'),
+    ('call', 'expected_text'),
     [
         (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
         (lambda: learner().fit(1, callbacks=[]), r"'callbacks'. Write `cbs=`"),
@@ -176,8 +176,8 @@ def test_bad_units(options: dict[str, Any]) -> None:
         (lambda: EarlyStoppingCallback(patiense=3), r'Did you mean `patience`'),
     ],
 )
-def test_keywords_of_other_libraries(call: Callable[[], Any], says: str) -> None:
-    with pytest.raises(TypeError, match=says):
+def test_keywords_of_other_libraries(call: Callable[[], Any], expected_text: str) -> None:
+    with pytest.raises(TypeError, match=expected_text):
         call()
 
 
@@ -322,7 +322,7 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ('make', 'error', 'says'),
+    ('make', 'error', 'expected_text'),
     [
         (
             lambda: learner(loss_func='cross_entropy'),
@@ -361,9 +361,9 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
     ],
 )
 def test_names_in_the_place_of_things(
-    make: Callable[[], Any], error: type[Exception], says: str
+    make: Callable[[], Any], error: type[Exception], expected_text: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=expected_text):
         make()
 
 
@@ -423,7 +423,7 @@ class Adds(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ('batch', 'model', 'says'),
+    ('batch', 'model', 'expected_text'),
     [
         ((X, Y, Y), nn.Linear(4, 3), '2 inputs.*forward.. takes 1.*last entry.*n_inp=1'),
         ((X, X, X, Y), Adds(4, 3), '3 inputs.*forward.. takes 2.*n_inp=2'),
@@ -442,10 +442,12 @@ class Adds(nn.Linear):
         ({'x': X, 'labels': Y}, nn.Linear(4, 3), r'by keyword.*\(input\).*tuples `\(x, y\)`'),
     ],
 )
-def test_batches_that_do_not_fit_the_model(batch: Any, model: nn.Module, says: str) -> None:
+def test_batches_that_do_not_fit_the_model(
+    batch: Any, model: nn.Module, expected_text: str
+) -> None:
     with pytest.raises((TypeError, AttributeError)) as e:
         learner_of(DataLoaders([batch], device='cpu'), model).fit(1)
-    assert re.search(says, e.value.__notes__[0])
+    assert re.search(expected_text, e.value.__notes__[0])
 
 
 def test_the_hints_of_batches_work() -> None:
