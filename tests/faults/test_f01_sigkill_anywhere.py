@@ -24,7 +24,7 @@ def test_many_kills() -> None:
 
 
 def test_a_difference_would_be_seen() -> None:
-    "What no checkpoint holds makes the same harness say so."
+    "The harness detects state that is missing from checkpoints."
 
     def forgetful() -> object:
         steps = iter(range(1, 1000))

@@ -58,7 +58,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> State:
 
 @pytest.fixture(scope='module')
 def straight_3(tmp_path_factory: pytest.TempPathFactory) -> State:
-    "Three epochs, for what takes long in each."
+    "Return the state after three epochs, for slow saves."
     folder = tmp_path_factory.mktemp('straight')
     return in_child(training(folder, n_epoch=3, preemption=False))  # type: ignore[no-any-return]
 
@@ -75,7 +75,7 @@ def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
 
 
 def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
-    "With a loader that has a generator of its own."
+    "Test a loader with its own generator."
     end = in_child(training(tmp_path / 'straight', make_learner))
     places = SIGNAL_POINTS[1::3]
     lives = run_until_done(
@@ -103,7 +103,7 @@ def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_to_a_group_with_workers(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "The workers end at once, whatever they do; torch, which waits for a batch, finds that out within five seconds."
+    "The workers end at once; torch, which waits for a batch, notices within five seconds."
     monkeypatch.setattr(
         _MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,)
     )  # its seconds
@@ -121,7 +121,7 @@ def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
 
 
 class Slow(Callback):
-    "Makes the second batch come from a worker that does not end; the parent hears when it is waited for."
+    "Makes a worker block in the second batch; a file tells the parent when training waits for it."
 
     def __init__(self, told: Path) -> None:
         self.told = told
@@ -175,7 +175,7 @@ def test_during_a_save_in_the_background(
 
 
 def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
-    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, stands."
+    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, is kept."
     for place in ('after_fit', 'cleanup'):
         lives = run_until_done(
             training(tmp_path / place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False
@@ -349,7 +349,7 @@ def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: P
 
 
 def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
-    "After one that never ended, a stop in training saves the training as it is."
+    "After an evaluation that never ended, a stop in training saves the current training state."
     from learnkit import CancelEpochException
 
     def cancel(cb: Any) -> None:
@@ -372,7 +372,7 @@ def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_at_random_instants(tmp_path: Path) -> None:
-    "Signals from the parent at any time, to the process or its group, with and without workers."
+    "The parent sends signals at any time, to the process or its group, with and without workers."
     rng, kills, saved = random.Random(6), 0, 0
     for workers in (0, 2):
         make = lambda workers=workers: make_learner(dls=torch_dls(workers))

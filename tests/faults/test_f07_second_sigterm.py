@@ -33,7 +33,7 @@ def send(cb: Any = None) -> None:
 
 
 def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
-    "Train, and get the signal in a step and `n` times more at a moment of each save."
+    "Train with the signal in a step, and `n` more signals at a moment of each save."
     module, name = MOMENTS[moment]
     real = getattr(module, name)
 

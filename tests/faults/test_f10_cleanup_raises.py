@@ -23,7 +23,7 @@ from tests.faults.fault_helpers import (
 
 
 class Mute(Exception):
-    "An exception that cannot be shown."
+    "An exception whose `__str__` raises."
 
     def __str__(self) -> str:
         raise RuntimeError('str() of it failed')

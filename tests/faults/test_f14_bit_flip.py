@@ -81,7 +81,7 @@ def test_every_bit_of_a_small_file(tmp_path: Path) -> None:
 
 
 def test_the_library_alone_does_not_notice(tmp_path: Path) -> None:
-    "What the row is about: without the digest other numbers come out."
+    "Without the digest other numbers are loaded."
     path = write(tmp_path / 'a.ckpt', {'w': torch.ones(1000)})
     content = bytearray(path.read_bytes())
     content[-1] ^= 0x40

@@ -23,7 +23,7 @@ Change = Callable[[Path], Any]
 
 
 def headed(change: Callable[[dict[str, Any]], Any]) -> Change:
-    "Another header under a right digest."
+    "Change the header, with a correct digest."
 
     def forge(path: Path) -> None:
         header, data = split(path)
@@ -34,7 +34,7 @@ def headed(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def text(old: bytes, new: bytes) -> Change:
-    "Other bytes in the header under a right digest."
+    "Change bytes of the header, with a correct digest."
 
     def forge(path: Path) -> None:
         data = split(path)[1]
@@ -149,7 +149,7 @@ def test_files(tmp_path: Path, case: str) -> None:
 
 
 def test_a_forgery_that_changes_nothing_loads(tmp_path: Path) -> None:
-    "What is refused above is refused for its reason alone."
+    "The files above are refused only for the named reason."
     path = write(tmp_path / 'a.ckpt')
     assert read_state(forged(path, *split(path)))[0]['loop']['epoch'] == 3
     assert read_info(path) == {'format': 2, **INFO}
@@ -185,7 +185,7 @@ def twice(path: Path) -> None:
 
 
 def patched(old: bytes, new: bytes, first: bool = False) -> Change:
-    "Other bytes in the archive's own structures."
+    "Change bytes of the archive's structures."
 
     def change(path: Path) -> None:
         body = path.read_bytes()
@@ -196,7 +196,7 @@ def patched(old: bytes, new: bytes, first: bool = False) -> Change:
 
 
 def in_the_table(at: int, bit: int) -> Change:
-    "A bit set in each entry of the table of records."
+    "Set a bit in each entry of the table of records."
 
     def change(path: Path) -> None:
         body, entry = bytearray(path.read_bytes()), 0

@@ -42,7 +42,7 @@ def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
-    "Save under limits on files' sizes, which fails as a full disk does."
+    "Save with a limit of file sizes, which fails like a full disk."
     # a fork's generator is seeded anew, and the size of the file depends on its numbers
     random.seed(0)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

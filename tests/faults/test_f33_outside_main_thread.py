@@ -31,7 +31,7 @@ from tests.helpers.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
-    "Return what `f` gives in a thread of its own, or raise what it raises."
+    "Return the result of `f` in a new thread, or raise its exception."
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(f).result(timeout=60)
 
@@ -106,7 +106,7 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
 
 
 def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
-    "They share the global RNG, so here they have nothing that draws from it."
+    "Threads share the global RNG, so these Learners do not draw from it."
     from torch import nn
 
     from learnkit import DataLoaders

@@ -24,7 +24,7 @@ from tests.faults.run_helpers import checkpointed, content, names, torch_dls
 
 
 def can_lock(folder: Path) -> bool:
-    "Whether another process could."
+    "Return True if another process can take the lock."
 
     def attempt() -> bool:
         try:
@@ -37,7 +37,7 @@ def can_lock(folder: Path) -> bool:
 
 
 def holder(folder: Path, then: Callable[[], Any] = signal.pause) -> int:
-    "Start a process that holds the lock, and wait until it does."
+    "Start a process that takes the lock, and wait until it holds it."
 
     def hold() -> None:
         with FolderLock(folder):
@@ -169,7 +169,7 @@ def test_many_start_at_once(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, dls: Any = None, **kwargs: Any) -> bool:
-    "Fit into the folder, which has to be refused before anything is loaded or trained."
+    "Fit into the folder, and expect a refusal before anything is loaded or trained."
     steps = At('before_batch', ValueError('it trains'))
     learn = checkpointed(folder)(steps, **({} if dls is None else {'dls': dls}))
     learn.create_opt()
@@ -245,7 +245,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 
 
 def once_free(fit: Callable[[], None]) -> None:
-    "Fit when the last thread of the killed process is gone, which its zombie does not tell."
+    "Fit when the last thread of the killed process has ended, which its zombie state does not show."
     end = time.monotonic() + 30
     while True:
         try:

@@ -42,7 +42,7 @@ def train(rank: int, who: int, event: str, how: str, timeout_s: float) -> None:
 
 
 def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
-    "Let one of two processes hang, in several pairs at a time; return how long the others took to end."
+    "Make one of two processes hang, in several pairs at a time; return the seconds until the others ended."
     began = monotonic()
     with ExitStack() as stack:
         pairs = [stack.enter_context(started_ranks(train, 2, *hang, timeout_s)) for hang in hangs]

@@ -51,7 +51,7 @@ def test_padded_and_dropped(uneven: str, steps: int, samples: int) -> None:
 
 
 def own_loaders(rank: int, uneven: str) -> list[Any]:
-    "Give each process batches of its own, 5 and 4 of them."
+    "Give the processes separate batches, 5 and 4."
     x, y = make_data(20 - 4 * rank)
     learn = make_learner(DataLoaders(list(zip(x.split(4), y.split(4), strict=True)), device='cpu'))
     try:

@@ -51,7 +51,7 @@ def test_the_first_cannot_save(background: bool, tmp_path: Path) -> None:
 
 
 def poisoned(rank: int, victim: int, what: str, policy: str) -> list[Any]:
-    "Train; in one process the loss, or a gradient, is NaN at its fourth batch."
+    "Train with a NaN loss or gradient in one process at its fourth batch."
 
     def poison(cb: Any) -> None:
         if cb.world.rank != victim or cb.learn.time.ba != 3:

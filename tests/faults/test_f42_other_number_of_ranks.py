@@ -23,7 +23,7 @@ N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
 def train(
     rank: int, folder: Path, bs: int, batch_size: str, kind: str, until: int | None = None
 ) -> Any:
-    "Train, up to a number of batches of this run, and return the samples that were learnt from."
+    "Train up to a number of batches of this run, and return the trained samples."
     seen: list[float] = []
     torch.manual_seed(0)
     warnings.filterwarnings('ignore', message='The checkpoint is of')

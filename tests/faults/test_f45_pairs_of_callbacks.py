@@ -44,7 +44,7 @@ N_EPOCH, KILLED_AT = 2, 2  # epochs of 4 batches, of which two callbacks may ski
 
 
 class CopyFolder(Callback):
-    "Copy the folder of a run as a process leaves it that is killed after a batch."
+    "Copy the folder of a run as it is when a process is killed after a batch."
 
     order = 2000  # after the checkpoint
 
@@ -93,7 +93,7 @@ def make(path: Path, names: Sequence[str]) -> Learner:
 
 
 def fit(path: Path, names: Sequence[str], *more: Callback) -> State:
-    "Train, or go on from the newest checkpoint, and return the state at the end."
+    "Train or resume from the newest checkpoint, and return the final state."
     kept = path / 'kept'
     is_resumed = any(kept.glob('*.ckpt'))
     scramble(0)
@@ -108,7 +108,7 @@ def fit(path: Path, names: Sequence[str], *more: Callback) -> State:
 
 
 def resumed_differs(folder: Path, names: Sequence[str]) -> list[str]:
-    "Train, and go on from the folder as it was after a batch; return what differs in the end."
+    "Train, and resume from the folder after a batch; return the differences at the end."
     path, copy = folder / '1' / 'run', folder / '2' / 'run'
     straight = fit(path, names, CopyFolder(path, copy))
     resumed = fit(copy, names, CopyFolder(copy, folder))
@@ -140,7 +140,7 @@ def test_pairs_that_are_refused(tmp_path: Path, pair: frozenset[str]) -> None:
 
 
 def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
-    "Train in a process, and in processes of which the first is killed; return what differs in the end."
+    "Train in a process, and in processes of which the first is killed; return the final differences."
 
     def job(path: Path, reach: Callable[[], Callback]) -> State:
         return fit(path, names, reach())

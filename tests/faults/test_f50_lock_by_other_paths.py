@@ -72,7 +72,7 @@ def call_system(name: str, *args: Any) -> None:
 
 
 def bind(folder: Path, target: Path) -> None:
-    "Mount a folder at another place, for this process alone."
+    "Mount a folder at another place, for this process only."
     target.mkdir()
     call_system('unshare', CLONE_NEWNS)
     call_system('mount', b'none', b'/', None, MS_REC | MS_PRIVATE, None)

@@ -281,11 +281,11 @@ def test_samples_of_unlike_sizes_have_probabilities(row: Any, loss: Any) -> None
 
 
 class Plain(DataLoader[Any]):
-    "A loader of one's own."
+    "A user's loader."
 
 
 class Doubling(DataLoader[Any]):
-    "A loader whose iteration is its own, and cannot be rebuilt."
+    "A user's loader with its own iteration, which cannot be rebuilt."
 
     def __iter__(self) -> Any:
         return (tuple(2 * t for t in batch) for batch in super().__iter__())
