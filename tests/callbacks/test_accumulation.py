@@ -187,9 +187,9 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:
     learn = learner(batches(4, 4), model := mlp(), GradientAccumulation(100))
-    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as told:
+    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as caught:
         learn.fit(2)
-    assert told[0].filename == __file__  # at the line that called fit
+    assert caught[0].filename == __file__  # at the line that called fit
     assert same(model, mlp(), 0) and all(p.grad is None for p in model.parameters())
     assert learn.gradient_accumulation.state_dict()['n_samples'] == 0
     stop = Callback(after_batch=lambda cb: cb.learn.stop())

@@ -116,9 +116,9 @@ def test_a_recording_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> N
     learn = learner(
         tmp_path, TorchProfiler(wait=10, warmup=2), TorchProfiler(wait=50, folder='other')
     )
-    with pytest.warns(UserWarning, match='recorded no batch') as told:
+    with pytest.warns(UserWarning, match='recorded no batch') as caught:
         fit(learn)
-    assert [str(w.message).partition('. ')[0].split()[-1] for w in told] == ['12', '51']
+    assert [str(w.message).partition('. ')[0].split()[-1] for w in caught] == ['12', '51']
     assert not list(tmp_path.iterdir()) and not torch.autograd._profiler_enabled()
 
 

@@ -312,7 +312,7 @@ def test_metric_names_lists_each_once_with_its_meaning() -> None:
     learn = learner(cbs=[OptimizerMonitor(every='1ba'), LRMonitor(every='1ba')])
     before = learn.metric_names()
     learn.fit(1)
-    assert learn.metric_names() == before  # what was logged since is told by a pattern
+    assert learn.metric_names() == before  # a pattern matches names logged since
     assert (
         before['train_loss'] == 'training loss, mean of the epoch'
         and 'l2_norm/grad/{parameter}' in before

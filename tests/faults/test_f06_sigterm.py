@@ -121,18 +121,18 @@ def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
 
 
 class Slow(Callback):
-    "Makes a worker block in the second batch; a file tells the parent when training waits for it."
+    "Makes a worker block in the second batch; a marker file shows the parent that training waits for it."
 
-    def __init__(self, told: Path) -> None:
-        self.told = told
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def before_fit(self) -> None:
-        if not self.told.exists():
+        if not self.marker.exists():
             self.dls.train.dataset.__class__ = Stuck
 
     def before_draw(self) -> None:
         if self.iter == 1:
-            self.told.touch()
+            self.marker.touch()
 
 
 # the data set of the loaders
@@ -146,10 +146,10 @@ class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
 def test_the_draw_that_fails_because_workers_got_the_signal_too(
     straight_3: State, tmp_path: Path
 ) -> None:
-    told = tmp_path / 'waits'
-    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(told))
+    marker = tmp_path / 'waits'
+    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(marker))
     lives = run_until_done(
-        training(tmp_path / 'run', make, n_epoch=3), [told], signal.SIGTERM, group=True
+        training(tmp_path / 'run', make, n_epoch=3), [marker], signal.SIGTERM, group=True
     )
     check(lives, tmp_path / 'run', straight_3, 1)
     assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
@@ -302,12 +302,12 @@ def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
 def test_in_ipython_the_fit_ends_and_the_learner_trains_on(event: str, tmp_path: Path) -> None:
     def job() -> list[Any]:
         sys.modules['IPython'] = SimpleNamespace(get_ipython=lambda: 'a shell')  # type: ignore[assignment]
-        told: list[Any] = []
+        signals: list[Any] = []
 
         def once(cb: Any) -> None:
             if cb.training == (event != 'valid') or event == 'after_fit':
-                if not told:
-                    told.append(send(cb))
+                if not signals:
+                    signals.append(send(cb))
 
         learn = checkpointed(tmp_path)(
             Callback(**{'after_loss' if event == 'valid' else event: once})

@@ -23,7 +23,7 @@ def test_at_every_stage_of_writing(tmp_path: Path) -> None:
     found = result_of(lambda: saved_within(path, limits))
     assert [f['errno'] for f in found] == [errno.EFBIG] * 8 + [None]
     assert all(f['left'] == ['a.ckpt'] and f['old'] for f in found[:-1])
-    assert all(str(tmp_path) in f['told'] for f in found[:-1])
+    assert all(str(tmp_path) in f['error_text'] for f in found[:-1])
     assert not same(old, make_state()) and same(
         read_state(path)[0]['model'], dict(make_state()['model'])
     )
@@ -57,7 +57,7 @@ def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
         found.append(
             {
                 'errno': error and error.errno,
-                'told': str(error),
+                'error_text': str(error),
                 'left': os.listdir(path.parent),
                 'old': same(read_state(path)[0], before),
             }

@@ -77,7 +77,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda f: f.__name__)
 def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path: Path) -> None:
-    n, told = MODELS[model]
+    n, expected_lines = MODELS[model]
     state, trained = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
         learn = checkpointed(tmp_path)(
@@ -93,7 +93,7 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
         text = str(caught.value)
         lines = text.split('\n  ')[1:]
         assert len([line for line in lines if 'optimizer' not in line]) >= n, text
-        assert all(any(line.startswith(start) for line in lines) for start in told), text
+        assert all(any(line.startswith(start) for line in lines) for start in expected_lines), text
         assert content(learn) == before and not trained and learn.opt.n_steps == 0
         assert (str(path) in text) == (load == 'file')
 

@@ -79,7 +79,7 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     path = (
         tmp_path / {'in an epoch': '00001-ep0-ba2.ckpt', 'after an epoch': '00001-ep1-ba3.ckpt'}[at]
     )
-    dls, told = CHANGED[kind]
+    dls, pattern = CHANGED[kind]
     try:
         learn = make(dls=dls())
     except LoaderError:
@@ -87,7 +87,7 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     untrained(
         learn,
         EmptyLoaderError if kind == 'empty' else CheckpointError,
-        'no batch' if kind == 'empty' else f'not as it was.*{told}',
+        'no batch' if kind == 'empty' else f'not as it was.*{pattern}',
         resume=path,
     )
     if kind in ('empty', 'longer'):

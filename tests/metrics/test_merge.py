@@ -69,10 +69,10 @@ def of_all(make: Callable[[], Metric], data: list[Any], size: int) -> list[tuple
             m.accumulate(b)
     for m in metrics:
         check_mergeable(m)
-    told = [shared_state(m) for m in metrics]
+    states = [shared_state(m) for m in metrics]
     read = []
     for m in metrics:
-        merge_states(m, copy.deepcopy(told))
+        merge_states(m, copy.deepcopy(states))
         with unsynced([m]):
             read.append((value_of(m, len(data)), m))
     return read
@@ -534,7 +534,7 @@ def test_logs() -> None:
         frame.logged['lr'] = Mean()
         frame.logged['lr'].add(0.1 * (rank + 1))
         frame.latest.add('lr')
-    told = [f.state_dict() for f in frames]
+    states = [f.state_dict() for f in frames]
     for frame in frames:
-        frame.merge_logged(told)
+        frame.merge_logged(states)
         assert frame.collect() == {'both': 2 / 3, 'only 0': 5.0, 'lr': 0.1, 'only 1': 6.0}
