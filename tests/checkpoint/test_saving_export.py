@@ -120,7 +120,7 @@ def test_a_constant_of_two_numbers_is_not_a_batch(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_gives_the_reason_and_writes_nothing(tmp_path: Path) -> None:
     learn = learner(tmp_path, Branches(), torch.randn(6, 2))
-    with pytest.raises(ModelError, match=r'Branches cannot be exported: .*data-dependent'):
+    with pytest.raises(ModelError, match=r'Branches .*data-dependent'):
         learn.export()
     assert os.listdir(tmp_path) == [] and learn.model.training
 
