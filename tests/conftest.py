@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, fixed seeds, no display."""
+"""Settings of every test: one thread, fixed seeds, no display."""
 
 import doctest
 import gc
@@ -30,7 +30,10 @@ os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# no doctests there, and one module name for all of them
+# show the values in the assertions of shared helpers, too
+pytest.register_assert_rewrite('tests.helpers', 'tests.faults.fault_helpers')
+
+# no doctests there
 collect_ignore_glob = ['conftest.py', '*/conftest.py']
 
 # the same sums in the same order on every machine, and no fight for two cores
@@ -47,7 +50,7 @@ ASKED_FOR = {'notebook', 'browser', 'site', 'dist'}  # what runs with `-m` alone
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    "Leave out files without a test that `-m` asks for: to collect them all takes as long as some of these tests."
+    "Skip files without a test that `-m` selects; collecting all files takes as long as some of these tests."
     markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
     if collection_path.suffix != '.py':
         return None
@@ -66,7 +69,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Iterator[None]:
-    "Look for examples in the package alone: tests have none in their docstrings."
+    "Collect doctests of the package only; docstrings of tests have no examples."
     collectors = yield
     if TESTS not in file_path.parents:
         return collectors
@@ -97,13 +100,13 @@ def file_of(nodeid: str) -> str:
 
 
 def slow_functions() -> dict[str, float]:
-    "Return the seconds of each test in slow.txt, of its longest arguments."
+    "Return the seconds of each test in slow.txt, with its slowest arguments."
     lines = [line.split() for line in SLOW.read_text('utf-8').splitlines()]
     return {name: float(seconds) for seconds, name in lines}
 
 
 def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Put files with slow tests first, so that no process waits for the other's at the end; select what is quick."
+    "Order files by the time of their slow tests, so that all workers end together; select quick tests."
     slow = slow_functions()
     of_file: Counter[str] = Counter()
     for name, seconds in slow.items():
@@ -149,7 +152,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Skip what is marked `cuda` where there is no GPU, and whatever needs a library that is not installed."
+    "Skip tests marked `cuda` without a GPU, and tests whose library is not installed."
     order_and_select(config, items)
     for item in items:
         if item.get_closest_marker('cuda') and not torch.cuda.is_available():
@@ -166,7 +169,7 @@ n_frozen = 0  # modules that were imported at the last freeze
 
 
 def freeze_modules() -> None:
-    "Spare collections of garbage, in tests and in processes forked from this one, what is there before the next test."
+    "Exclude existing objects from garbage collection, in tests and in forked processes."
     global n_frozen
     gc.collect()
     gc.freeze()
@@ -175,7 +178,7 @@ def freeze_modules() -> None:
 
 @pytest.fixture(autouse=True, scope='module')
 def frozen_modules() -> None:
-    "Freeze the libraries that the tests of other files have imported: else each collection takes half a second."
+    "Freeze libraries imported by tests of other files, which would cost half a second per collection."
     if len(sys.modules) > n_frozen + 200:
         freeze_modules()
 
@@ -217,7 +220,7 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def disk_without_flushing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Spare the disk, here and in forked processes: no power is lost, and of row 20 the calls are what counts."
+    "Skip flushing to disk, here and in forked processes; no test cuts the power, and row 20 counts the calls."
     if not request.node.get_closest_marker('full'):
         monkeypatch.setattr(os, 'fsync', lambda fd: None)
 

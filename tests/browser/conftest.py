@@ -1,4 +1,4 @@
-"""What the tests in a browser share: one Chromium, one JupyterLab, and a fresh page for each."""
+"""Shared by the tests in a browser: one Chromium, one JupyterLab, and a fresh page for each test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope='session')
 def browser() -> Iterator[Any]:
-    "A headless Chromium: the one that CHROMIUM names, or the system's."
+    "Start a headless Chromium: the one named by CHROMIUM, or the system's."
     from playwright.sync_api import sync_playwright
 
     path = (
@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    "A page of a test's own."
+    "Open a new page for a test."
     from tests.browser.lab import fresh_page
 
     with fresh_page(browser) as page:
@@ -38,7 +38,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope='session')
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    "A JupyterLab server."
+    "Start a JupyterLab server."
     from tests.browser.lab import Lab
 
     server = Lab(tmp_path_factory.mktemp('jupyterlab'))

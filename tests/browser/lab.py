@@ -1,4 +1,4 @@
-"""A JupyterLab server of its own, and its notebooks as somebody sees and uses them in a page."""
+"""A JupyterLab server, and its notebooks in a browser page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPTIONS = (
 
 
 class Lab:
-    "A server with settings, kernels and a folder of its own; its kernels run this very Python."
+    "A server with separate settings, kernels and folder; its kernels run this Python."
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Lab:
             return False
 
     def stop(self) -> None:
-        "End the server and its kernels; those that do not end when asked to are killed."
+        "End the server and its kernels; kernels that do not end in time are killed."
         try:
             processes = [
                 *psutil.Process(self.process.pid).children(recursive=True),
@@ -166,7 +166,7 @@ class Notebook:
         return self.cells().nth(n).locator('.jp-OutputArea-output')
 
     def count(self, n: int) -> int | None:
-        "Return the number that a code cell has got when it ended: None before, and while it runs."
+        "Return the execution count of a code cell, or None before its end."
         prompt = self.cells().nth(n).locator('.jp-InputPrompt').inner_text().strip('[]: ')
         return int(prompt) if prompt.isdigit() else None
 
@@ -175,7 +175,7 @@ class Notebook:
         return str(self.outputs(n).locator('progress').locator('..').inner_text().strip())
 
     def faults(self) -> list[str]:
-        "Return what should not be in the outputs: errors, and what was written to stderr (warnings, for one)."
+        "Return outputs that a notebook must not have: errors, and output to stderr such as warnings."
         kinds = ('error', 'stderr')
         return list(
             self.page.locator(
@@ -200,13 +200,13 @@ class Notebook:
         self.wait(lambda: self.count(n) not in (None, before))
 
     def write(self, n: int, text: str) -> None:
-        "Type text in the place of what a code cell has."
+        "Replace the text of a code cell."
         self.cells().nth(n).locator('.cm-content').click()
         self.page.keyboard.press('Control+a')
         self.page.keyboard.type(text)
 
     def wait(self, done: Any) -> None:
-        "Ask again and again whether something is so."
+        "Poll until a condition holds."
         until = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > until:
@@ -251,7 +251,7 @@ class Notebook:
 
 @contextmanager
 def fresh_page(browser: Any) -> Iterator[Any]:
-    "Open a page for a while; it asks nothing of any other machine."
+    "Open a page that requests nothing from other hosts."
     page, asked = browser.new_page(viewport={'width': WIDTH, 'height': HEIGHT}), []
     page.set_default_timeout(PATIENCE_S * 1000)
     page.on('request', lambda request: asked.append(request.url))

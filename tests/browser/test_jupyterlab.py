@@ -1,4 +1,4 @@
-"""Notebooks in JupyterLab, in a browser: what is seen in training, behind it, and when the file is opened again."""
+"""Notebooks in JupyterLab, in a browser: during training, after it, and when the file is opened again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ cb.lo
 
 @pytest.fixture(scope='module')
 def trials(lab: Lab, browser: Any) -> Iterator[Notebook]:
-    "The cells above in a notebook, of which the first has run."
+    "Open a notebook with the cells above, the first of which has run."
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.split('#\n')]
     lab.add('trials.ipynb', nbformat.v4.new_notebook(cells=cells))
     with fresh_page(browser) as page:
@@ -69,7 +69,7 @@ def rows(output: Any) -> list[list[str]]:
 
 
 def steady_heights(nb: Notebook, n: int) -> Any:
-    "Look at each frame that is drawn how high the outputs of a cell are, for a second."
+    "Measure the height of a cell's outputs at each drawn frame for a second."
     return (
         nb.cells()
         .nth(n)

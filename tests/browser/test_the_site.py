@@ -1,4 +1,4 @@
-"""The site in a browser: searching for a word leads to a page about it, in light and dark, on a desk and on a phone."""
+"""The site in a browser: search finds a page about a word, in light and dark, on large and small screens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    "Serve files, and say nothing about it."
+    "Serves files without logging."
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -28,7 +28,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope='module')
 def address() -> Iterator[str]:
-    "Build the site, serve it on this machine, and give its address."
+    "Build the site, serve it locally, and return its address."
     folder = build()
     with ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(folder))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -38,7 +38,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def tab(browser: Any, address: str) -> Iterator[Any]:
-    "A tab that reaches nothing but the site; what it asks of others, and what it complains of, is an error."
+    "A tab that can reach only the site; other requests and console errors are errors."
     tab, wrong = browser.new_page(viewport={'width': 1280, 'height': 900}), []
     tab.on(
         'request', lambda r: None if r.url.startswith((address, 'data:')) else wrong.append(r.url)
@@ -90,5 +90,5 @@ def test_pages_fit_the_window_and_follow_its_colours(
 
 
 def brightness(colour: str) -> float:
-    "The mean of red, green and blue of `rgb(...)`."
+    "Return the mean of red, green and blue of `rgb(...)`."
     return sum(float(part) for part in colour.partition('(')[2].rstrip(')').split(',')[:3]) / 3

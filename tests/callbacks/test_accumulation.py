@@ -1,4 +1,4 @@
-"""Accumulated gradients against a plain torch loop that takes the mean over all samples of a group, in fp64."""
+"""Compare gradient accumulation with a torch loop that averages over all samples of a group, in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def learner(
 def plain(
     model: nn.Module, epochs: list[list[list[Batch]]], loss: Callable[..., Tensor] = F.mse_loss
 ) -> nn.Module:
-    "Step once for each group of batches, on the loss of their samples together."
+    "Train in plain torch, with one step for each group of batches."
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for group in (g for groups in epochs for g in groups):
         x, y = (torch.cat(parts) for parts in zip(*group, strict=True))
@@ -64,7 +64,7 @@ def same(a: nn.Module, b: nn.Module, atol: float = 1e-12) -> bool:
 
 
 def groups_of(bs: list[Batch], n_acc: int, n_epoch: int) -> list[list[list[Batch]]]:
-    "What is stepped on in each epoch: whole groups and their rest, which waits when an epoch has nothing else."
+    "Return the groups of each epoch; an incomplete last group counts if its epoch has another group."
     epochs, group = [], []
     for _ in range(n_epoch):
         groups = []
@@ -90,7 +90,7 @@ def groups_of(bs: list[Batch], n_acc: int, n_epoch: int) -> list[list[list[Batch
         ((4, 3), 12),  # an epoch is not enough: samples count for the next one
     ],
 )
-def test_the_weights_are_those_of_big_batches(
+def test_the_weights_match_big_batches(
     sizes: tuple[int, ...], n_acc: int, size: int | None
 ) -> None:
     bs = batches(*sizes)
@@ -168,7 +168,7 @@ def test_the_reported_loss_is_never_scaled_and_what_belongs_to_a_step_fires_at_r
 
 
 def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
-    "Batch 8 against 8 batches of 1: equal gradients, and no step where n_acc is never reached."
+    "Batch size 8 and 8 batches of 1 give equal gradients; an `n_acc` that is never reached gives no step."
     x, y = batches(8)[0]
     grads: list[list[Tensor]] = []
 
@@ -187,9 +187,9 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:
     learn = learner(batches(4, 4), model := mlp(), GradientAccumulation(100))
-    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as told:
+    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as caught:
         learn.fit(2)
-    assert told[0].filename == __file__  # at the line that called fit
+    assert caught[0].filename == __file__  # at the line that called fit
     assert same(model, mlp(), 0) and all(p.grad is None for p in model.parameters())
     assert learn.gradient_accumulation.state_dict()['n_samples'] == 0
     stop = Callback(after_batch=lambda cb: cb.learn.stop())
@@ -216,7 +216,7 @@ def test_a_cancelled_backward_counts_for_nothing() -> None:
         assert same(learn.model, plain(mlp(), [[[bs[0], bs[2]]]]))
 
 
-def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
+def test_a_later_fit_starts_over_and_a_failed_one_leaves_nothing() -> None:
     bs = batches(4, 4, 4)
 
     def fail(cb: Any) -> None:

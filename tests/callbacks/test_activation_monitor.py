@@ -1,4 +1,4 @@
-"""The activation monitor, against statistics computed by hand and by scipy's definitions."""
+"""Compare the activation monitor with statistics in plain torch and with scipy's definitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.measuring import transfers
 
 
 class Seen(Callback):
-    "Keep what is logged, by the number of the batch."
+    "Record logged values with the number of their batch."
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
@@ -47,7 +47,7 @@ def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: 
 
 
 def expected(t: Tensor) -> dict[str, float]:
-    "The statistics of the rows of a tensor, one row after the other."
+    "Return the statistics of each row of a tensor."
     rows = t.double().reshape(-1, t.shape[-1])
     found: dict[str, list[float]] = {
         'l2_norm': [],
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_shown() -> None:
 
 
 class Branches(nn.Module):
-    "Takes numbers and a mask, gives a tuple with a dict in it; goes through one layer twice."
+    "Takes numbers and a mask, returns a tuple that contains a dict, and calls one layer twice."
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception]) -> None:
         ActivationMonitor(**options)
 
 
-def test_unknown_modules_are_told_before_training() -> None:
+def test_unknown_modules_are_reported_before_training() -> None:
     learn = synth_learner(cbs=ActivationMonitor(modules='stem'))
     with pytest.raises(OptionError, match='stem'):
         learn.fit(1)

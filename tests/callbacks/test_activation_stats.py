@@ -1,4 +1,4 @@
-"""ActivationStats: its numbers against those of the same activations in float64, and what it draws."""
+"""Compare `ActivationStats` with the same activations in float64, and check its plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 
 class TwiceUsed(nn.Module):
-    "Use one layer twice, and another not at all."
+    "A model that calls one layer twice and another never."
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def quiet(
 
 
 def outputs(learn: Learner, modules: list[nn.Module]) -> list[list[list[Tensor]]]:
-    "Return what each module put out at each of its calls, in float64, for each training batch."
+    "Return the float64 output of every call of each module, for each training batch."
     found = []
     for x, _ in learn.dls.train:
         calls: list[list[Tensor]] = [[] for _ in modules]
@@ -65,7 +65,7 @@ def check(stats: ActivationStats, layer: int, batches: list[Tensor], tol: float 
     assert near == pytest.approx([(t <= 0.05).double().mean().item() for t in batches], rel=tol)
 
 
-def test_numbers_are_those_of_the_activations_in_float64() -> None:
+def test_numbers_match_the_activations_in_float64() -> None:
     model = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
     learn = quiet(model, cb := ActivationStats(with_hist=True, include_paramless=True))
     learn.fit(1)
@@ -98,7 +98,7 @@ def test_near_zero_counts_negative_numbers_as_fastai_does() -> None:
 
 
 def test_a_batch_is_measured_as_a_whole() -> None:
-    "In pieces, and with a layer that is called twice with very different inputs."
+    "Test microbatches and a layer that is called twice with very different inputs."
     torch.manual_seed(1)
     model = TwiceUsed()
     whole = quiet(model, ActivationStats(with_hist=True))
@@ -183,7 +183,7 @@ def test_gradients_are_measured_in_the_backward_pass() -> None:
     assert len(cb.layer_stats(0)[0]) == 3
 
 
-def test_only_the_batches_that_are_due_and_only_those_of_training() -> None:
+def test_only_due_training_batches_are_measured() -> None:
     learn = quiet(nn.Linear(2, 1), cb := ActivationStats(every=2), bs=4)
     learn.fit(2)
     assert len(cb.stats) == 6 and cb._records.at == [0, 2, 4, 6, 8, 10]
@@ -268,7 +268,7 @@ def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
     assert empty.stats == []
 
 
-def test_after_a_failure_the_next_fit_starts_anew() -> None:
+def test_after_a_failure_the_next_fit_starts_over() -> None:
     def fail(cb: Callback) -> None:
         raise ZeroDivisionError
 
@@ -280,9 +280,9 @@ def test_after_a_failure_the_next_fit_starts_anew() -> None:
     assert len(cb.stats) == 3
 
 
-def test_bad_questions_are_told() -> None:
+def test_bad_questions_are_reported() -> None:
     learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
-    with pytest.raises(OptionError, match=r'no layer 0: 0 were hooked\. Call fit first'):
+    with pytest.raises(OptionError, match=r'no layer 0: 0 .*fit'):
         cb.layer_stats(0)
     learn.fit(1)
     with pytest.raises(OptionError, match='no layer 1: 1 were hooked'):

@@ -1,4 +1,4 @@
-"""The batch size finder: the size that fits, by a limit of the model and of the process, and a Learner as before."""
+"""The batch size finder: the size found under a limit of the model or the process, and the unchanged Learner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES: list[int] = []  # not an attribute of the model, which would be restored
 
 
 class Hungry(nn.Module):
-    "A model that runs out of memory for more than so many samples; the error is torch's own, raised by hand."
+    "A model that raises torch's out-of-memory error for more than `limit` samples."
 
     def __init__(self, fits: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_other_errors_are_raised() -> None:
         learner(model).find_batch_size()
 
 
-def test_everything_is_restored_and_training_goes_on_alike() -> None:
+def test_everything_is_restored_and_training_continues_alike() -> None:
     ends = []
     for finds in (False, True):
         model = Hungry(100)
@@ -181,7 +181,7 @@ def test_batches_of_dicts_and_lists() -> None:
 
 def test_where_it_cannot_be_called() -> None:
     learn = synth_learner()
-    with pytest.raises(AttributeError, match=r'Here it is `find_batch_size\(\)`'):
+    with pytest.raises(AttributeError, match=r'`find_batch_size\(\)`'):
         learn.scale_batch_size(mode='power')
     with pytest.raises(OptionError, match='max_size=0'):
         learn.find_batch_size(0)
@@ -206,7 +206,7 @@ def test_not_in_several_processes() -> None:
 
 
 class Wide(nn.Module):
-    "Needs 4 MB a sample, between the forward and the backward pass."
+    "Allocates 4 MB per sample between the forward and the backward pass."
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_a_batch_without_samples_is_an_error() -> None:
 
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='needs /proc')
 def test_a_limit_of_the_process() -> None:
-    "torch's CPU allocator fails under a limit of the address space; a step of the size found fits, of twice does not."
+    "With a limited address space, a step of the batch size found fits, and a step of twice the size does not."
 
     def job() -> list[Any]:
         x = torch.randn(64, 3)

@@ -1,4 +1,4 @@
-"""Counts of parameters, and statistics of the data."""
+"""Parameter counts, and statistics of the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from learnkit.testing import synth_learner
 
 
 class Tied(nn.Module):
-    "A model of two children that share a weight, with one parameter of its own."
+    "A model with one parameter and two children that share a weight."
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_what_knows_no_length_is_not_guessed_and_an_iterator_keeps_its_batches()
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    "Samples that draw from every generator."
+    "A data set that draws from every random generator."
 
     def __len__(self) -> int:
         return 24
@@ -207,7 +207,7 @@ def test_bad_numbers_of_batches_are_refused(n: Any) -> None:
         DatasetStats(n=n)
 
 
-def test_other_loaders_are_looked_at_anew() -> None:
+def test_other_loaders_are_measured_again() -> None:
     learn = synth_learner(cbs=DatasetStats())
     learn.logger = noop
     learn.fit(1)

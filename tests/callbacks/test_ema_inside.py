@@ -1,4 +1,4 @@
-"""The moving average while it is in the model: what loads, fails or pauses meanwhile leaves the right weights."""
+"""Loads, failures and pauses while the model contains the moving average leave the right weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_an_incomplete_file_does_not_have_stays_too(tmp_path: Path) -> None
     assert same(state(learn), {**own, '0.bias': torch.zeros(6)})
 
 
-def test_it_is_begun_anew_in_the_middle_of_an_evaluation() -> None:
+def test_it_restarts_in_the_middle_of_an_evaluation() -> None:
     learn, held = learner(), []
     learn.fit(1)
 

@@ -1,18 +1,15 @@
-"""One contract for every callback class of the package, found by looking, not listed.
+"""One contract for every callback class of the package; `tests/helpers/every_callback.py` finds the classes.
 
-Each is made without arguments, trains, trains again, gives and takes back its state, closes twice, and after an
-exception in the middle of a run leaves nothing behind, so that the next fit works."""
+Each callback trains twice, saves and loads its state, is closed twice, and leaves nothing behind after an exception,
+so that the next fit works."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
-import pkgutil
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,106 +17,22 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-import learnkit
-from learnkit import Callback, DataLoaders, Learner, Periodic
-from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, ShortEpochCallback
-from learnkit.callbacks.export import LoadWeights
-from learnkit.callbacks.optuna import OptunaPruning
-from learnkit.callbacks.progress import ProgressCallback
-from learnkit.callbacks.recorder import Recorder
-from learnkit.callbacks.schedule import SchedCos
-from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
-from learnkit.core.optional import import_library
-from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
-
-DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
-
-
-def classes() -> list[type[Callback]]:
-    "Every public subclass of Callback that the package defines."
-    for module in pkgutil.walk_packages(learnkit.__path__, 'learnkit.'):
-        importlib.import_module(module.name)
-
-    def below(cls: type) -> Iterator[type]:
-        for sub in cls.__subclasses__():
-            yield from (sub, *below(sub))
-
-    found = {
-        c
-        for c in below(Callback)
-        if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
-    }
-    return sorted(found, key=lambda c: c.__name__)
-
-
-@cache
-def shared_folder() -> TemporaryDirectory[str]:
-    "A folder that is removed when this process ends."
-    return TemporaryDirectory()
-
-
-@cache
-def weights() -> Path:
-    "A file of weights that fit the model."
-    path = Path(shared_folder().name) / 'net.pth'
-    torch.save(Net(returns_activations=False).state_dict(), path)
-    return path
-
-
-def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
-    "How to make those that say nothing without an argument: what to schedule, to skip, to do."
-    step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    return {
-        Periodic: lambda: Periodic(every='1ba', on_every=lambda cb: None),
-        SkipToEpoch: lambda: SkipToEpoch(1),
-        ParamScheduler: lambda: ParamScheduler({'lr': SchedCos(0.1, 0.0)}),
-        FixedStopper: lambda: FixedStopper('1000ep'),
-        LoadWeights: lambda: LoadWeights(weights()),
-        ThresholdStopper: lambda: ThresholdStopper('valid_loss', 0.0),
-        LRScheduler: lambda: LRScheduler(step_lr),
-        OptunaPruning: lambda: OptunaPruning(_fixed_trial()),
-    }
-
-
-def _fixed_trial() -> Any:
-    "Return a trial that belongs to no study."
-    return import_library('optuna', 'OptunaPruning').trial.FixedTrial({})
-
-
-CLASSES = classes()
-MADE_BY = needing_arguments()
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks import LRFinder, ShortEpochCallback
+from tests.helpers.every_callback import (
+    CLASSES,
+    DEFAULTS,
+    MADE_BY,
+    Net,
+)
 
 
 def make(cls: type[Callback]) -> Callback:
     return MADE_BY.get(cls, cls)()
 
 
-class Net(nn.Module):
-    "Something of everything that a callback may look for: convolution, batch norm, dropout, a hidden state to reset."
-
-    def __init__(self, returns_activations: bool) -> None:
-        super().__init__()
-        self.conv, self.norm, self.drop = (
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.Dropout(0.1),
-        )
-        self.head = nn.Linear(4 * 36, 3)
-        self.returns_activations, self.resets = returns_activations, 0
-
-    def reset(self) -> None:
-        self.resets += 1
-
-    def forward(self, x: Tensor) -> Any:
-        "Return scores [B, 3], with raw and dropped activations as a recurrent model of fastai's does when asked."
-        raw = self.norm(self.conv(x)).relu()
-        dropped = self.drop(raw)
-        out = self.head(dropped.flatten(1))
-        return (out, [raw.flatten(2)], [dropped.flatten(2)]) if self.returns_activations else out
-
-
 def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
-    "Return a small Learner with a callback of the class, which its `defaults` may have already."
+    "Return a small Learner with a callback of the class, or without it if `defaults` has it."
     torch.manual_seed(0)
     x, y = torch.randn(48, 1, 6, 6), torch.randint(3, (48,))
     dls = DataLoaders.from_tensors((x[:32], y[:32]), (x[32:], y[32:]), bs=8, seed=0)
@@ -139,7 +52,7 @@ def own(learn: Learner, cls: type[Callback]) -> Callback:
 
 
 def traces(learn: Learner) -> dict[str, Any]:
-    "What a callback may change for the length of a run, and has to put back."
+    "Return what callbacks may change during a run and must restore."
     hooks = sum(
         len(getattr(m, h))
         for m in learn.model.modules()
@@ -185,7 +98,7 @@ def names() -> dict[type[Callback], str]:
 
 
 @by_class
-def test_has_a_docstring_and_a_name_of_its_own(cls: type[Callback]) -> None:
+def test_has_a_docstring_and_a_unique_name(cls: type[Callback]) -> None:
     assert cls.__doc__ and cls.__doc__ != Callback.__doc__
     assert [c.__name__ for c in CLASSES if names()[c] == names()[cls]] == [cls.__name__]
 
@@ -247,7 +160,7 @@ def test_state_round_trip(cls: type[Callback], tmp_path: Path) -> None:
 
 
 class Boom(Exception):
-    "What goes wrong."
+    "The exception of these tests."
 
 
 BATCH_EVENTS = (
@@ -271,7 +184,7 @@ def test_after_an_exception_the_next_fit_works_and_nothing_is_left(
     events: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    "The fit that fails at one event comes next after the one that failed at another; the last one does not fail."
+    "Each fit fails at another event, and the last fit succeeds."
 
     def fail_at(event: str) -> Callable[[Callback], None]:
         def fail(cb: Callback) -> None:

@@ -1,44 +1,28 @@
-"""One contract for every callback class: a run that was resumed ends as the run that was never stopped, in all that it
-holds and in all that it has written, also from a folder that was moved and that a lost process has written on."""
+"""For every callback class, a resumed run ends like an uninterrupted run, in its state and its files.
+
+This includes a folder that was moved, and a folder that a killed process has written to after the checkpoint."""
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks import LRFinder, TorchProfiler
+from learnkit import Callback, Learner
 from learnkit.checkpoint.digest import differences
-from tests.callbacks.test_every_callback import CLASSES, DEFAULTS, MADE_BY, Net
-from tests.helpers.output import files_of, printed, said
+from tests.helpers.every_callback import (
+    CLASSES,
+    DEFAULTS,
+    RESUMED,
+    learner,
+    make_to_resume,
+)
+from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place
 
-# options with which there is something to remember at every place; all that count in batches do so every second one
-OPTIONS: dict[str, dict[str, Any]] = {
-    'ActivationStats': {'with_hist': True},
-    'BestMetric': {'targets': 'valid_*'},
-    'Budget': {'total': '7ba'},
-    'Checkpoint': {'background': False},
-    'EMA': {'every': 2, 'start': '3ba'},
-    'FixedStopper': {'at': '7ba'},
-    'GradientAccumulation': {'n_acc': 30},
-    'HookCallback': {'every': '3ba'},
-    'LRMonitor': {'every': '2ba', 'mom': True},
-    'PeriodicData': {'every': '3ba'},
-    'RNNRegularizer': {'alpha': 1.0, 'beta': 1.0},
-    'SAM': {'interval': 2},
-    'SaveModelCallback': {'with_opt': True},
-    'ShortEpochCallback': {'pct': 0.5},
-    'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},
-    'ThresholdStopper': {'monitor': 'valid_loss', 'threshold': 0.0},
-}
 # what is there to be looked at: large, of no influence on what comes, and not in a checkpoint, as the classes say
 NOT_KEPT = {
     'FetchPredsCallback': {'preds'},
@@ -60,33 +44,10 @@ ONE_PLACE = (
     'WandbLogger',
     'ExportForInference',
 )  # they take seconds
-# the first undoes what it has trained, the second records a resumed fit again, with other times
-RESUMED = [c for c in CLASSES if c not in (LRFinder, TorchProfiler)]
-
-
-def made(cls: type[Callback]) -> Callback:
-    if cls.__name__ in OPTIONS:
-        return cls(**OPTIONS[cls.__name__])
-    if cls in MADE_BY:
-        return MADE_BY[cls]()
-    every = inspect.signature(cls).parameters.get('every')
-    return cls(
-        **({'every': '2ba'} if every is not None and str(every.default).endswith('ba') else {})
-    )
-
-
-def learner(path: Path, *cbs: Any, rnn: bool = False, **kwargs: Any) -> Learner:
-    "Return a Learner of 4 training and 2 validation batches."
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
-    dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=12)
-    return Learner(
-        dls, Net(rnn), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs
-    )
 
 
 class Watch(Callback):
-    "Keep at each place what callbacks show, what was printed so far, and a copy of the folder."
+    "Record at each place the callbacks' public attributes, the printed lines and a copy of the folder."
 
     order = 2100  # after the checkpoint was made
 
@@ -120,10 +81,10 @@ class Watch(Callback):
 
 
 def shown(learn: Learner) -> dict[str, Any]:
-    "Return the public attributes of the callbacks, as far as they are plain."
+    "Return the public attributes of the callbacks as comparable values."
     return {
         key: {
-            name: said(value, learn.path)
+            name: to_comparable(value, learn.path)
             for name, value in vars(cb).items()
             if name[0] != '_'
             and name != 'learn'
@@ -143,7 +104,7 @@ def check(
     keep_again: bool = False,
     **kwargs: Any,
 ) -> None:
-    "Assert the contract for callbacks, resumed from some of the places."
+    "Check callbacks resumed from some of the places."
     runs: list[Learner] = []
 
     def make() -> Learner:
@@ -160,7 +121,7 @@ def check(
                 shutil.copytree(copy, learn.path)
             for file in learn.path.rglob('events.out.*'):
                 file.rename(str(file).replace('tfevents.1', 'tfevents.0'))
-        with printed(learn, watch.lines):
+        with capture_printed(learn, watch.lines):
             fit(learn, resume)
         learn.close()
         if learn is not straight:
@@ -170,7 +131,7 @@ def check(
 
 
 def compare(straight: Learner, learn: Learner, n: int) -> None:
-    "Compare what was shown, printed and written since place `n`."
+    "Compare attributes, lines and files since place `n`."
     assert learn.watch.places == straight.watch.places[n + 1 :]
     for place, found, expected in zip(
         learn.watch.places, learn.watch.seen, straight.watch.seen[n + 1 :], strict=True
@@ -179,7 +140,7 @@ def compare(straight: Learner, learn: Learner, n: int) -> None:
         assert not wrong, '\n'.join([f'shown at {place}, resumed from place {n}:', *wrong])
     lines = straight.watch.lines[: straight.watch.n_lines[n]] + learn.watch.lines
     assert lines == straight.watch.lines, f'resumed from place {n}'
-    wrong = differences(files_of(straight), files_of(learn))
+    wrong = differences(read_files(straight), read_files(learn))
     assert not wrong, '\n'.join([f'written, resumed from place {n}:', *wrong])
 
 
@@ -197,7 +158,7 @@ def test_every_callback_resumes_as_if_it_had_not_stopped(
             if cls.__name__ == 'RNNRegularizer'
             else []
         )
-        return [made(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
+        return [make_to_resume(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
 
     places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
     check(tmp_path, cbs, places, rnn=cls.__name__.startswith('RNN'), eval_every='3ba')
@@ -234,7 +195,7 @@ BY_NAME = {cls.__name__: cls for cls in CLASSES}
 def test_callbacks_resume_together(names: list[str], tmp_path: Path) -> None:
     check(
         tmp_path,
-        lambda: [made(BY_NAME[name]) for name in names],
+        lambda: [make_to_resume(BY_NAME[name]) for name in names],
         some(1, 3, 4, 6),
         eval_every='2ba',
     )
@@ -245,12 +206,13 @@ def test_a_callback_of_one_fit_resumes(tmp_path: Path) -> None:
         learn.fit(
             2,
             cbs=[
-                made(BY_NAME[name]) for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
+                make_to_resume(BY_NAME[name])
+                for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
             ],
             resume=resume,
         )
 
-    check(tmp_path, lambda: [made(BY_NAME['EMA'])], some(1, 4), fit)
+    check(tmp_path, lambda: [make_to_resume(BY_NAME['EMA'])], some(1, 4), fit)
 
 
 def test_the_second_fit_resumes(tmp_path: Path) -> None:
@@ -261,5 +223,9 @@ def test_the_second_fit_resumes(tmp_path: Path) -> None:
 
     names = 'JSONLinesLogger', 'MLPerf', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
     check(
-        tmp_path, lambda: [made(BY_NAME[name]) for name in names], some(6, 7), fit, keep_again=True
+        tmp_path,
+        lambda: [make_to_resume(BY_NAME[name]) for name in names],
+        some(6, 7),
+        fit,
+        keep_again=True,
     )

@@ -1,4 +1,4 @@
-"""The learning rate finder: what it suggests, and that nothing is left of it."""
+"""The learning rate finder: its suggestions, and the restored Learner."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from learnkit.testing import synth_learner
 
 
 class Ema(Callback):
-    "State of every kind, without a state_dict: what a user writes in a notebook."
+    "A user's callback with many kinds of state and no `state_dict`."
 
     run_valid = False
 
     def __init__(self) -> None:
         self.shadow: dict[str, Tensor] = {}
-        self.twin = nn.Linear(2, 2)
+        self.average = nn.Linear(2, 2)
         self.calls, self.seen, self.array = 0, [0], np.zeros(3)
         self.random, self.generator, self.numpy = (
             random.Random(1),
@@ -44,7 +44,7 @@ class Ema(Callback):
         for name, p in self.learn.model.named_parameters():
             self.shadow.setdefault(name, p.detach().clone()).lerp_(p.detach(), 0.1)
         with torch.no_grad():
-            self.twin.weight.add_(1)
+            self.average.weight.add_(1)
         self.calls += 1
         self.seen.append(
             self.random.randrange(9) + int(torch.randint(9, (1,), generator=self.generator))
@@ -54,7 +54,7 @@ class Ema(Callback):
 
 
 class Net(nn.Module):
-    "Dropout, batch norm, a module in evaluation mode, a frozen layer, and a number that counts calls."
+    "A model with dropout, batch norm, a module in evaluation mode, a frozen layer and a counter of calls."
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ OWN = (
 
 
 def digest(learn: Learner) -> dict[str, str]:
-    "Return SHA-256 of everything that is reachable from a Learner, and of every random generator, by where it is."
+    "Return the SHA-256 of everything reachable from a Learner and of every random generator, by path."
     # with each object, so that its id stays its own
     found, numbers = dict[str, str](), dict[int, tuple[str, Any]]()
 
@@ -175,7 +175,7 @@ def vars_of(o: Any) -> Any:
 
 
 @contextmanager
-def unchanged(learn: Learner, folder: Path | None = None) -> Iterator[None]:
+def assert_unchanged(learn: Learner, folder: Path | None = None) -> Iterator[None]:
     before = digest(learn)
     yield
     assert digest(learn) == before
@@ -200,7 +200,7 @@ def test_the_digest_sees_a_change_of_everything() -> None:
         lambda: ema.random.random(),
         lambda: learn.model.body[3].train(),
         lambda: learn.opt.set_hyper('mom', 0.5),
-        lambda: ema.twin.bias.data.add_(1),
+        lambda: ema.average.bias.data.add_(1),
         lambda: setattr(learn, 'train_iter', 99),
         lambda: setattr(learn.model, 'calls', 0),
         lambda: learn.model.head.weight.requires_grad_(False),
@@ -228,7 +228,7 @@ def test_everything_is_as_before(
     if trained:
         learn.fit(1)
     learn.model.eval()
-    with unchanged(learn, tmp_path):
+    with assert_unchanged(learn, tmp_path):
         learn.lr_find(num_it=12, show_plot=False)
     assert (learn.opt is None) is not trained and learn.lr_search is not None
 
@@ -237,17 +237,17 @@ def test_with_a_closure() -> None:
     learn = synth_learner(opt_func=torch.optim.LBFGS, cbs=Ema)
     learn.logger = quiet
     for _ in range(2):
-        with unchanged(learn):
+        with assert_unchanged(learn):
             learn.lr_find(num_it=6, show_plot=False)
         learn.fit(1, lr=0.1)
 
 
 def test_in_double_precision_with_weight_decay_of_the_learner() -> None:
     learn = learner(SGD, torch.float64, wd=0.1)
-    with unchanged(learn):
+    with assert_unchanged(learn):
         learn.lr_find(num_it=12, show_plot=False)
     learn.fit(1)
-    with unchanged(learn):
+    with assert_unchanged(learn):
         learn.lr_find(num_it=12, show_plot=False)
 
 
@@ -256,7 +256,7 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     model = Net()
     opt = torch.optim.SGD(groups(model)[0], lr=0.5, momentum=0.9)
     learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
-    with unchanged(learn):
+    with assert_unchanged(learn):
         learn.lr_find(num_it=8, show_plot=False)
     assert (
         learn.opt is None
@@ -266,7 +266,7 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     )
 
 
-def test_training_goes_on_as_if_there_had_been_no_search() -> None:
+def test_training_continues_as_without_a_search() -> None:
     def train(find: bool) -> Any:
         torch.manual_seed(1)
         learn = learner()
@@ -290,7 +290,7 @@ def test_a_torch_loader_shuffles_on_as_before() -> None:
         DataLoader(ds, 4, shuffle=True, generator=generator),
     ):
         learn = Learner(DataLoaders(dl), nn.Linear(1, 1), nn.MSELoss(), default_cbs=True)
-        with unchanged(learn):
+        with assert_unchanged(learn):
             learn.lr_find(num_it=8, show_plot=False)
 
 
@@ -328,7 +328,7 @@ def test_an_error_at_any_event_leaves_nothing_either(
             raise error('stop')
 
         learn.add_cb(Callback(**{name: stop}))
-        with unchanged(learn, tmp_path), suppress(error):
+        with assert_unchanged(learn, tmp_path), suppress(error):
             learn.lr_find(num_it=6, show_plot=False)
         if name not in hit:
             continue
@@ -348,7 +348,7 @@ def test_an_error_of_the_model_or_the_data() -> None:
             return super().forward(x)
 
     learn = Learner(data(torch.float32), Broken(), nn.MSELoss(), cbs=Ema)
-    with unchanged(learn), pytest.raises(RuntimeError, match='broken'):
+    with assert_unchanged(learn), pytest.raises(RuntimeError, match='broken'):
         learn.lr_find(show_plot=False)
     assert learn.lr_search is None
 
@@ -369,7 +369,7 @@ def test_callbacks_that_are_not_to_look_are_left_out_and_keep_their_places() -> 
 
     plateau = LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau)
     learn = synth_learner(cbs=[Saver, Old, ParamScheduler({'lr': SchedNo(5.0, 5.0)}), plateau])
-    with unchanged(learn):
+    with assert_unchanged(learn):
         learn.lr_find(num_it=8, show_plot=False)
     assert learn.lr_search.lrs[0] == 1e-7 and [type(cb) for cb in learn.cbs[3:5]] == [Saver, Old]
 
@@ -381,7 +381,7 @@ def test_callbacks_added_meanwhile_are_gone_and_switches_are_as_before() -> None
     off = Ema()
     learn = synth_learner(cbs=[Callback(before_fit=add), off])
     off.run = False
-    with unchanged(learn):
+    with assert_unchanged(learn):
         learn.lr_find(num_it=8, show_plot=False)
     assert not off.run and not learn.callbacks.switches[id(off)] and len(learn.cbs) == 5
 

@@ -1,4 +1,4 @@
-"""What the learning rate finder finds: rates, losses, suggestions, plots."""
+"""Results of the learning rate finder: rates, losses, suggestions, plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def learner(**kwargs: Any) -> Any:
 
 
 def curve() -> tuple[torch.Tensor, torch.Tensor]:
-    "A loss that falls, and rises at the end, with ripples."
+    "Return losses that fall, then rise, with ripples."
     i = torch.arange(60.0)
     losses = (
         2
@@ -52,7 +52,7 @@ FASTAI = {  # what fastai 2.8 gives for this curve: the rate, and the point
 
 @pytest.mark.parametrize('f', FASTAI, ids=lambda f: f.__name__)
 @pytest.mark.parametrize('as_type', [torch.Tensor, list, np.array])
-def test_suggestions_are_those_of_fastai(f: Any, as_type: Any) -> None:
+def test_suggestions_match_fastai(f: Any, as_type: Any) -> None:
     lrs, losses = curve()
     lr, point = f(
         *(v if as_type is torch.Tensor else as_type(v.tolist()) for v in (lrs, losses)), 60
@@ -62,7 +62,7 @@ def test_suggestions_are_those_of_fastai(f: Any, as_type: Any) -> None:
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')  # fastai's own
-def test_suggestions_of_random_curves_are_those_of_fastai() -> None:
+def test_suggestions_of_random_curves_match_fastai() -> None:
     theirs: Any = pytest.importorskip('fastai.callback.schedule')
     rng = np.random.default_rng(0)
     for n in (20, 37, 90):
@@ -94,7 +94,7 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
     assert len(learn.lr_search.lrs) == 6  # at least
 
 
-def test_losses_are_those_of_a_plain_loop_smoothed() -> None:
+def test_losses_match_a_smoothed_plain_loop() -> None:
     learn = learner(opt_func=torch.optim.SGD)
     a, b = (p.detach().clone() for p in learn.model.parameters())
     with torch.random.fork_rng():
@@ -187,7 +187,7 @@ def test_as_a_callback_of_fit() -> None:
     assert len(learn.recorder.values[-1]) == 3  # evaluation is back
 
 
-def test_groups_may_have_rates_of_their_own() -> None:
+def test_groups_may_have_their_own_rates() -> None:
     learn = learner(splitter=lambda m: [[m.a], [m.b]])
     seen: list[Any] = []
     learn.add_cb(Callback(before_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers])))
@@ -215,7 +215,7 @@ def test_without_a_recorder_and_without_a_length() -> None:
     )
 
 
-def test_bad_input_is_told_before_anything_happens() -> None:
+def test_bad_input_is_reported_before_anything_happens() -> None:
     learn = learner()
     for start, end in ((1.0, 1e-3), (0, 1), (-1, 1), (1, float('inf')), ([1e-3, 1e-2], 1)):
         with pytest.raises(ScheduleError, match='0 < start_lr < end_lr'):

@@ -1,4 +1,4 @@
-"""The memory monitor, against what the system says by other ways, and against blocks of a known size."""
+"""Compare the memory monitor with other sources of the system, and with blocks of known size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_agrees_with_psutil() -> None:
 
 
 @linux
-def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+def test_the_peak_does_not_include_the_parent_process() -> None:
     small = "import re; print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     big = (
         'import os, sys; block = b"1" * 300 * 2**20; '
@@ -56,7 +56,9 @@ def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     assert 0 < int(out) * 1024 < 200 * 2**20
 
 
-def test_without_proc_psutil_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_proc_the_values_come_from_psutil(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     pytest.importorskip('psutil')
     expected = read_resident()
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
@@ -67,7 +69,7 @@ def test_without_proc_psutil_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: ob
     )
 
 
-def test_without_both_the_peak_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_both_only_the_peak_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip('resource')
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
     monkeypatch.setitem(sys.modules, 'psutil', None)
@@ -83,7 +85,7 @@ def test_reading_the_status() -> None:
     assert parse_status('Name:\tkthreadd\n') == {}
 
 
-def test_what_the_allocator_says_in_gb() -> None:
+def test_statistics_of_the_allocator_in_gb() -> None:
     stats = {
         f'{name}.all.{when}': n * 10**9
         for when, n in (('current', 1), ('peak', 2))

@@ -1,4 +1,4 @@
-"""MixUp and CutMix: what is blended, what the loss is, who sees which targets, and that all of it is left again."""
+"""MixUp and CutMix: blended inputs, the loss, visible targets, and the restored Learner."""
 
 from __future__ import annotations
 
@@ -11,44 +11,11 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, CancelBatchException, Learner, accuracy
+from learnkit import Callback, CancelBatchException, accuracy
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from learnkit.core.random import capture_rng, restore_rng
-
-N, CLASSES = 8, 5
-
-
-def images(
-    n: int = 4, seed: int = 1, dtype: torch.dtype = torch.float64
-) -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(N, 3, 8, 6, generator=gen, dtype=dtype),
-            torch.randint(CLASSES, (N,), generator=gen),
-        )
-        for _ in range(n)
-    ]
-
-
-def net(n_out: int = CLASSES) -> nn.Module:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, n_out)).double()
-
-
-def learner(
-    *cbs: Any,
-    batches: Any = None,
-    model: nn.Module | None = None,
-    loss_func: Any = None,
-    **kwargs: Any,
-) -> Learner:
-    dls = (images(), images(2, seed=2)) if batches is None else batches
-    options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'cbs': list(cbs), **kwargs}
-    learn = Learner(dls, model or net(), loss_func or nn.CrossEntropyLoss(), **options)
-    learn.logger = noop
-    return learn
+from tests.helpers.mixup import CLASSES, N, Notes, images, learner, net, soft
 
 
 def state(model: nn.Module) -> list[Tensor]:
@@ -61,35 +28,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def close(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.allclose(p, q, rtol=1e-12, atol=1e-12) for p, q in zip(a, b, strict=True))
-
-
-class Notes(Callback):
-    "Note of each training batch what went into the loss, and the gradients."
-
-    order, run_valid = 30, False
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def before_step(self) -> None:
-        mixer = next(cb for cb in self.learn.cbs if isinstance(cb, MixHandler))
-        self.rows.append(
-            {
-                'lam': mixer.lam,
-                'yb1': mixer.yb1,
-                'xb': self.learn.xb,
-                'y': self.learn.yb[0],
-                'loss': self.learn.loss,
-                'batch': self.learn.batch,
-                'grads': [p.grad.clone() for p in self.learn.model.parameters()],
-            }
-        )
-
-
-def soft(y: Tensor, y1: Tensor, lam: Tensor) -> Tensor:
-    "Targets as probabilities: the share of the sample's class, and the rest for its partner's."
-    lam = lam.double()[:, None]
-    return lam * F.one_hot(y, CLASSES) + (1 - lam) * F.one_hot(y1, CLASSES)
 
 
 both = pytest.mark.parametrize('mixer', [MixUp, CutMix])
@@ -147,8 +85,8 @@ def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
     assert min(shares) < 0.3 and max(shares) > 0.8
 
 
-def test_the_draws_are_those_of_fastai() -> None:
-    "The numbers were recorded with fastai 2.8 after torch.manual_seed(7), for a batch of 8 images of 8 x 6."
+def test_the_draws_match_fastai() -> None:
+    "Compare with numbers recorded from fastai 2.8 after torch.manual_seed(7), for 8 images of 8 x 6."
     mixup = (
         [0.9781090, 0.8962013, 0.5231748, 0.9844235, 0.7284831, 0.6228055, 0.8172889, 0.8967966],
         [0, 1, 3, 0, 1, 2, 4, 2],
@@ -176,7 +114,7 @@ def test_the_batches_of_the_loader_are_never_written_to(mixer: type[MixHandler])
 
 
 class Several(nn.Module):
-    "Take images, a table and counts."
+    "Takes images, a table and counts."
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +159,7 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
 
 
 class Flat(nn.Module):
-    "Cross-entropy over flattened elements with classes last, as fastai's: it says of itself that it is of classes."
+    "Cross-entropy over flattened elements with classes last, as in fastai, marked as a loss of classes."
 
     y_int = True
 
@@ -247,7 +185,7 @@ LOSSES: dict[str, Any] = {
 @both
 @pytest.mark.parametrize('microbatch', [None, 3])
 @pytest.mark.parametrize('loss', LOSSES, ids=LOSSES)
-def test_the_gradient_is_that_of_targets_blended_by_hand(
+def test_the_gradient_matches_targets_blended_by_hand(
     mixer: type[MixHandler], loss: str, microbatch: int | None
 ) -> None:
     learn = learner(mixer, Notes, loss_func=LOSSES[loss], lr=0.0, microbatch=microbatch)
@@ -293,7 +231,7 @@ def test_float_targets_need_no_reduction_of_the_loss() -> None:
 
 
 class PerPixel(nn.Module):
-    "Give scores of each class for each pixel."
+    "Return class scores for each pixel."
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -427,7 +365,7 @@ FAIL_AT = [
 @both
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelBatchException])
 @pytest.mark.parametrize('event', FAIL_AT)
-def test_the_loss_function_is_put_back_whatever_happens(
+def test_the_loss_function_is_restored_whatever_happens(
     mixer: type[MixHandler], event: str, error: type[BaseException]
 ) -> None:
     def fail(cb: Callback) -> None:
@@ -537,7 +475,7 @@ def test_a_closure_evaluates_the_same_blend_again() -> None:
 
 
 class EveryOther(MixHandler):
-    "A handler written for fastai: shift every batch by one sample and blend halves."
+    "A handler written for fastai that shifts each batch by one sample and blends halves."
 
     def before_batch(self) -> None:
         self.lam, self.yb1 = torch.tensor([0.5]), tuple(y.roll(1) for y in self.yb)

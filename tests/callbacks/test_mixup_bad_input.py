@@ -1,4 +1,4 @@
-"""MixUp and CutMix, used wrongly: typed errors that name the fix, before a weight has changed."""
+"""Wrong use of MixUp and CutMix raises typed errors with the fix, before a weight changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BAD: list[tuple[Any, Any, Callable[..., Any] | None, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(('mixer', 'loss_func', 'change', 'error', 'message'), BAD)
-def test_what_cannot_be_blended_is_told_before_anything_changes(
+def test_what_cannot_be_blended_is_reported_before_anything_changes(
     mixer: Any, loss_func: Any, change: Any, error: type[Exception], message: str
 ) -> None:
     batches = [change(b) for b in images()] if change else images()
@@ -83,7 +83,7 @@ def test_what_cannot_be_blended_is_told_before_anything_changes(
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters(), strict=True))
 
 
-def test_microbatches_of_a_batch_that_has_changed_since_are_told() -> None:
+def test_microbatches_of_a_batch_that_has_changed_since_are_reported() -> None:
     def double(cb: Callback) -> None:
         if cb.training:
             cb.learn.xb, cb.learn.yb = (cb.x.repeat(2, 1, 1, 1),), (cb.y.repeat(2),)

@@ -1,4 +1,4 @@
-"""MixUp and CutMix with microbatches: each piece has its own partners, and `yb` holds nothing but targets."""
+"""MixUp and CutMix with microbatches: each microbatch has its own partners, and `yb` contains only targets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mixup import CLASSES, Notes, images, learner, net, soft
 from torch import Tensor
 
 from learnkit import Callback, CancelBackwardException, CancelBatchException
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
+from tests.helpers.mixup import CLASSES, Notes, images, learner, net, soft
 
 AT = (
     'before_batch',

@@ -113,7 +113,7 @@ def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     assert rows[-1]['metadata']['status'] == 'aborted' and rows[-1]['metadata']['epoch_num'] == 6
 
 
-def test_a_run_that_fails_is_aborted_and_the_next_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_aborted_and_the_next_has_its_own_file(tmp_path: Path) -> None:
     def fail(cb: Callback) -> None:
         if failing and cb.learn.time.ba == 5:
             raise RuntimeError('boom')
@@ -164,7 +164,7 @@ def test_bad_options_are_refused(wrong: Any) -> None:
         MLPerf(**wrong)
 
 
-def test_what_is_missing_is_told_before_training(tmp_path: Path) -> None:
+def test_what_is_missing_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     for cb, error in (
         (MLPerf(monitor='accuracy'), MetricError),

@@ -1,4 +1,4 @@
-"""The report when memory runs out, and the recording of a GPU's memory."""
+"""The out-of-memory report, and the recording of GPU memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def failing_learner(
     return learn
 
 
-def test_the_report_says_where_and_what(tmp_path: Path) -> None:
+def test_the_report_names_the_place_and_the_cause(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')
     learn = failing_learner(tmp_path, error)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -84,7 +84,7 @@ def test_other_errors_get_no_report_and_nothing_is_made(tmp_path: Path) -> None:
     assert learn.oom_observer.report is None and not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / 'oom').write_text('a file')
     learn = synth_learner(path=tmp_path, cbs=OOMObserver())
     with pytest.raises(OptionError, match='cannot be written'):
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path)
         OOMObserver(n_tensors=0)
 
 
-def test_tensors_without_memory_of_their_own_are_left_out() -> None:
+def test_views_without_memory_are_left_out() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -157,7 +157,7 @@ def test_a_snapshot_is_text_and_a_page(tmp_path: Path) -> None:
     assert write_snapshot(SNAPSHOT, tmp_path / 'memory-batch-4')[0].name == 'memory-batch-4-2.json'
 
 
-def test_on_the_cpu_it_says_that_there_is_nothing(
+def test_on_the_cpu_a_message_replaces_the_snapshot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learn = synth_learner(path=tmp_path, cbs=MemorySnapshot())

@@ -1,4 +1,4 @@
-"""The monitors of optimizers, against plain torch on clones of the same weights."""
+"""Compare the optimizer monitors with plain torch on clones of the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.measuring import transfers
 
 
 class Seen(Callback):
-    "Keep what is logged, by the number of the batch under way, from 0."
+    "Record logged values with the index of their batch."
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def reference(
     make: Callable[..., torch.optim.Optimizer], first: str, second: str | None
 ) -> list[dict[str, float]]:
-    "Train the same network in a plain loop and measure it by hand."
+    "Train the same network in a plain loop, and measure it."
     torch.manual_seed(0)
     model, rows = Net(), []
     opt = make(model.parameters(), lr=0.1)
@@ -128,9 +128,7 @@ def reference(
         (partial(torch.optim.RMSprop, momentum=0.9), 'momentum_buffer', 'square_avg'),
     ],
 )
-def test_norms_and_angles_are_those_of_a_plain_loop(
-    make: Any, first: str, second: str | None
-) -> None:
+def test_norms_and_angles_match_a_plain_loop(make: Any, first: str, second: str | None) -> None:
     seen = Seen()
     learner(make, OptimizerMonitor(every=1), seen, wd_bn_bias=True).fit(1)
     assert len(seen.rows) == 6
@@ -190,7 +188,7 @@ def test_accumulated_gradients_are_seen_at_their_step() -> None:
     assert seen.of('l2_norm/grad/global') == pytest.approx(whole.of('l2_norm/grad/global'))
 
 
-def test_a_step_that_was_cancelled_after_it_is_no_step() -> None:
+def test_a_step_that_is_canceled_later_is_not_counted() -> None:
     def cancel(cb: Callback) -> None:
         if cb.learn.iter == 1:
             raise CancelStepException
@@ -325,7 +323,7 @@ def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------- rates
 
 
-def test_rates_are_those_of_the_step() -> None:
+def test_rates_match_the_step() -> None:
     seen = Seen()
     learn = learner(torch.optim.SGD, LRMonitor(every=1), seen)
     learn.fit_one_cycle(1, 0.1)

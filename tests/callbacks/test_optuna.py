@@ -1,4 +1,4 @@
-"""Pruning by Optuna itself: the same study as by hand, in one process and in two."""
+"""Pruning by Optuna: the same study as in plain Optuna, in one process and in two."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def learner(lr: float, *cbs: Any, bs: int = BS, **options: Any) -> Learner:
 
 
 def search(objective: Callable[[Any], float], rates: list[float] = RATES) -> Any:
-    "Return a study that tries the rates one after the other, and prunes below the median."
+    "Return a study that tries the rates in order and prunes below the median."
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(2, n_warmup_steps=1))
     for lr in rates:
         study.enqueue_trial({'lr': lr})
@@ -188,7 +188,7 @@ def test_what_cannot_be_meant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def search_on_rank(rank: int) -> Any:
-    "Try rates on two ranks, the first of which has the study; return how each trial ended here."
+    "Try rates on two ranks, the first of which has the study; return how each trial ended on this rank."
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(2, n_warmup_steps=1))
     ended = []
     for lr in RATES[:3]:

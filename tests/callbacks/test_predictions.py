@@ -1,4 +1,4 @@
-"""Callbacks around predictions: fetched in a fit, collected, and drawn with dropout on."""
+"""Callbacks that fetch predictions in a fit, collect data, and sample with dropout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
 
 
 def training(learn: Learner) -> list[Any]:
-    "What a fit has left: weights, losses, rows, counters and the state of every generator."
+    "Return weights, losses, rows, counters and generator states after a fit."
     rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
     return [
         {k: v.tolist() for k, v in learn.model.state_dict().items()},
@@ -90,21 +90,21 @@ def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
     assert not torch.equal(got[0][1], got[1][1])
 
 
-def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
+def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     class Count(Callback):
         def __init__(self) -> None:
-            self.heard: list[str] = []
+            self.events_seen: list[str] = []
 
         def before_batch(self) -> None:
-            self.heard.append(self.phase)
+            self.events_seen.append(self.phase)
 
         def after_validate(self) -> None:
-            self.heard.append('after_validate')
+            self.events_seen.append('after_validate')
 
     class Marked(Count):
         remove_on_fetch = True
 
-    class Later(Count):
+    class AfterDropout(Count):
         order, remove_on_fetch = 70, True
 
     class Named(Count):
@@ -113,14 +113,14 @@ def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
     class Other(Count):
         pass
 
-    marked, later, named, other = Marked(), Later(), Named(), Other()
+    marked, later, named, other = Marked(), AfterDropout(), Named(), Other()
     learn = make(cbs=[FetchPredsCallback(cbs=named), marked, later, named, other])
     learn.fit(2)
     expected = [*['train'] * 4, *['valid'] * 4, 'after_validate'] * 2
-    assert marked.heard == later.heard == named.heard == expected
+    assert marked.events_seen == later.events_seen == named.events_seen == expected
     fetched = [*['predict'] * 4, 'after_validate']
     epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
-    assert other.heard == epoch * 2
+    assert other.events_seen == epoch * 2
     assert all(
         cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds)
     )
@@ -224,7 +224,7 @@ KINDS: dict[str, Any] = {
 
 
 class First(nn.Module):
-    "The first output of a module."
+    "Returns the first output of a module."
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_every_kind_of_dropout_is_on_and_off_again(kind: str) -> None:
     assert all(m.training for m in learn.model.modules())  # as they were made
 
 
-def test_normalisation_stays_in_evaluation_and_the_modes_come_back() -> None:
+def test_normalisation_stays_in_evaluation_and_the_modes_are_restored() -> None:
     learn = make()
     learn.model.eval()
     learn.model[0].train()
@@ -282,7 +282,7 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])
 
 
-def test_mean_and_spread_are_those_of_dropout() -> None:
+def test_mean_and_spread_match_dropout() -> None:
     learn = Learner(([torch.ones(1, 1)], [torch.ones(2000, 1)]), nn.Sequential(nn.Dropout(0.25)))
     learn.remove_cb(learn.progress)
     mean, std, targs = mc_dropout_preds(learn, n=20)
@@ -291,7 +291,7 @@ def test_mean_and_spread_are_those_of_dropout() -> None:
     assert std.square().mean().item() == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_mean_and_spread_are_those_of_the_stacked_samples() -> None:
+def test_mean_and_spread_match_the_stacked_samples() -> None:
     learn = make()
     torch.manual_seed(7)
     cb = MCDropoutCallback()

@@ -1,4 +1,4 @@
-"""The profiler: which batches are in the trace, what the table says, and that nothing is left of it."""
+"""The profiler: the traced batches, the table, and its removal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def learner(path: Path, *cbs: Any) -> Learner:
 
 
 def counts(path: Path) -> Counter[str]:
-    "Return how often each operation is in a trace."
+    "Return the count of each operation in a trace."
     trace = json.loads(path.read_text())
     names = [e['name'] for e in trace['traceEvents'] if e.get('ph') == 'X']
     return Counter(name.partition('#')[0] if 'Step#' in name else name for name in names)
@@ -116,9 +116,9 @@ def test_a_recording_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> N
     learn = learner(
         tmp_path, TorchProfiler(wait=10, warmup=2), TorchProfiler(wait=50, folder='other')
     )
-    with pytest.warns(UserWarning, match='recorded no batch') as told:
+    with pytest.warns(UserWarning, match='recorded no batch') as caught:
         fit(learn)
-    assert [str(w.message).partition('. ')[0].split()[-1] for w in told] == ['12', '51']
+    assert [str(w.message).partition('. ')[0].split()[-1] for w in caught] == ['12', '51']
     assert not list(tmp_path.iterdir()) and not torch.autograd._profiler_enabled()
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: in a notebook, in a terminal, in a pipe, and what it leaves behind."""
+"""Progress output of a run in a notebook, a terminal and a pipe."""
 
 import io
 import json
@@ -47,7 +47,7 @@ ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
 
 class Forgetful:
-    "A loader that does not know its length."
+    "A loader of unknown length."
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -57,7 +57,7 @@ class Forgetful:
 
 
 class Recording(Display):
-    "Keeps the text of every bar it is asked to draw, with the time."
+    "A display that records the text and the time of each drawn bar."
 
     interval_s = 0.0
 
@@ -87,7 +87,7 @@ def make_learner(n_train: Any = 3, n_valid: Any = 2, **kwargs: Any) -> Learner:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    "The displays that the test's runs have made."
+    "Return the displays of the test's runs."
     made: list[Recording] = []
 
     def make(stream: Any = None) -> Recording:
@@ -123,7 +123,7 @@ def test_numbers_stand_under_their_header() -> None:
     ]
 
 
-def test_a_row_with_other_columns_gets_a_header_of_its_own() -> None:
+def test_a_row_with_other_columns_gets_its_own_header() -> None:
     table = Table()
     table.add(['epoch', 'loss'], [0, 0.5])
     more = table.add(['epoch', 'loss', 'extra'], [1, 0.5, 2.0])
@@ -158,7 +158,7 @@ def test_names_and_values_are_escaped() -> None:
 @pytest.mark.parametrize(
     ('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')]
 )
-def test_bar_says_count_share_and_time(
+def test_the_bar_shows_count_share_and_time(
     total: int | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = use_clock(monkeypatch, 'learnkit.callbacks.progress')
@@ -408,7 +408,7 @@ def test_validation_inside_a_fit_returns_to_the_training_bar(shown: list[Recordi
     assert len(shown) == 1 and shown[0].closed == [None]
 
 
-def test_an_interrupted_fit_says_where_it_stopped(shown: list[Recording]) -> None:
+def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
     learn = make_learner(10)
     stop = raising('before_batch', KeyboardInterrupt(), lambda cb: cb.iter == 7)
     with pytest.raises(KeyboardInterrupt):
@@ -466,7 +466,7 @@ def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
 
 
 def on_screen(written: str) -> list[str]:
-    "Return the lines that stay on the screen and are not blank: a carriage return goes back to the start of its line."
+    "Return the visible lines of terminal output; a carriage return overwrites its line."
     lines = []
     for line in written.replace('\r\n', '\n').split('\n'):
         cells = ''
@@ -494,7 +494,7 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
 
 
 def run_python(code: str, **kwargs: Any) -> str:
-    "Run Python in a process of its own and return what it printed."
+    "Run Python code in a new process and return its output."
     process = subprocess.run(
         [sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs
     )
@@ -526,7 +526,7 @@ SCRIPT = textwrap.dedent("""
 
 
 def run_script(code: str, terminal: int = -1) -> str:
-    "Run the script and the code in a forked process, with the terminal as its streams; return what it printed else."
+    "Run the script and the code in a forked process on a terminal; return what it prints elsewhere."
 
     def job() -> None:
         if terminal >= 0:
@@ -553,7 +553,7 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
 
 
 def read_terminal(code: str) -> str:
-    "Run Python on a terminal of its own and return all that it wrote there."
+    "Run Python code on a new terminal and return its output."
     master, slave = pty.openpty()
     out = bytearray()
 
@@ -577,7 +577,7 @@ def read_terminal(code: str) -> str:
 
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
-    "What three runs wrote on a terminal."
+    "Return the terminal output of three runs."
     return read_terminal("""
         make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
@@ -628,9 +628,9 @@ def test_a_terminal_counts_without_total_and_clears_up_after_validate(terminal: 
 
 
 def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str]) -> None:
-    said = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
+    expected_lines = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
     *printed, head, row = on_screen(terminal[3])
-    assert printed == said and head.split()[0] == 'epoch' and row.split()[0] == '0'
+    assert printed == expected_lines and head.split()[0] == 'epoch' and row.split()[0] == '0'
     assert re.search(
         r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3]
     )  # the bar is back at once
@@ -679,7 +679,7 @@ def interrupted(learn: Learner, **options: Any) -> KeyboardInterrupt:
 
 
 @pytest.mark.parametrize('saves', [False, True])
-def test_a_script_that_ctrl_c_ends_says_where_in_a_line(
+def test_a_script_ended_by_ctrl_c_names_its_place_in_a_line(
     saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
@@ -715,7 +715,7 @@ def test_other_errors_and_sessions_show_their_traceback(
 
 @pytest.fixture(scope='module')
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    "A notebook that was executed in a kernel of its own, saved, and read again."
+    "Return a notebook that was executed in a new kernel, saved and read."
     nbformat = pytest.importorskip('nbformat')
     nbclient = pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')

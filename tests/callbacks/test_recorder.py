@@ -1,4 +1,4 @@
-"""What the Recorder keeps, against direct computation: losses, metrics, hyper-parameters, history, plots."""
+"""Compare the Recorder with direct computation: losses, metrics, hyperparameters, history, plots."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def learner(
 def by_hand(
     train: list[Any], valid: list[Any], n_epoch: int, lr: float = 0.1
 ) -> tuple[list[float], list[tuple[float, float, float]]]:
-    "The loss of each step, and of each epoch the validation's loss, mae and mse over all its samples."
+    "Return the loss of each step, and the loss, mae and mse of each validation over all samples."
     model = linear()
     opt, losses, epochs = torch.optim.SGD(model.parameters(), lr=lr), [], []
     for _ in range(n_epoch):
@@ -91,7 +91,7 @@ def by_hand(
 
 
 def smoothed(losses: list[float], beta: float = 0.98) -> list[float]:
-    "Debiased exponential means, from their definition as weighted sums."
+    "Return debiased exponential means, computed as weighted sums."
     res = []
     for t in range(1, len(losses) + 1):
         w = [beta ** (t - i) for i in range(1, t + 1)]
@@ -106,7 +106,7 @@ TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]
 # Values
 
 
-def test_values_are_those_of_a_loop_by_hand() -> None:
+def test_values_match_a_loop_by_hand() -> None:
     learn = learner((TRAIN, VALID), metrics=[mae, mse])
     learn.fit(3)
     losses, epochs = by_hand(TRAIN, VALID, 3)
@@ -190,7 +190,7 @@ def test_metrics_on_train_valid_or_both() -> None:
     }
 
 
-def test_named_validation_loaders_have_columns_of_their_own() -> None:
+def test_named_validation_loaders_have_their_own_columns() -> None:
     model = linear()
     dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[1:]})
     learn = learner(dls, model=model, lr=0.0, metrics=mae)
@@ -239,7 +239,7 @@ def test_a_torchmetrics_object_works_as_it_is() -> None:
     assert learn.history[1]['accuracy'] == pytest.approx((pred == y).float().mean().item())
 
 
-def test_metrics_of_other_kinds_stand_beside_functions() -> None:
+def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
     class Largest(Metric):
         def reset(self) -> None:
             self._max = -1.0
@@ -278,7 +278,7 @@ def test_metrics_of_other_kinds_stand_beside_functions() -> None:
     assert row['loss'] == pytest.approx(row['valid_loss'])
 
 
-def test_metrics_start_anew_with_each_pass() -> None:
+def test_metrics_start_over_with_each_pass() -> None:
     model = linear()
     learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=mae)
     learn.fit(3)
@@ -299,7 +299,7 @@ def test_metrics_can_be_changed_between_fits() -> None:
 
 
 class Total(Metric):
-    "The sum of the errors, in a tensor that `reset` clears in place."
+    "Sums errors in a tensor that `reset` clears in place."
 
     on = 'both'
 
@@ -401,7 +401,7 @@ def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluati
 
 
 @pytest.mark.parametrize('inner', [False, True])
-def test_what_a_prediction_logs_is_no_part_of_a_row(inner: bool) -> None:
+def test_what_a_prediction_logs_is_not_in_a_row(inner: bool) -> None:
     rows = []
     for predicts in (False, True):
 
@@ -423,7 +423,7 @@ def test_what_a_prediction_logs_is_no_part_of_a_row(inner: bool) -> None:
     assert rows[0] == rows[1]
 
 
-def test_the_columns_are_those_of_this_fit() -> None:
+def test_the_columns_match_this_fit() -> None:
     learn = learner((TRAIN, VALID))
     learn.fit(1, cbs=Callback(after_pred=lambda cb: cb.learn.log('extra', 1)))
     assert learn.history[0]['extra'] == learn.history[0]['valid_extra'] == 1
@@ -472,7 +472,7 @@ def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epoch
     ],
 )
 def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: Any) -> None:
-    "A callback that predicts or validates on its own data, before the Recorder has its turn."
+    "A callback that predicts or validates on other data before the Recorder runs."
     histories = []
     for inside in (False, True):
 
@@ -516,7 +516,7 @@ def test_a_loss_of_named_parts_minimises_their_sum_and_records_each() -> None:
 
 
 def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
-    "By what `weight_func` says: here targets above zero, of which batches have different numbers."
+    "Weights are counts of positive targets, which differ between batches."
     count = lambda xb, yb: (yb[0] > 0).sum().item()
 
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -534,7 +534,7 @@ def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
     )
 
 
-def test_learn_log_without_a_recorder_is_heard_by_nobody() -> None:
+def test_learn_log_without_a_recorder_does_nothing() -> None:
     learn = synth_learner(
         default_cbs=False,
         cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))],
@@ -590,7 +590,7 @@ def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
 def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(
     first: Any, second: Any, gone: set[str], late: set[str]
 ) -> None:
-    "All steps are kept; what an optimizer did not have is nan, and what the last one does not have is left out."
+    "All steps are recorded; a hyperparameter that an optimizer lacked is nan, one that the last lacks is dropped."
 
     def replace(cb: Any) -> None:
         if cb.train_iter == 2:
@@ -618,7 +618,7 @@ def test_a_replaced_model_and_optimizer_are_let_go() -> None:
 # History
 
 
-def test_history_goes_on_over_fits_and_values_start_anew() -> None:
+def test_history_continues_over_fits_and_values_start_over() -> None:
     learn = learner((TRAIN, VALID), metrics=mae)
     learn.fit(2)
     learn.validate()
@@ -630,7 +630,7 @@ def test_history_goes_on_over_fits_and_values_start_anew() -> None:
 
 
 @pytest.mark.parametrize('n', [1, 2, 3])
-def test_the_losses_are_those_of_the_last_fit_also_when_they_were_read_before(n: int) -> None:
+def test_the_losses_match_the_last_fit_also_when_they_were_read_before(n: int) -> None:
     learn = learner((TRAIN, VALID))
     learn.fit(2)
     before = list(learn.recorder.losses)
@@ -655,7 +655,7 @@ def test_history_as_a_data_frame() -> None:
     assert df['mae'].tolist() == [r['mae'] for r in learn.history]
 
 
-def test_without_validation_there_are_no_such_columns() -> None:
+def test_without_validation_these_columns_are_absent() -> None:
     learn = learner(DataLoaders(TRAIN), metrics=mae)
     learn.fit(1)
     assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[
@@ -740,7 +740,7 @@ def test_plot_sched_draws_what_changed() -> None:
     assert ax.get_ylabel() == 'wd' and ax.figure.get_size_inches().tolist() == [3, 2]
 
 
-def test_smoothing_of_ones_own() -> None:
+def test_smoothing_by_a_user_function() -> None:
     learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
     learn.fit(1)
     assert [v.item() for v in learn.recorder.losses] == pytest.approx(

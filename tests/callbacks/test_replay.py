@@ -1,4 +1,4 @@
-"""Repeating a batch that went wrong: the same numbers, the same exception, and nothing changed by it."""
+"""Replay of a failed batch: the same numbers, the same exception, and an unchanged Learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from learnkit.core.random import capture_rng
 
 
 class Boom(Exception):
-    "What goes wrong."
+    "The exception of these tests."
 
 
 def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
@@ -48,7 +48,7 @@ def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
 
 
 class Seen(Callback):
-    "Keep what a batch was: inputs, dropped predictions, loss, mode, rate, counters."
+    "Record a batch: inputs, dropped predictions, loss, mode, rate, counters."
 
     order = 80
 
@@ -107,7 +107,7 @@ def tensors(o: Any) -> list[Tensor]:
 
 
 def everything(learn: Learner) -> tuple[list[Tensor], Any]:
-    "Weights, buffers, optimizer, gradients, generators, callbacks' states; counters and history."
+    "Return weights, buffers, optimizer, gradients, generators, callback states, counters and history."
     kept = [
         learn.model.state_dict(),
         learn.opt.state_dict(),
@@ -130,7 +130,7 @@ def everything(learn: Learner) -> tuple[list[Tensor], Any]:
     )
 
 
-def unchanged(before: Any, after: Any) -> bool:
+def states_equal(before: Any, after: Any) -> bool:
     return (
         len(before[0]) == len(after[0])
         and all(map(torch.equal, before[0], after[0]))
@@ -166,7 +166,7 @@ def test_it_fails_again_at_the_same_place_and_changes_nothing(
             str(again.value) == str(first.value)
             and again.value.__notes__[0] == first.value.__notes__[0]
         )
-        assert unchanged(before, everything(learn))
+        assert states_equal(before, everything(learn))
         if event in EVENTS[2:5]:
             assert same(seen.batches[-1], last[0])
     pieces = 0 if event in EVENTS[:2] else 1 if event in EVENTS[2:4] or not microbatch else 2
@@ -209,7 +209,7 @@ def test_an_evaluation_batch_is_repeated_in_eval_mode_without_gradients(where: s
     with pytest.raises(Boom):
         learn.replay()
     assert same(seen.batches[-1], last) and last[3:5] == (False, False) and last[-1] == 'valid'
-    assert unchanged(before, everything(learn))
+    assert states_equal(before, everything(learn))
 
 
 def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> None:
@@ -219,7 +219,7 @@ def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> Non
     loss, n = learn.replay(), len(seen.batches)
     assert loss is not None and torch.equal(loss, seen.batches[-1][2]) and n == 21
     assert torch.equal(seen.batches[-1][0], seen.batches[-2][0]), 'the same samples'
-    assert torch.equal(learn.replay(), loss) and unchanged(before, everything(learn))  # type: ignore[arg-type]
+    assert torch.equal(learn.replay(), loss) and states_equal(before, everything(learn))  # type: ignore[arg-type]
     assert all(map(torch.equal, weights, learn.model.parameters()))
 
 
@@ -272,7 +272,7 @@ def test_in_the_fit_alone_it_is_enough(capsys: Any) -> None:
     assert capsys.readouterr().out.startswith('Repeating batch 2 of epoch 0 (train)')
 
 
-def test_a_failure_outside_of_a_batch_is_told(capsys: Any) -> None:
+def test_a_failure_outside_of_a_batch_is_reported(capsys: Any) -> None:
     learn = learner(Replay())
     with pytest.raises(Boom):
         learn.fit(1, cbs=Callback(after_train=lambda cb: fail()))

@@ -1,4 +1,4 @@
-"""Recurrent models: their several outputs, the penalties on them and the reset of their state."""
+"""Recurrent models: several outputs, their penalties, and the reset of the hidden state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learnkit.core.errors import ModelError, OptionError
 
 
 class Recurrent(nn.Module):
-    "Returns what AWD-LSTM models do: the output, and lists of raw and of dropped-out activations over layers."
+    "Returns the output, and lists of raw and dropped-out activations per layer, as AWD-LSTM does."
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +67,7 @@ def plain(bs: Any, alpha: float, beta: float) -> nn.Module:
 
 @pytest.mark.parametrize(('alpha', 'beta'), [(0.0, 0.0), (2.0, 0.0), (0.0, 1.0), (2.0, 1.0)])
 @pytest.mark.parametrize(('bs', 'length'), [(2, 5), (1, 5), (2, 1)])
-def test_the_weights_are_those_of_a_plain_loop(
-    alpha: float, beta: float, bs: int, length: int
-) -> None:
+def test_the_weights_match_a_plain_loop(alpha: float, beta: float, bs: int, length: int) -> None:
     data, reported = batches(bs=bs, length=length), []
     look = Callback(after_loss=lambda cb: reported.append((cb.loss, F.mse_loss(cb.pred, cb.y))))
     learn = learner(data, Recurrent(), look, *rnn_cbs(alpha, beta))
@@ -125,7 +123,7 @@ def test_models_that_are_not_recurrent() -> None:
         learn.fit(1)
 
 
-def test_what_is_missing_or_wrong_is_told_before_training() -> None:
+def test_what_is_missing_or_wrong_is_reported_before_training() -> None:
     with pytest.raises(OptionError, match='rnn_cbs'):
         learner(batches(), Recurrent(), RNNRegularizer(alpha=1.0)).fit(1)
     with pytest.raises(OptionError, match='alpha=-1'):

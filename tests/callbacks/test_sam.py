@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation against a loop written by hand, bit for bit."""
+"""Compare sharpness-aware minimization with a plain loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_hand(
     interval: int = 1,
     max_norm: float | None = None,
 ) -> nn.Module:
-    "Two epochs: go rho up the gradient, take the gradient there, go back, step."
+    "Train two epochs in plain torch: move rho up the gradient, take the gradient, move back, step."
     opt, params = opt_func(model.parameters(), lr=0.05), list(model.parameters())
 
     def both_passes(x: Tensor, y: Tensor) -> None:
@@ -138,7 +138,7 @@ def test_what_is_recorded_is_of_the_first_pass() -> None:
     assert first == losses and all(b > a for a, b in zip(first, second, strict=True))
 
 
-def test_running_statistics_are_those_of_the_first_pass() -> None:
+def test_running_statistics_match_the_first_pass() -> None:
     def norms() -> nn.Module:
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
@@ -151,7 +151,7 @@ def test_running_statistics_are_those_of_the_first_pass() -> None:
     assert torch.equal(learn.model[1].running_var, plain[1].running_var)
 
 
-def test_a_buffer_that_its_module_replaces_is_put_back_too() -> None:
+def test_a_buffer_that_its_module_replaces_is_restored_too() -> None:
     class Counts(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 2)
@@ -206,7 +206,7 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(
 
 
 def test_a_scaled_loss_gives_the_same_step() -> None:
-    "What mixed precision does with fp16: scale before backward, unscale before the step."
+    "Scales before backward and unscales before the step, like fp16 mixed precision."
 
     class Scaled(Callback):
         order = 10
@@ -225,7 +225,7 @@ def test_a_scaled_loss_gives_the_same_step() -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_the_interval_goes_on_after_a_checkpoint() -> None:
+def test_the_interval_continues_after_a_resume() -> None:
     cb, other = SAM(interval=3), SAM(interval=3)
     learner(net(0.0), cb).fit(1)
     assert cb.state_dict() == {'n': 4}

@@ -86,7 +86,7 @@ def test_schedules_pickle_and_copy(g: Any) -> None:
         assert repr(other) == repr(g)
 
 
-def test_rounding_errors_are_no_error_and_other_positions_are() -> None:
+def test_rounding_errors_are_accepted_and_other_positions_refused() -> None:
     assert SchedPoly(0.0, 1.0, 0.5)(-1e-12) == 0.0 and SchedLin(1.0, 2.0)(1 + 1e-12) == 2.0
     for g in (SchedLin(0.0, 1.0), combined_cos(0.5, 0.0, 1.0, 0.0)):
         for p in (-0.1, 1.1, float('nan'), np.float64(2), torch.tensor(-1.0)):
@@ -96,7 +96,7 @@ def test_rounding_errors_are_no_error_and_other_positions_are() -> None:
         SchedLin(0.0, 1.0)(np.array([0.0, 2.0]))
 
 
-def test_what_cannot_be_annealed_is_told_when_it_is_made() -> None:
+def test_what_cannot_be_annealed_is_reported_when_it_is_made() -> None:
     for start, end in (
         (0.0, 1.0),
         (-1.0, 1.0),
@@ -127,7 +127,7 @@ def test_combined_schedules_follow_each_piece_in_its_place() -> None:
     assert [many(i / 10 + 0.05) for i in range(10)] == list(range(10)) and many(1.0) == 9
 
 
-def test_combined_cos_is_that_of_fastai() -> None:
+def test_combined_cos_matches_fastai() -> None:
     f = combined_cos(0.25, 0.5, 1.0, 0.0)
     # fastai 2.8
     theirs = {
@@ -161,7 +161,7 @@ def test_shares_that_are_none(pcts: Any, n: int, message: str) -> None:
         combine_scheds(pcts, [SchedNo(1, 1)] * n)
 
 
-def test_pieces_that_are_no_functions() -> None:
+def test_pieces_that_are_not_functions() -> None:
     number: Any = 0.1
     with pytest.raises(ScheduleError, match='function of the position'):
         combine_scheds([1.0], [number])
@@ -173,7 +173,7 @@ def test_pieces_that_are_no_functions() -> None:
 
 
 class Used(Callback):
-    "Note the hyper-parameters that each step is taken with."
+    "Record the hyperparameters of each step."
 
     def __init__(self, *names: str) -> None:
         self.names, self.values = names, []
@@ -257,14 +257,14 @@ def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
         ({'lr': lambda pct: None}, 'lr=None'),
     ],
 )
-def test_what_cannot_be_set_is_told_before_training(scheds: Any, message: str) -> None:
+def test_what_cannot_be_set_is_reported_before_training(scheds: Any, message: str) -> None:
     learn = learner()
     with pytest.raises(OptimizerError, match=message):
         learn.fit(1, cbs=ParamScheduler(scheds))
     assert learn.train_iter == 0 and not learn.opt.state
 
 
-def test_a_bad_value_in_the_middle_says_where() -> None:
+def test_a_bad_value_in_the_middle_names_the_place() -> None:
     for bad in (float('nan'), -1.0, np.array([float('nan')])):
         learn = learner()
         with pytest.raises(OptimizerError) as e:
@@ -274,7 +274,7 @@ def test_a_bad_value_in_the_middle_says_where() -> None:
         assert 'in ParamScheduler.before_batch (epoch 0, batch 5)' in e.value.__notes__
 
 
-def test_a_loader_that_is_longer_than_it_said_ends_at_the_end() -> None:
+def test_a_loader_longer_than_its_length_ends_at_the_end() -> None:
     class Longer(list[Any]):
         def __len__(self) -> int:
             return 2
@@ -405,7 +405,7 @@ def test_fine_tune() -> None:
 
 
 @pytest.mark.parametrize('fit', ['fit_one_cycle', 'fit_flat_cos', 'fit_sgdr'])
-def test_an_interrupted_fit_goes_on_with_the_same_rates(fit: str) -> None:
+def test_an_interrupted_fit_continues_with_the_same_rates(fit: str) -> None:
     def stop(cb: Any) -> None:
         if cb.epoch == 1:
             raise CancelFitException

@@ -1,4 +1,4 @@
-"""The speed and runtime monitors, on a clock that the test sets; and what all monitors share."""
+"""The speed and runtime monitors on a clock set by the test, and the shared behavior of monitors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
 class Clock:
-    "Seconds that pass only when they are told to."
+    "A clock that the test advances."
 
     now = 1000.0
 
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Pass(Callback):
-    "Let a training batch take `train(i)` seconds, and one of evaluation `valid[dl_name]`."
+    "Make a training batch take `train(i)` seconds, and an evaluation batch `valid[dl_name]`."
 
     def __init__(
         self, clock: Clock, train: Callable[[int], float] = lambda i: 2.0, **valid: float
@@ -60,7 +60,7 @@ class Pass(Callback):
 
 
 class Seen(Callback):
-    "Keep what is logged, with the number of the batch."
+    "Record logged values with the number of their batch."
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str, Any]] = []
@@ -168,7 +168,7 @@ def test_rates_over_a_sliding_window(clock: Clock) -> None:
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 
 
-def test_evaluation_is_told_from_training(clock: Clock) -> None:
+def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     seen = Seen()
 
     def look_around(cb: Callback) -> None:
@@ -238,7 +238,7 @@ def test_tokens(clock: Clock) -> None:
 
 
 class Counted(RegModel):
-    "Says what it computes: 1000 flops a sample."
+    "Reports 1000 flops per sample."
 
     def flops_per_batch(self, batch: Any) -> int:
         return 1000 * len(batch[0])
@@ -289,7 +289,7 @@ def test_precision_in_use() -> None:
 
 
 @pytest.mark.parametrize('flops', ['many', torch.tensor(2.0), -1, math.nan])
-def test_flops_that_are_no_number(flops: Any) -> None:
+def test_flops_that_are_not_a_number(flops: Any) -> None:
     model: Any = RegModel()
     model.flops_per_batch = flops
     learn = synth_learner(model=model, cbs=SpeedMonitor())
@@ -316,7 +316,7 @@ def test_bad_options_of_the_speed_monitor(options: dict[str, Any]) -> None:
         SpeedMonitor(**options)
 
 
-def test_times_go_on_after_a_resume(clock: Clock) -> None:
+def test_times_continue_after_a_resume(clock: Clock) -> None:
     first = SpeedMonitor()
     synth_learner(cbs=[first, Pass(clock, valid=7.0)]).fit(1)
     second = SpeedMonitor()
@@ -330,7 +330,7 @@ def test_times_go_on_after_a_resume(clock: Clock) -> None:
 
 
 def saved(cb: Callback) -> Any:
-    "What comes back from a checkpoint."
+    "Return a callback's state as loaded from a file."
     file = io.BytesIO()
     torch.save(cb.state_dict(), file)
     file.seek(0)
@@ -417,7 +417,7 @@ def test_without_a_length_an_epoch_is_taken_to_be_as_long_as_the_last(clock: Clo
 
 def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
     class Budget(Callback):
-        "Ends after 25 batches, in whatever epoch that is."
+        "Ends the fit after 25 batches, in any epoch."
 
         run_valid = False
 

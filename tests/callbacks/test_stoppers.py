@@ -1,4 +1,4 @@
-"""What ends a fit: a time, a threshold, patience."""
+"""Callbacks that end a fit by a time, a threshold or patience."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_stops_at_a_time(at: Any, batches: int, rows: int) -> None:
     assert (learn.time.ba, learn.opt.n_steps, len(learn.history)) == (batches, batches, rows)
 
 
-def test_the_time_is_that_of_all_fits_and_what_is_over_trains_nothing(
+def test_the_time_is_the_sum_of_all_fits_and_a_fit_after_it_trains_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     learn = synth_learner(n_train=10, cbs=FixedStopper('25ba'))
@@ -98,7 +98,7 @@ def test_every_after_event_fires_at_the_stop() -> None:
 
 
 @pytest.mark.parametrize('wrong', ['5 parsecs', 0, -1, '0ba', '-3ep', None, '1.5ba'])
-def test_what_is_no_time_is_refused(wrong: Any) -> None:
+def test_what_is_not_a_time_is_refused(wrong: Any) -> None:
     with pytest.raises(TimeError):
         FixedStopper(wrong)
     with pytest.raises(TimeError):
@@ -171,7 +171,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
-    "In how many epochs the same training passes a threshold, by its history."
+    "Return the number of epochs in which the same training passes a threshold, from its history."
     torch.manual_seed(1)
     learn = quiet(lr=0.004, **kwargs)
     learn.fit(20)

@@ -105,7 +105,7 @@ def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
 
 
 def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
-    "What the readme's example does: read the batch, write another, and change the loss."
+    "A two-way callback as in the readme: read the batch, write another, and change the loss."
 
     class MixUp(Callback):
         run_valid = False
@@ -201,7 +201,7 @@ def test_short_epochs_need_a_share_and_a_length() -> None:
 
 
 class Marked(Tensor):
-    "A tensor subclass, as data libraries have them."
+    "A tensor subclass, as in data libraries."
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: parts that each writes, read again by any number of them."""
+"""Checkpoints of several processes in parts, written by each process and read by any number of processes."""
 
 import os
 import pickle
@@ -20,14 +20,14 @@ from learnkit.checkpoint.folder import check_files, find, sweep_folders
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
-from tests.distributed.test_sharded import WithStatistics, apart, learner, values
+from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
 
 pytestmark = pytest.mark.dist
 
 
 def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2, **options):
-    "Train with checkpoints, on 8 samples a batch in all; return the weights, the averages and the history."
+    "Train with checkpoints on global batches of 8 samples; return the weights, the averages and the history."
     # by another number of processes
     warnings.filterwarnings('ignore', message='The checkpoint is of')
     options = {'folder': folder, 'every': every, 'keep_last': None, **options}
@@ -44,12 +44,16 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
         ):
             learn.fit(epochs, resume=resume)
     history = [row[k] for row in learn.history for k in ('train_loss', 'valid_loss')]
-    return [*values(learn), *learn.ema.state_dict()['averages'].values(), torch.tensor(history)]
+    return [
+        *state_values(learn),
+        *learn.ema.state_dict()['averages'].values(),
+        torch.tensor(history),
+    ]
 
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
-    "Checkpoints after every second of ten batches, by each strategy, and where training ended."
+    "Return checkpoints after every second of ten batches for each strategy, and the results of training."
     found = {}
     for strategy in ('fsdp', 'ddp', None):
         folder = tmp_path_factory.mktemp(str(strategy))
@@ -61,7 +65,7 @@ def written(tmp_path_factory):
 
 
 def copied(written, tmp_path, strategy='fsdp'):
-    "Return a copy of a folder of checkpoints, up to that within the second epoch."
+    "Return a copy of a folder of checkpoints up to the one within the second epoch."
     for path in sorted(written[strategy][0].glob('0000[123]-*')):
         if path.is_dir():
             shutil.copytree(path, tmp_path / path.name)
@@ -80,7 +84,9 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     ]
     state = load_parts(read_state(path)[0], path)
     assert (
-        apart([state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])])
+        max_difference(
+            [state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])]
+        )
         == 0
     )
 
@@ -97,7 +103,7 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
 
 
 def but_train_loss(found):
-    "Leave out the loss of the epoch in which a run was stopped: each process has kept that of its samples for itself."
+    "Leave out the loss of the interrupted epoch, of which each process has the loss of its samples only."
     return [*found[:-1], found[-1][[0, 1, 3]]]
 
 
@@ -105,20 +111,20 @@ def but_train_loss(found):
     ('before', 'after'),
     [('fsdp', 'fsdp'), ('fsdp', 'ddp'), ('fsdp', None), ('ddp', 'fsdp'), (None, 'fsdp')],
 )
-def test_a_run_goes_on_with_other_processes(written, tmp_path, before, after):
+def test_a_run_resumes_with_other_processes(written, tmp_path, before, after):
     folder, end = copied(written, tmp_path, before), written[before][1]
     again = (
         [fit(0, folder, None, True)] if after is None else run_ranks(fit, 2, folder, after, True)
     )
     for found in again:
-        assert apart(but_train_loss(end), but_train_loss(found)) < 1e-6
+        assert max_difference(but_train_loss(end), but_train_loss(found)) < 1e-6
     if before == after:
-        assert apart(end, again[0]) == 0
+        assert max_difference(end, again[0]) == 0
 
 
-def test_a_run_of_two_goes_on_with_four(written, tmp_path):
+def test_a_run_of_two_resumes_with_four(written, tmp_path):
     for found in run_ranks(fit, 4, copied(written, tmp_path), 'fsdp', True):
-        assert apart(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
+        assert max_difference(but_train_loss(written['fsdp'][1]), but_train_loss(found)) < 1e-6
 
 
 def weights(rank, folder, strategy, others):
@@ -143,20 +149,22 @@ def test_weights_load_with_and_without_a_strategy(tmp_path):
         alone.fit(1)
     alone.save('alone', with_opt=True)
     for _, loaded, averages in run_ranks(weights, 2, tmp_path, 'fsdp', None):
-        assert apart(loaded, values(alone)) == 0
-        assert apart(averages, [s['exp_avg'] for s in alone.opt.state.values()]) == 0
-    before = values(alone)
+        assert max_difference(loaded, state_values(alone)) == 0
+        assert max_difference(averages, [s['exp_avg'] for s in alone.opt.state.values()]) == 0
+    before = state_values(alone)
     alone.load('sharded', with_opt=True)
-    assert apart(before, values(alone)) > 1e-3 and {*alone.opt.state} == {*alone.model.parameters()}
-    both = [*values(alone)]
+    assert max_difference(before, state_values(alone)) > 1e-3 and {*alone.opt.state} == {
+        *alone.model.parameters()
+    }
+    both = [*state_values(alone)]
     alone.load('weights')
-    assert apart(both, values(alone)) == 0
+    assert max_difference(both, state_values(alone)) == 0
 
 
 def test_weights_of_a_checkpoint_load(written):
     learn = learner()
     learn.load(sorted(written['fsdp'][0].glob('*.ckpt'))[-1], with_opt=False)
-    assert apart(values(learn), written['fsdp'][1][: len(values(learn))]) == 0
+    assert max_difference(state_values(learn), written['fsdp'][1][: len(state_values(learn))]) == 0
 
 
 def one_file(rank, folder):
@@ -169,7 +177,7 @@ def test_parts_can_be_put_together_in_one_file(tmp_path):
     for path in tmp_path.glob('*-ba[18]*.ckpt'):
         path.unlink()
     assert len(list(tmp_path.iterdir())) == 4  # with the lock
-    assert apart(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
+    assert max_difference(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
 
 
 def few(rank, folder):
@@ -223,7 +231,7 @@ def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
     folder = copied(written, tmp_path)
     shutil.rmtree(find_parts_folder(sorted(folder.glob('*.ckpt'))[-1]))
     for found in run_ranks(resumed_with_warning, 2, folder):
-        assert apart(found, written['fsdp'][1]) == 0
+        assert max_difference(found, written['fsdp'][1]) == 0
 
 
 def resumed_with_warning(rank, folder):
@@ -295,7 +303,7 @@ def test_tables_are_not_believed(written, tmp_path, harm):
 
 
 def no_room(rank, folder, background):
-    "Train with no room for files of one process; say what is raised."
+    "Train while one process cannot write files; return the error."
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -317,7 +325,7 @@ def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path, background):
 
 
 def with_statistics(rank, folder, resume):
-    "Train with averages of running statistics, which are each process's own, and of weights, which are cut."
+    "Train with averages of running statistics, which differ between processes, and of sharded weights."
     learn = learner(
         WithStatistics, n=40, cbs=[Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
     )
@@ -332,14 +340,14 @@ def with_statistics(rank, folder, resume):
 
 def test_what_is_each_processs_own_is_kept_for_it(tmp_path):
     ends = run_ranks(with_statistics, 2, tmp_path, False)
-    assert apart(*ends) > 1e-4
+    assert max_difference(*ends) > 1e-4
     again = run_ranks(with_statistics, 2, tmp_path, sorted(tmp_path.glob('*.ckpt'))[2])
     for end, found in zip(ends, again, strict=True):
-        assert apart(end, found) == 0
+        assert max_difference(end, found) == 0
 
 
 class Dies(Callback):
-    "End this process, as SIGKILL does, at one of its batches."
+    "End this process at one of its batches, as SIGKILL does."
 
     def __init__(self, at):
         self._at = at
@@ -353,14 +361,14 @@ def dying(rank, folder, at, who):
     fit(rank, folder, 'fsdp', True, '1ba', [Dies(at)] if rank == who else [])
 
 
-def test_a_killed_run_goes_on_exactly(written, tmp_path):
+def test_a_killed_run_resumes_exactly(written, tmp_path):
     for at, who in ((2, 1), (4, 0)):
         with started_ranks(dying, 2, tmp_path, at, who) as children:
             for c in children:
                 c.wait(60)
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
-        assert apart(found, written['fsdp'][1]) == 0
+        assert max_difference(found, written['fsdp'][1]) == 0
 
 
 def test_what_is_not_cut_stays_in_the_file():
@@ -376,7 +384,7 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
 
 
 def cut(rank, folder, dims):
-    "Write tensors that are cut along a dimension, tied, turned, complex, and smaller than the number of ranks."
+    "Write tensors that are sharded along a dimension, tied, transposed, complex, or smaller than the world size."
     world = join_ranks(timeout_s=30.0)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -406,7 +414,7 @@ def numbers(*size):
     return torch.arange(prod(size)).reshape(size) + 0.5
 
 
-def test_tensors_cut_in_any_way_come_back(tmp_path):
+def test_tensors_cut_in_any_way_are_restored(tmp_path):
     shards = run_ranks(cut, 2, tmp_path, (0, 1))
     check_files(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0])
     for found in (

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compat_callbacks import callbacks_of
-from compat_plans import BATCH_EVENTS, EVENTS, NOT_FITTING, RAISER_ORDERS, Place, Plan
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.compat.compat_callbacks import callbacks_of
+from tests.compat.compat_plans import BATCH_EVENTS, EVENTS, NOT_FITTING, RAISER_ORDERS, Place, Plan
 
 
 class Run:

@@ -1,6 +1,6 @@
 """Record what fastai does, for the tests beside this file: run it where fastai is installed.
 
-    python tests/compat/record_fastai.py [fastai_traces.json.gz]
+    python -m tests.compat.record_fastai [fastai_traces.json.gz]
 
 It writes each plan with its events, a digest of the counters at each of them, losses and final weights, and the results
 of the cases in fastai_style.py.in."""
@@ -22,10 +22,10 @@ N_RANDOM = 260
 
 def record() -> dict[str, Any]:
     "Run every plan and every case with fastai."
-    import compat_plans as plans
-    import compat_run as c
     import fastai
     import torch
+
+    from tests.compat import compat_plans as plans, compat_run as c
 
     torch.set_num_threads(1)
     lib = plans.fastai_names()

@@ -9,9 +9,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import compat_plans as plans
-import compat_run as c
 import pytest
+
+from tests.compat import compat_plans as plans, compat_run as c
 
 RECORDED = json.loads(
     gzip.decompress(Path(__file__).with_name('fastai_traces.json.gz').read_bytes())

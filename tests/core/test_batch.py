@@ -1,4 +1,4 @@
-"""learnkit.core.batch: batches of every shape are split, moved, measured, joined, cut and given to models."""
+"""Batches of every structure: split, move, measure, join and cut them, and pass them to models."""
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Frozen:
 
 
 class Moving:
-    "Something that knows how to move itself."
+    "An object with a method `to`."
 
     def __init__(self, device: str = 'cpu'):
         self.device = device
@@ -283,7 +283,7 @@ def test_concat_lists_what_is_ragged() -> None:
         ([('a', 'b'), ('c', 'd')], (['a', 'c'], ['b', 'd'])),
     ],
 )
-def test_concat_of_what_is_no_tensor(items: list[Any], joined: Any) -> None:
+def test_concat_of_what_is_not_a_tensor(items: list[Any], joined: Any) -> None:
     assert concat(items) == joined
 
 
@@ -385,7 +385,7 @@ class Whole(nn.Module):
 
 
 class Wrapper(nn.Module):
-    "A wrapper as those of data-parallel training."
+    "A wrapper like the wrappers of data-parallel training."
 
     def __init__(self, module: nn.Module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who trains together: what launchers say, and torchrun, SLURM and others' process groups for real."""
+"""Ranks of a training: variables of launchers, and real torchrun, SLURM and existing process groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SALLOC = {
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A command of this name that knows the machines of a list, as SLURM's does."
+    "Create a command of this name that prints a list of hosts, like SLURM's."
     command = tmp_path / 'scontrol'
     command.write_text(
         '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && [ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n'
@@ -114,7 +114,7 @@ def test_srun_on_machines_that_are_listed_in_full() -> None:
     assert launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'big,small'})['MASTER_ADDR'] == 'big'
 
 
-def test_srun_where_scontrol_fails_says_what_to_set(scontrol: Path) -> None:
+def test_srun_where_scontrol_fails_states_what_to_set(scontrol: Path) -> None:
     with pytest.raises(DistributedError, match='Set MASTER_ADDR'):
         launched_as({**SRUN, 'SLURM_STEP_NODELIST': 'm[1-2]'})
 
@@ -150,12 +150,12 @@ def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
         os.environ.pop(name, None)  # Ray Train and the like may not set them
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
     world = join_ranks(30.0)
-    told = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
+    gathered = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
     world.leave()
     t = torch.ones(1)
     dist.all_reduce(t)  # the group of the other is as it was
     dist.destroy_process_group()
-    return *told, t.item()
+    return *gathered, t.item()
 
 
 @pytest.mark.dist
@@ -185,17 +185,17 @@ def _started_by_srun(rank: int) -> tuple[Any, ...]:
         }
     )
     world = join_ranks(30.0)
-    told = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
+    gathered = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
     during = os.environ['RANK'], os.environ['MASTER_PORT']
     world.leave()
     left = [name for name in TORCHRUN if name in os.environ]  # the port was there before
-    return *told, dist.is_initialized(), during == (str(rank), port), left
+    return *gathered, dist.is_initialized(), during == (str(rank), port), left
 
 
 @pytest.mark.dist
 def test_processes_of_srun_find_one_another() -> None:
-    said = [(rank, rank, 2, True, [0, 1], False, True, ['MASTER_PORT']) for rank in (0, 1)]
-    assert run_ranks(_started_by_srun, 2) == said
+    expected = [(rank, rank, 2, True, [0, 1], False, True, ['MASTER_PORT']) for rank in (0, 1)]
+    assert run_ranks(_started_by_srun, 2) == expected
 
 
 def _value(rank: int, n: int) -> Any:
@@ -326,12 +326,12 @@ def test_an_error_of_one_rank_is_raised_in_all() -> None:
 
 
 def _meets_again(rank: int) -> list[Any]:
-    told = []
+    gathered = []
     for i in range(5):
         world = join_ranks(20.0)
-        told.append(world.gather((rank, i)))
+        gathered.append(world.gather((rank, i)))
         world.leave()
-    return told
+    return gathered
 
 
 @pytest.mark.dist
@@ -357,7 +357,7 @@ def torchrun(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    "What the last checkpoint holds."
+    "Return the contents of the last checkpoint."
     return read_state(entries(folder / 'checkpoints')[0].path)[0]
 
 
@@ -372,7 +372,7 @@ def _example(rank: int, folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
+def test_the_example_under_torchrun_resumes_after_a_sigkill_and_ends_as_without(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip('sklearn')

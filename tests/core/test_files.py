@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all."""
+"""Files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_new_folder_is_kept_on_request(tmp_path: Path, keep_new: bool) -> None
 
 
 def dead_process() -> int:
-    "A number that no process has: a child's that has ended."
+    "Return a process id that no process has: the id of a child that has ended."
     child = subprocess.Popen(['true'])
     child.wait()
     return child.pid

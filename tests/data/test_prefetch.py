@@ -1,4 +1,4 @@
-"""Reading one batch ahead: order, errors and streams; CUDA itself is stood in for where there is none."""
+"""Read one batch ahead: order, errors and streams, with a stand-in for CUDA where it is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_is_drawn_too_early_from_an_iterator() -> None:
 
 
 class Log(list[str]):
-    "Stands in for torch.cuda's streams, and writes down what is asked of them."
+    "A stand-in for torch.cuda's streams that records calls."
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = self

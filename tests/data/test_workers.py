@@ -1,4 +1,4 @@
-"""Loaders' workers that last as long as their process, whoever else sends SIGTERM."""
+"""Loader workers outlive a SIGTERM and end with their process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Pids(Dataset[int]):
-    "A data set that gives the number of the process which fetches; the last sample does not end."
+    "A data set of process ids, whose last sample never returns."
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ def loader(method: str, folder: Path | None = None, **options: Any) -> DataLoade
 
 @contextmanager
 def lasting(dl: DataLoader[Any]) -> Iterator[Any]:
-    "Start a pass whose workers last; give its iterator."
+    "Start a pass with SIGTERM-proof workers; return its iterator."
     restore = outlast_sigterm(DataLoaders(dl))
     try:
         batches: Any = iter(dl)
@@ -71,7 +71,7 @@ def comes(what: Callable[[], bool], within_s: float = 60.0) -> bool:
 
 
 def state(pid: int) -> list[str]:
-    "Return what the system says of a process, from its state and its parent on; nothing where there is none."
+    "Return a process's entries of /proc from its state and parent on, or nothing if it has ended."
     try:
         return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except FileNotFoundError:
@@ -79,12 +79,12 @@ def state(pid: int) -> list[str]:
 
 
 def has_ended(pid: int) -> bool:
-    "Tell whether a process has ended, also while nobody has waited for it."
+    "Return True if a process has ended, even if its parent has not waited for it."
     return state(pid)[:1] in ([], ['Z'])
 
 
 def is_orphan(pid: int, parent: int) -> bool:
-    "Tell whether a process has another parent: not before the last thread of its own has ended."
+    "Return True if a process has another parent, which requires that its last thread has ended."
     return state(pid)[1] != str(parent)
 
 
@@ -96,7 +96,7 @@ def is_orphan(pid: int, parent: int) -> bool:
         pytest.param('forkserver', marks=pytest.mark.full),
     ],
 )
-def test_the_signal_of_others_ends_no_worker_and_that_of_its_process_does(method: str) -> None:
+def test_workers_ignore_the_signal_of_others_and_end_with_their_process(method: str) -> None:
     with lasting(loader(method)) as batches:
         worker = batches._workers[0]
         send_from_elsewhere(worker.pid)  # perhaps before it has begun
@@ -112,7 +112,7 @@ def test_the_signal_of_others_ends_no_worker_and_that_of_its_process_does(method
 
 
 def stuck(folder: Path, batches: Any) -> Any:
-    "Return a worker that fetches the last sample."
+    "Return a worker that is fetching the last sample."
     for _ in range(2):
         next(batches)  # as long as some are to be fetched ahead
     assert comes((folder / 'stuck').exists)
@@ -146,7 +146,7 @@ def test_without_its_process_any_signal_ends_it(tmp_path: Path) -> None:
 
 
 def test_any_other_worker_ends_at_once() -> None:
-    "As in a process that trains alone."
+    "Test as in a process that trains alone."
     batches = iter(loader('fork', persistent_workers=True))
     worker = batches._workers[0]  # type: ignore[attr-defined]
     next(batches)

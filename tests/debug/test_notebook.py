@@ -98,9 +98,9 @@ def test_the_help_of_a_shell_has_the_parameters(monkeypatch: pytest.MonkeyPatch)
     )
     for _ in range(2):
         prepare_shell(shell)
-    said = inspector.info(Learner.fit_until)['docstring']
-    assert 'total\n    total training of this Learner: epochs, or any other unit' in said
-    assert said.count('Parameters\n') == 1
+    docstring = inspector.info(Learner.fit_until)['docstring']
+    assert 'total\n    total training of this Learner: epochs, or any other unit' in docstring
+    assert docstring.count('Parameters\n') == 1
     assert doc(Learner.fit_until).text == inspect.cleandoc(before or '')
 
     (function,) = shell.events.functions

@@ -1,4 +1,4 @@
-"""The report of a run: what its file holds, that nothing of the run changes, and that names cannot become code."""
+"""The report of a run: the contents of its file, an unchanged run, and escaped names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def classifier(path: Path, *cbs: Any) -> Learner:
 
 
 class Page(HTMLParser):
-    "Tags with their attributes, and the text, as a browser reads them."
+    "Collects tags with their attributes, and the text, like a browser."
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def titles(text: str) -> list[str]:
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, str, list[Any]]:
-    "A trained classifier, the text of its report, and the state before the report and after it."
+    "Return a trained classifier, its report, and its state before and after the report."
     pytest.importorskip('matplotlib')
 
     class Evil(Callback):
@@ -138,7 +138,7 @@ def test_nothing_changes_after_a_fit(run: Any) -> None:
 
 
 class Reporting(Callback):
-    "Write a report between forward and backward pass, and at the end of an epoch."
+    "Write a report between the forward and the backward pass, and at the end of an epoch."
 
     def after_loss(self) -> None:
         if self.training and self.train_iter == 2:

@@ -1,4 +1,4 @@
-"""Failures over ranks: what a rank that fails publishes, and which error each of the others raises."""
+"""Failures over ranks: what a failing rank publishes, and the error of each other rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 
 def fit(rank: int, who: int, event: str, do: Any, timeout: float = 20.0) -> tuple[str, float, int]:
-    "Train, and do something at an event of one rank; return the error, its seconds, and the threads that are left."
+    "Train, and act at an event of one rank; return the error, its seconds, and the remaining threads."
 
     def act(cb: Any) -> None:
         if cb.world.rank == who and cb.train_iter == 3:
@@ -135,7 +135,7 @@ def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None
         assert took_s < TIMEOUT_S + 15
 
 
-def test_what_comes_from_another_rank_is_told_from_what_does_not() -> None:
+def test_errors_of_another_rank_are_distinguished_from_local_ones() -> None:
     lost = RuntimeError(
         '[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1'
     )

@@ -1,4 +1,4 @@
-"""How long a fit lasts: epochs, or a budget in any unit, which ends at a batch boundary with every event fired."""
+"""Length of a fit: epochs, or a budget in any unit that ends the fit at a batch boundary with every event fired."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEVER = {
 
 
 class Lengthless:
-    "A loader that does not know its length."
+    "A loader of unknown length."
 
     def __init__(self, dl: Any) -> None:
         self.dl = dl
@@ -228,7 +228,7 @@ def test_tokens_are_counted_by_a_function() -> None:
     assert (learn.time.tok, learn.time.ba) == (60, 5)
 
 
-def test_tokens_are_those_of_input_ids() -> None:
+def test_tokens_match_input_ids() -> None:
     class Embeds(RegModel):
         def forward(self, input_ids: Any, y: Any = None) -> Any:
             return super().forward(input_ids[:, :1].float())
@@ -267,7 +267,7 @@ def test_start_epoch_needs_a_fit_of_epochs() -> None:
         learner().fit('1h', start_epoch=1)
 
 
-def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None:
+def test_a_fit_that_uses_nothing_of_its_budget_ends() -> None:
     def cancel(cb: Any) -> None:
         raise CancelBatchException
 
@@ -279,7 +279,7 @@ def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None
     assert learn.time.st == 3
 
 
-def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
+def test_a_fit_whose_epochs_are_all_skipped_ends() -> None:
     def skip(cb: Any) -> None:
         raise CancelEpochException
 
@@ -291,7 +291,7 @@ def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
 
 
 def test_batches_are_counted_and_not_foreseen() -> None:
-    "An epoch cut short, or a loader shorter than it says, makes more epochs."
+    "Shortened epochs, or a loader shorter than its length, result in more epochs."
 
     def cut(cb: Any) -> None:
         if cb.iter == 2:

@@ -1,4 +1,4 @@
-"""When validation loaders are evaluated: at epoch ends or in their middle, each at its own interval."""
+"""Evaluations at epoch ends or within epochs, each loader at its own interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learnkit.testing import synth_dls, synth_learner
 
 
 class Seen(Callback):
-    "Note after how many batches which loader was evaluated."
+    "Record which loader was evaluated after how many batches."
 
     order = 1000
 
@@ -68,7 +68,7 @@ def test_a_loader_is_evaluated_at_its_interval_and_at_the_end(
     assert [row['ba'] for row in learn.recorder.evaluations] == expected
 
 
-def test_intervals_go_on_over_fits() -> None:
+def test_intervals_continue_over_fits() -> None:
     learn = learner(eval_every='4ba', cbs=(seen := Seen()))
     learn.fit(1)
     learn.fit(1)
@@ -121,7 +121,7 @@ def test_evaluators_in_a_list_have_names() -> None:
 
 @pytest.mark.parametrize('every', ['1ba', '2ba', '3ba', '7sp'])
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing(every: str) -> None:
-    "Bitwise, with dropout, batch norm, shuffling that draws from the global generator, and a scheduled rate."
+    "Equal bit for bit with dropout, batch norm, shuffling from the global generator, and a scheduled rate."
 
     def trained(every: Any) -> dict[str, Any]:
         learn = learner(eval_every=every)
@@ -141,7 +141,7 @@ def test_evaluation_in_the_middle_of_an_epoch_changes_nothing(every: str) -> Non
     assert all(torch.equal(plain[k], often[k]) for k in plain)
 
 
-def test_the_loop_state_is_that_of_the_training_batch_afterwards() -> None:
+def test_the_loop_state_matches_the_training_batch_afterwards() -> None:
     def look(cb: Any) -> None:
         cb.learn.noted.append(
             (
@@ -193,7 +193,7 @@ class Counts(Callback):
 
 
 def test_exact_event_counts_in_nested_settings() -> None:
-    "2 epochs of 3 batches of 2 microbatches, two validation loaders of 2 batches, evaluated every 2 batches."
+    "Return a Learner with 2 epochs of 3 batches of 2 microbatches, and two validation loaders of 2 batches."
     torch.manual_seed(0)
     dls = synth_dls(bs=8, n_train=3, n_valid=2)
     dls = DataLoaders(dls.train, {'a': dls.valid, 'b': dls.valid})

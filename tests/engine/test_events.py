@@ -1,4 +1,4 @@
-"""The table of the lifecycle: its names, what reads it, and that the loop follows it."""
+"""The lifecycle table: its names, its readers, and the loop's events compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers by other libraries' names, attributes that hide the loop's state, and what it has under another name."""
+"""Warnings of handlers with other libraries' names, and of attributes that hide the loop's state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from learnkit.loggers import Logger
 from learnkit.testing import synth_learner
 
 
-def told(cb: Any) -> list[str]:
-    "The warnings when a callback is added, all of them at the line here."
+def warnings_of_callback(cb: Any) -> list[str]:
+    "Return the warnings of adding a callback, and check that they point to this file."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         synth_learner(cbs=cb, default_cbs=False)
@@ -44,7 +44,9 @@ def told(cb: Any) -> list[str]:
 )
 def test_handlers_of_another_name(name: str, meant: str) -> None:
     cls = type('Slip', (Callback,), {name: lambda self, *args: None})
-    assert told(cls) == [f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?']
+    assert warnings_of_callback(cls) == [
+        f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?'
+    ]
     assert event_like(name) == meant
 
 
@@ -87,7 +89,7 @@ def test_methods_that_somebody_calls_and_others_are_left_alone() -> None:
             pass
 
     for cb in (Own, Tick('1ep'), Mine(), Both):
-        assert told(cb) == []
+        assert warnings_of_callback(cb) == []
 
 
 # -- attributes that hide --------------------------------------------------------------------------
@@ -130,13 +132,13 @@ def test_attributes_of_the_constructor_and_the_class_that_hide_the_loops_state()
         pass
 
     assert (
-        told(Inside(3))
-        == told(Hides(3))
-        == told(Below(3))
+        warnings_of_callback(Inside(3))
+        == warnings_of_callback(Hides(3))
+        == warnings_of_callback(Below(3))
         == [HIDES.format(name) for name in ('epoch', 'loss')]
     )
     for cb in (Fine(3), Others(SimpleNamespace(pred=SimpleNamespace())), Subclass):
-        assert told(cb) == []
+        assert warnings_of_callback(cb) == []
 
 
 # -- names of other libraries ----------------------------------------------------------------------

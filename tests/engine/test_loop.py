@@ -1,4 +1,4 @@
-"""The loop: which events fire when and how often, what is true at each of them, what evaluation leaves alone."""
+"""The loop: order and number of events, the state at each event, and state that evaluation does not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
 class Journal(Callback):
-    "Writes down every event, and what `note` says of it."
+    "Records every event, with the value of `note`."
 
     def __init__(self, note: Callable[[Any], Any] | None = None, only: str = '') -> None:
         self.seen: list[Any] = []
@@ -37,7 +37,7 @@ def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learne
 
 
 def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
-    "Three training batches, two of `day` and one of `night`."
+    "Return three training batches, two of the loader `day` and one of `night`."
 
     def points(n: int) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 1), torch.randn(n, 1)
@@ -336,7 +336,7 @@ def test_a_stop_in_a_validation_alone_does_not_shorten_the_next_fit() -> None:
 
 
 def closed_form(model: RegModel, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Prediction, mean squared error, and its gradients."
+    "Return the prediction, the mean squared error, and its gradients."
     with torch.no_grad():
         pred = x * model.a + model.b
         return pred, ((pred - y) ** 2).mean(), (2 * (pred - y) * x).mean(), (2 * (pred - y)).mean()
@@ -443,7 +443,7 @@ def test_events_by_hand_set_the_loss_to_zero() -> None:
     assert learn.loss == 0 and learn.train_iter == 0 and learn.pct_train == 0
 
 
-def test_before_fit_by_hand_starts_the_counters_anew_and_one_of_an_evaluation_does_not() -> None:
+def test_before_fit_by_hand_resets_the_counters_outside_of_evaluations() -> None:
     learn = bare(n_train=3)
     learn.fit(2)
     counters = lambda: (learn.epoch, learn.train_iter, learn.pct_train)
@@ -464,22 +464,22 @@ def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
     assert learn.x.device == torch.device('cpu') and torch.equal(learn.pred, learn.model(batch[0]))
 
 
-def test_loss_is_a_value_of_its_own_and_stays_between_batches() -> None:
-    kept, said = [], []
+def test_loss_is_a_separate_value_and_stays_between_batches() -> None:
+    kept, losses_seen = [], []
 
     def keep(cb: Any) -> None:
         kept.append((cb.loss, cb.loss.item()))
 
     learn = bare(
-        Callback(after_batch=keep, before_batch=lambda cb: said.append(cb.loss)),
+        Callback(after_batch=keep, before_batch=lambda cb: losses_seen.append(cb.loss)),
         n_train=3,
         n_valid=1,
     )
     learn.fit(1)
     assert all(t.item() == v and t.grad_fn is None for t, v in kept)
     assert (
-        said[0] == 0
-        and [a is b for a, (b, _) in zip(said[1:], kept[:-1], strict=True)] == [True] * 3
+        losses_seen[0] == 0
+        and [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
     )
 
 
@@ -542,7 +542,7 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 @pytest.mark.parametrize(
     'evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)]
 )
-def test_evaluation_puts_back_generators_modes_and_state(
+def test_evaluation_restores_generators_modes_and_state(
     evaluate: Callable[[Learner], Any],
 ) -> None:
     model = net()

@@ -1,4 +1,4 @@
-"""Microbatches: the gradients of the whole batch from pieces of it, and what is true inside a piece and after it."""
+"""Microbatches: gradients equal to the whole batch's, and the state within and after a microbatch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def learner(
 def grads_at_step(
     batches: list[Any], model: nn.Module, *cbs: Any, **kwargs: Any
 ) -> list[list[Tensor]]:
-    "The gradients at each before_step, and the loss beside them."
+    "Return the gradients and the loss at each before_step."
     res: list[list[Tensor]] = []
     read = Callback(
         before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss])
@@ -79,7 +79,7 @@ def grads_at_step(
 def plain(
     model: nn.Module, loss: Callable[..., Tensor], *parts: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
-    "The gradients of one batch by autograd alone, and its loss."
+    "Return the gradients and the loss of one batch, computed by autograd alone."
     value = sum((loss(model(x), y) for x, y in parts), torch.zeros((), dtype=torch.float64))
     return [*torch.autograd.grad(value, list(model.parameters())), value.detach()]
 
@@ -100,7 +100,7 @@ LOSSES = {
 
 @pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize('size', [1, 3, 4, 7, 50])
-def test_gradients_and_loss_are_those_of_the_whole_batch(loss: Any, size: int) -> None:
+def test_gradients_and_loss_match_the_whole_batch(loss: Any, size: int) -> None:
     model, b = mlp(), batch(7)
     [got] = grads_at_step([b], model, loss=loss, size=size)
     assert close(got, plain(model, loss, b))
@@ -114,7 +114,7 @@ def test_any_batch_and_any_size(n: int, size: int, seed: int) -> None:
 
 
 def tokens(n: int = 5, length: int = 6) -> tuple[Tensor, Tensor]:
-    "Inputs and token targets, padded to different lengths."
+    "Return inputs and token targets, padded to different lengths."
     x, y = torch.randn(n, length, 3, dtype=torch.float64), torch.randint(VOCAB, (n, length))
     for i in range(n):
         y[i, 1 + i :] = PAD

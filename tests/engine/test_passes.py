@@ -1,4 +1,4 @@
-"""The passes over a training loader, in copies of a Learner."""
+"""Passes over a training loader in copies of a Learner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learnkit import Callback, DataLoaders, Learner
 
 
 class Numbers:
-    "An endless loader of batches of one number: 0, 1, 2 ..."
+    "An endless loader of batches of one number: 0, 1, 2, ..."
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         n = 0

@@ -1,4 +1,4 @@
-"""Undoing what happened to objects, in place."""
+"""Undo changes of objects, in place."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Count(Metric):
 
 
 def owners() -> list[Any]:
-    "One of each kind of object whose attributes are undone, with something in it to change."
+    "Return an object of each kind whose attributes a snapshot restores, each with something to change."
     layer, mean = nn.Linear(2, 2), Mean()
     layer.calls, opt, cb = [0], torch.optim.Adam(layer.parameters()), Callback()
     cb.notes = {'inner': Callback()}
@@ -163,7 +163,7 @@ def test_the_attributes_of_owners_are_written_back() -> None:
 
 
 class Client:
-    "Somebody else's object: its counters belong together with what its connection has sent."
+    "An object of another library, whose counter must match what its connection has sent."
 
     __slots__ = ('_sent', 'queue')
 

@@ -48,7 +48,7 @@ seed_torch = (
 
 
 def others_in_full(cases: Iterable[tuple[Any, ...]], is_ordinary: Callable[..., bool]) -> list[Any]:
-    "Mark the cases that the full form alone runs; the ordinary ones have each value of each parameter."
+    "Mark cases for the full form only; the quick form has each value of each parameter."
     return [
         case if is_ordinary(*case) else pytest.param(*case, marks=pytest.mark.full)
         for case in cases
@@ -73,7 +73,7 @@ def make_model() -> nn.Module:
 
 
 def make_learner(cbs: Any = None, **kwargs: Any) -> Learner:
-    "Dropout, BatchNorm, Adam, a shuffling loader, metric, recorder, progress: what could remember a failed run."
+    "Return a Learner with everything that a failed run may change: dropout, BatchNorm, Adam, shuffling, metrics."
     options: dict[str, Any] = {
         'dls': make_dls(),
         'model': make_model(),
@@ -87,7 +87,7 @@ def make_learner(cbs: Any = None, **kwargs: Any) -> Learner:
 
 
 def start_again(learn: Learner) -> None:
-    "Put weights, optimizer, loaders and RNG where `make_learner` had them; nothing else."
+    "Restore weights, optimizer, loaders and RNG of `make_learner`, and nothing else."
     learn.model.load_state_dict(make_model().state_dict())
     learn.dls = make_dls()
     learn.opt = None
@@ -99,7 +99,7 @@ def rows(learn: Learner) -> list[dict[str, Any]]:
 
 
 def digest(learn: Learner) -> str:
-    "Weights, buffers, optimizer state, the last fit's losses and rates, and the RNG."
+    "Return weights, buffers, optimizer state, the losses and rates of the last fit, and the RNG."
     h = hashlib.sha256()
     for name, t in learn.model.state_dict().items():
         h.update(name.encode() + t.numpy().tobytes())
@@ -129,7 +129,7 @@ _fresh: dict[str, Any] = {}
 
 
 def fresh() -> dict[str, Any]:
-    "What a fit of a learner that never failed gives, and the state that it leaves."
+    "Return the results and the final state of a fit of a Learner that never failed."
     if not _fresh:
         learn = make_learner()
         start_again(learn)
@@ -145,7 +145,7 @@ def fresh() -> dict[str, Any]:
 
 
 def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
-    "The next fit equals that of a learner that never failed."
+    "Assert that the next fit equals a fit of a Learner that never failed."
     fresh()
     learn.remove_cbs(without)
     start_again(learn)
@@ -161,7 +161,7 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
 
 
 def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    "Nothing of a run is left in the learner."
+    "Assert that nothing of a run is left in the Learner."
     assert (learn.run.levels, learn.run.depth, learn.run.stopping) == ((), 0, False)
     state = {name: vars(learn).get(name, ABSENT) for name in STATE}
     assert state == {
@@ -190,7 +190,7 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
 
 
 def reachable_tensors(learn: Learner) -> Iterator[str]:
-    "Name every tensor that the learner keeps alive, apart from model, data and optimizer."
+    "Return the paths of all tensors that the Learner keeps alive, except model, data and optimizer."
     apart = {id(o) for o in (learn, learn.model, learn.dls, learn.opt, *learn.model.parameters())}
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
@@ -211,7 +211,7 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
 
 
 class At(Callback):
-    "Do something at the n-th time (from 1) that an event fires in the outermost or the nested run."
+    "Act at the n-th time (from 1) that an event fires in the outermost or the nested run."
 
     def __init__(self, event: str, do: Any, nth: int = 1, depth: int = 1, order: float = 0) -> None:
         self.seen, self.at, self.do, self.nth, self.depth = 0, event, do, nth, depth
@@ -233,7 +233,7 @@ class At(Callback):
 
 
 class Watch(Callback):
-    "Keep what fired after the run was over for the handlers: errors and cleanups, in order."
+    "Record events after the end of a run: errors and cleanups, in order."
 
     order = 90
 
@@ -248,7 +248,7 @@ class Watch(Callback):
 
 
 def trigger(event: str) -> list[Callback]:
-    "Make an `after_cancel_*` event happen: a Cancel of its level, in training where there is a choice."
+    "Cause an `after_cancel_*` event by a Cancel of its level, in training if possible."
     for level in LEVELS.values():
         if level.after_cancel == event:
             return [At(level.before, level.exception('planned'))]
@@ -256,7 +256,7 @@ def trigger(event: str) -> list[Callback]:
 
 
 def raised_by(f: Any) -> BaseException:
-    "Return what `f` raises."
+    "Return the exception that `f` raises."
     try:
         f()
     except BaseException as e:
@@ -264,8 +264,8 @@ def raised_by(f: Any) -> BaseException:
     raise AssertionError('nothing was raised')
 
 
-def anew(e: BaseException) -> BaseException:
-    "Return an exception like `e` without its notes and traceback: parametrized ones are shared by several tests."
+def copy_without_notes(e: BaseException) -> BaseException:
+    "Return a copy of `e` without notes and traceback, since several tests share parametrized exceptions."
     new = type(e).__new__(type(e), *e.args)
     new.__dict__.update({k: v for k, v in vars(e).items() if k != '__notes__'})
     return new

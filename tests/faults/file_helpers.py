@@ -22,7 +22,7 @@ INFO = {'number': 12, 'epoch': 3, 'batches': 1200, 'value': 0.25}
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:
-    "A model with tied weights after three steps of Adam, every RNG, nested states of callbacks, a history."
+    "Return the state of a model with tied weights after three Adam steps, with RNGs, callbacks and history."
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
@@ -61,7 +61,7 @@ def make_state(seed: int = 0) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    "Whether two states hold the same, bit by bit; any mapping counts as a dict."
+    "Return True if two states are equal bit for bit; any mapping counts as a dict."
     if isinstance(a, Tensor):
         return (
             isinstance(b, Tensor)
@@ -99,7 +99,7 @@ def forged(
     data: bytes = b'',
     length: int | None = None,  # that is said of the header
 ) -> Path:
-    "Write a file with any header and data under a right digest: what an attacker can do."
+    "Write a file with any header and data and a correct digest, as an attacker can."
     text = (
         header if isinstance(header, bytes) else json.dumps(header, separators=(',', ':')).encode()
     )
@@ -111,19 +111,19 @@ def forged(
 
 
 def with_metadata(path: Path, **changes: str) -> Path:
-    "Give a file other metadata, under a right digest."
+    "Replace a file's metadata, with a correct digest."
     header, data = split(path)
     header['__metadata__'] |= changes
     return forged(path, header, data)
 
 
 def with_state(path: Path, text: str) -> Path:
-    "Write a checkpoint of four floats, `w`, whose state is any JSON."
+    "Write a checkpoint of four floats, `w`, with any JSON as its state."
     return with_metadata(write(path, {'w': torch.arange(4.0)}), state=text)
 
 
 def members(path: Path) -> dict[str, bytes]:
-    "The records of an archive, by their full names."
+    "Return the records of an archive by their full names."
     with ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -133,7 +133,7 @@ def rebuilt(
     change: Callable[[dict[str, bytes]], Any],  # f(records) may return other ones, also as pairs
     method: int = ZIP_STORED,
 ) -> Path:
-    "Write an archive once more with other records."
+    "Write an archive with changed records."
     records: Any = members(path)
     records = change(records) or records
     with ZipFile(path, 'w', method) as archive:
@@ -150,7 +150,7 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
 
 
 def with_pickle(path: Path, pickle: bytes) -> Path:
-    "Write an archive of torch's with another pickle; its record of four floats stays if that speaks of storage."
+    "Replace the pickle of torch's archive; its record of four floats stays if the pickle refers to a storage."
     saved(path, {'w': torch.arange(4.0)})
     folder = next(iter(members(path))).partition('/')[0]
     used = {
@@ -160,7 +160,7 @@ def with_pickle(path: Path, pickle: bytes) -> Path:
 
 
 def fork(f: Callable[[], Any]) -> int:
-    "Run `f` in a child that shares what is imported, and return its number. It ends with 0 unless `f` raises."
+    "Run `f` in a forked child, and return the exit code, which is 0 unless `f` raises."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', DeprecationWarning)  # of threads, which do nothing here
         if pid := os.fork():
@@ -176,7 +176,7 @@ def fork(f: Callable[[], Any]) -> int:
 
 
 def result_of(f: Callable[[], Any]) -> Any:
-    "Return what `f` returns, as JSON, when a child runs it: its limits, peaks and locks are its own."
+    "Return the result of `f` in a child as JSON; the child has its own limits, peaks and locks."
     reader, writer = os.pipe()
     pid = fork(lambda: os.write(writer, json.dumps(f()).encode()))
     os.close(writer)

@@ -25,7 +25,7 @@ Make = Callable[[], Learner]
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    "Points with noise from three generators, other noise each time."
+    "Points with noise from three generators, new in each pass."
 
     def __len__(self) -> int:
         return N_BATCH * BS
@@ -56,7 +56,7 @@ def augmented(num_workers: int) -> DataLoaders:
 def learner(
     *cbs: Callable[[], Callback], dls: Callable[[], DataLoaders] = in_memory, **kwargs: Any
 ) -> Learner:
-    "Make a Learner with dropout, batch norm, Adam, a one-cycle schedule and averaged weights, as a script would."
+    "Return a Learner with dropout, batch norm, Adam, a one-cycle schedule and averaged weights, as in a script."
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     schedule = ParamScheduler(
@@ -73,9 +73,9 @@ def learner(
 
 
 def resumed_at(make: Make, folder: Path, which: Callable[[int], Iterable[int]] = range) -> int:
-    """Train straight in one process, and go on from its checkpoints in others, with other global seeds.
+    """Train in one process, and resume from its checkpoints in others, with other global seeds.
 
-    `which` says from which checkpoints, of so many. Return their number; assert that each ends in the same state."""
+    `which` selects checkpoints from their number. Assert that each run ends in the same state; return the number."""
     straight = run_until_done(partial(train, make, folder)).result
     kept = entries(folder)
     assert len(kept) == N_EPOCH * (N_BATCH + 1)
@@ -90,7 +90,7 @@ def resumed_at(make: Make, folder: Path, which: Callable[[int], Iterable[int]] =
 
 
 def train(make: Make, folder: Path, resume: Any = False, seed: int = 0) -> Any:
-    "Train, or go on with training, with a checkpoint after every batch and epoch; return the state at the end."
+    "Train or resume, with a checkpoint after every batch and epoch; return the final state."
     learn = make()
     if seed:
         for other in (torch.manual_seed, random.seed, np.random.seed):
@@ -104,7 +104,7 @@ def train(make: Make, folder: Path, resume: Any = False, seed: int = 0) -> Any:
 
 
 class AtEpochEnds(Callback):
-    "Write a checkpoint after each epoch, beside that of its last batch; after the last epoch there is one anyway."
+    "Write a checkpoint after each epoch in addition to its last batch; the last epoch always has one."
 
     def epoch_checkpoint(self) -> None:
         if self.epoch + 1 < N_EPOCH:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
@@ -15,13 +14,14 @@ from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
 from learnkit.testing.forks import reached, start
+from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
 from tests.helpers.resuming import scramble
 
 State = dict[str, Any]
 
 
 class Reach(Callback):
-    "Name every event to the harness, alone and with the phase: `after_loss` and `train after_loss`."
+    "Report every event to the harness, alone and with the phase: `after_loss` and `train after_loss`."
 
     def __init__(self, order: float = 2000) -> None:
         self.__dict__['order'] = order
@@ -32,7 +32,7 @@ class Reach(Callback):
 
 
 class Drawn(TensorDataset):
-    "A data set that names each draw to the harness."
+    "A data set that reports each draw to the harness."
 
     def __getitem__(self, i: int) -> Any:
         reached('draw')
@@ -42,7 +42,7 @@ class Drawn(TensorDataset):
 def torch_dls(
     n_workers: int = 0, n_train: int = N_TRAIN, bs: int = BS, **options: Any
 ) -> DataLoaders:
-    "As `fault_helpers.make_dls`, in torch's loaders."
+    "Return the data of `fault_helpers.make_dls` in torch's loaders."
     g = torch.Generator().manual_seed(7)
     x, v = torch.randn(BS * n_train, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
     train = DataLoader(
@@ -66,7 +66,7 @@ def training(
     before: Callable[[Learner], Any] = lambda learn: None,
     **options: Any,  # for Checkpoint
 ) -> Callable[[], State]:
-    "Return a job that trains, or goes on with training, and returns what training depends on."
+    "Return a job that trains or resumes, and returns everything that training depends on."
 
     def train() -> State:
         scramble(0)
@@ -85,7 +85,7 @@ def training(
 
 
 def in_child(job: Callable[[], Any]) -> Any:
-    "Return what a job returns in a process of its own, which has to end well."
+    "Return the result of a job in a child process, which must succeed."
     with start(job) as child:
         code = child.wait()
         assert code == 0, child.stderr
@@ -113,7 +113,7 @@ def names(folder: Path) -> list[str]:
 
 
 def all_load(folder: Path) -> bool:
-    "Load every checkpoint of a folder, and look that nothing else lies there."
+    "Load every checkpoint of a folder, and check that the folder has no other files."
     assert {p.name for p in folder.iterdir()} - set(names(folder)) <= {'.lock'}
     return all(load_state(e.path)[0] for e in entries(folder))
 

@@ -29,30 +29,30 @@ HEAD = [
 
 @dataclass
 class Row:
-    "What one row's tests gave."
+    "Results of one row's tests."
 
     fault: str  # from the file's docstring
     outcomes: Counter[str] = field(default_factory=Counter[str])
     # the lines that full forms print, in their order
-    said: dict[str, None] = field(default_factory=dict[str, None])
+    printed_lines: dict[str, None] = field(default_factory=dict[str, None])
     seconds: float = 0.0
 
     def cells(self) -> list[str]:
-        "Return what stands in the table."
+        "Return the cells of the table."
         counts = [
             f'{n} {outcome}' for outcome in ('failed', 'skipped') if (n := self.outcomes[outcome])
         ]
         return [
             self.fault,
             str(self.outcomes.total()),
-            '; '.join(self.said),
+            '; '.join(self.printed_lines),
             ', '.join(counts) or 'passed',
             f'{self.seconds:.1f}',
         ]
 
 
 class Rows:
-    "A plugin of pytest that gathers the results row by row."
+    "A pytest plugin that collects results by row."
 
     def __init__(self) -> None:
         self.rows = {
@@ -68,7 +68,7 @@ class Rows:
         row.seconds += report.duration
         if report.when == 'call' or report.outcome != 'passed':
             row.outcomes[report.outcome] += 1
-        row.said |= dict.fromkeys(
+        row.printed_lines |= dict.fromkeys(
             re.findall(rf'^row {int(match[1])}: (.*)$', report.capstdout, re.M)
         )
 
@@ -76,7 +76,7 @@ class Rows:
         self.n_left_out += len(items)
 
     def table(self) -> str:
-        "Return the table in Markdown, under a line that says when and where."
+        "Return the table in Markdown, below a line with date and machine."
         rows = {number: row for number, row in self.rows.items() if row.outcomes}
         total = sum((row.outcomes for row in rows.values()), Counter[str]())
         here = {**machine(), 'learnkit': learnkit.__version__}
@@ -95,14 +95,14 @@ class Rows:
 
 
 def _fault(path: Path) -> str:
-    "Return what the docstring of a row's file says after its number."
+    "Return the docstring of a row's file after its number."
     text = ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
     fault = ' '.join(text.partition('\n\n')[0].split()).partition(': ')[2]
     return fault[:1].upper() + fault[1:]
 
 
 def write(table: str) -> None:
-    "Put the table into the page, in place of the last one."
+    "Replace the table in the page."
     before, _, rest = PAGE.read_text('utf-8').partition(BEGIN)
     PAGE.write_text(f'{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}', 'utf-8')
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from resume_helpers import learner
 
 from learnkit.testing.harness import kill_and_resume
+from tests.faults.resume_helpers import learner
 
 
 def test_some_kills() -> None:
@@ -24,7 +24,7 @@ def test_many_kills() -> None:
 
 
 def test_a_difference_would_be_seen() -> None:
-    "What no checkpoint holds makes the same harness say so."
+    "The harness detects state that is missing from checkpoints."
 
     def forgetful() -> object:
         steps = iter(range(1, 1000))

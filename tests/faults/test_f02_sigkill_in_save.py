@@ -31,7 +31,7 @@ def train(folder: Path, background: bool) -> None:
 
 
 def kill_in_saves(folder: Path, n: int, background: bool) -> int:
-    "Kill a training that does little but save; return how many of the kills came within a save."
+    "Kill a training that mostly saves; return the number of kills within a save."
     draw, within = random.Random(0), 0
     for _ in range(n):
         with start(partial(train, folder, background)) as child:

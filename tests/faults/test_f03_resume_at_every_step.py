@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_helpers import augmented, learner, resumed_at
+
+from tests.faults.resume_helpers import augmented, learner, resumed_at
 
 
 def test_some_steps(tmp_path: Path) -> None:
-    "The first one, the last one of the first epoch, the end of that, one in the second epoch, and the end."
+    "Return the first and last step of the first epoch, its end, a step of the second epoch, and the end."
     assert resumed_at(learner, tmp_path, lambda n: [0, 4, 5, 8, n - 1]) == 5
 
 

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from resume_helpers import augmented, learner, resumed_at
+
+from tests.faults.resume_helpers import augmented, learner, resumed_at
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from resume_helpers import BS, learner, resumed_at
 
 from learnkit import GradientAccumulation, MixedPrecision
+from tests.faults.resume_helpers import BS, learner, resumed_at
 
 CASES = {
     'accumulation': [partial(GradientAccumulation, 3 * BS)],
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.mark.parametrize('case', ['accumulation', 'fp16', 'accumulation in bf16'])
 def test_some_steps(tmp_path: Path, case: str) -> None:
-    "Two batches of three have been added up, in the first epoch and in the second."
+    "Two batches of three are accumulated, in the first epoch and in the second."
     resumed_at(partial(learner, *CASES[case]), tmp_path, lambda n: [1, 8])
 
 

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault_helpers import make_learner
-from run_helpers import State, all_load, checkpointed, in_child, names, same, torch_dls, training
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -22,9 +20,20 @@ from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
 from learnkit.testing.forks import start
 from learnkit.testing.harness import reached, run_until_done
+from tests.faults.fault_helpers import make_learner
+from tests.faults.run_helpers import (
+    State,
+    all_load,
+    checkpointed,
+    in_child,
+    names,
+    same,
+    torch_dls,
+    training,
+)
 
 # of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
-PLACES = [
+SIGNAL_POINTS = [
     'before_fit',
     'train before_batch',
     'train after_loss',
@@ -49,7 +58,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> State:
 
 @pytest.fixture(scope='module')
 def straight_3(tmp_path_factory: pytest.TempPathFactory) -> State:
-    "Three epochs, for what takes long in each."
+    "Return the state after three epochs, for slow saves."
     folder = tmp_path_factory.mktemp('straight')
     return in_child(training(folder, n_epoch=3, preemption=False))  # type: ignore[no-any-return]
 
@@ -61,14 +70,14 @@ def check(lives: Any, folder: Path, end: State, kills: int) -> None:
 
 
 def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
-    lives = run_until_done(training(tmp_path), PLACES, signal.SIGTERM, group=False)
-    check(lives, tmp_path, straight, len(PLACES))
+    lives = run_until_done(training(tmp_path), SIGNAL_POINTS, signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight, len(SIGNAL_POINTS))
 
 
 def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
-    "With a loader that has a generator of its own."
+    "Test a loader with its own generator."
     end = in_child(training(tmp_path / 'straight', make_learner))
-    places = PLACES[1::3]
+    places = SIGNAL_POINTS[1::3]
     lives = run_until_done(
         training(tmp_path / 'run', make_learner, order=5), places, signal.SIGTERM, group=False
     )
@@ -94,7 +103,7 @@ def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_to_a_group_with_workers(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "The workers end at once, whatever they do; torch, which waits for a batch, finds that out within five seconds."
+    "The workers end at once; torch, which waits for a batch, notices within five seconds."
     monkeypatch.setattr(
         _MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,)
     )  # its seconds
@@ -112,18 +121,18 @@ def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
 
 
 class Slow(Callback):
-    "Makes the second batch come from a worker that does not end; the parent hears when it is waited for."
+    "Makes a worker block in the second batch; a marker file shows the parent that training waits for it."
 
-    def __init__(self, told: Path) -> None:
-        self.told = told
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def before_fit(self) -> None:
-        if not self.told.exists():
+        if not self.marker.exists():
             self.dls.train.dataset.__class__ = Stuck
 
     def before_draw(self) -> None:
         if self.iter == 1:
-            self.told.touch()
+            self.marker.touch()
 
 
 # the data set of the loaders
@@ -137,10 +146,10 @@ class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
 def test_the_draw_that_fails_because_workers_got_the_signal_too(
     straight_3: State, tmp_path: Path
 ) -> None:
-    told = tmp_path / 'waits'
-    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(told))
+    marker = tmp_path / 'waits'
+    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(marker))
     lives = run_until_done(
-        training(tmp_path / 'run', make, n_epoch=3), [told], signal.SIGTERM, group=True
+        training(tmp_path / 'run', make, n_epoch=3), [marker], signal.SIGTERM, group=True
     )
     check(lives, tmp_path / 'run', straight_3, 1)
     assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
@@ -166,7 +175,7 @@ def test_during_a_save_in_the_background(
 
 
 def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
-    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, stands."
+    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, is kept."
     for place in ('after_fit', 'cleanup'):
         lives = run_until_done(
             training(tmp_path / place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False
@@ -209,13 +218,13 @@ def test_a_handler_of_before_may_end_the_process_in_its_own_way(tmp_path: Path) 
 
 
 def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
-    def mine(signum: int, frame: Any) -> None:
+    def own_handler(signum: int, frame: Any) -> None:
         "Never called."
 
     seen: list[Any] = []
     watched = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)
     now = lambda: [signal.getsignal(s) for s in watched]
-    kept = signal.signal(signal.SIGTERM, mine)
+    kept = signal.signal(signal.SIGTERM, own_handler)
     try:
         before = now()
         learn = checkpointed(tmp_path)(
@@ -225,7 +234,7 @@ def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
             with pytest.raises(ZeroDivisionError):
                 run()
             assert now() == before
-        assert seen[0][0] is not mine and seen[0][1:] == before[1:] and seen[-1] == before
+        assert seen[0][0] is not own_handler and seen[0][1:] == before[1:] and seen[-1] == before
         learn.remove_cbs(Checkpoint)
         two = quiet_two(tmp_path)
         two.fit(1)
@@ -293,12 +302,12 @@ def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
 def test_in_ipython_the_fit_ends_and_the_learner_trains_on(event: str, tmp_path: Path) -> None:
     def job() -> list[Any]:
         sys.modules['IPython'] = SimpleNamespace(get_ipython=lambda: 'a shell')  # type: ignore[assignment]
-        told: list[Any] = []
+        signals: list[Any] = []
 
         def once(cb: Any) -> None:
             if cb.training == (event != 'valid') or event == 'after_fit':
-                if not told:
-                    told.append(send(cb))
+                if not signals:
+                    signals.append(send(cb))
 
         learn = checkpointed(tmp_path)(
             Callback(**{'after_loss' if event == 'valid' else event: once})
@@ -340,7 +349,7 @@ def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: P
 
 
 def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
-    "After one that never ended, a stop in training saves the training as it is."
+    "After an evaluation that never ended, a stop in training saves the current training state."
     from learnkit import CancelEpochException
 
     def cancel(cb: Any) -> None:
@@ -363,7 +372,7 @@ def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_at_random_instants(tmp_path: Path) -> None:
-    "Signals from the parent at any time, to the process or its group, with and without workers."
+    "The parent sends signals at any time, to the process or its group, with and without workers."
     rng, kills, saved = random.Random(6), 0, 0
     for workers in (0, 2):
         make = lambda workers=workers: make_learner(dls=torch_dls(workers))

@@ -11,12 +11,12 @@ from time import sleep
 from typing import Any
 
 import pytest
-from run_helpers import all_load, checkpointed, in_child, names, same, training
 
 from learnkit import Callback
 from learnkit.checkpoint import file as statefile
 from learnkit.core import files
 from learnkit.testing.forks import start
+from tests.faults.run_helpers import all_load, checkpointed, in_child, names, same, training
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {
@@ -33,7 +33,7 @@ def send(cb: Any = None) -> None:
 
 
 def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
-    "Train, and get the signal in a step and `n` times more at a moment of each save."
+    "Train with the signal in a step, and `n` more signals at a moment of each save."
     module, name = MOMENTS[moment]
     real = getattr(module, name)
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import (
+
+from learnkit import Callback, Learner
+from learnkit.testing.forks import start
+from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
     N_EPOCH,
@@ -34,22 +37,19 @@ from fault_helpers import (
     start_again,
     trigger,
 )
-from file_helpers import fork
-
-from learnkit import Callback, Learner
-from learnkit.testing.forks import start
+from tests.faults.file_helpers import fork
 
 
 @pytest.fixture(autouse=True)
 def pythons_own_handler() -> Iterator[None]:
-    "Let SIGINT raise KeyboardInterrupt also where the tests run in the background, whose shell ignores it."
+    "Make SIGINT raise KeyboardInterrupt in tests in the background as well, where the shell ignores it."
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def press(cb: Any = None) -> None:
-    "Send this process a real SIGINT, and be there when it arrives."
+    "Send this process a real SIGINT, and wait until it arrives."
     signal.raise_signal(signal.SIGINT)
     time.sleep(1)
     raise AssertionError('no KeyboardInterrupt came')
@@ -81,7 +81,7 @@ def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
 
 
 def is_clean_but_for_display(learn: Learner) -> None:
-    "An aborted cleanup is what the user asked for: the loop's own state is as it should be nevertheless."
+    "The user aborts a cleanup, and the loop's state is restored nevertheless."
     assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (
         0,
         (),
@@ -179,7 +179,7 @@ def test_in_the_model_and_in_the_loader() -> None:
 
 
 def run_children(n: int, seed: int, longest_s: float) -> list[dict[str, Any]]:
-    "Start a process that forks a child for each interrupt, which does not reach the tests' own."
+    "Start a process that forks a child for each interrupt, so that no interrupt reaches the tests."
     with start(partial(interrupt_children, n, seed, longest_s)) as child:
         assert child.wait(560) == 0, child.stderr
         return [json.loads(line) for line in child.stdout.splitlines() if line.startswith('{')]
@@ -202,7 +202,7 @@ def test_at_many_random_instants() -> None:
 
 
 def fit_until_interrupted() -> dict[str, Any]:
-    "Fit again and again; when the signal comes, look at what is left and fit once more."
+    "Fit repeatedly; after the signal check the remaining state and fit once more."
     watch, learn = Watch(), make_learner()
     learn.add_cb(watch)
     at = 0
@@ -220,7 +220,7 @@ def fit_until_interrupted() -> dict[str, Any]:
                 f'{tb.tb_frame.f_code.co_filename.rsplit("/", 1)[-1]}:{tb.tb_lineno}',
                 tb.tb_next,
             )
-        told = notes(e)
+        notes_seen = notes(e)
     fired = [x[0] for x in watch.fired]
     problems = []
     if learn.run.depth or learn.run.levels or learn.fitting:
@@ -228,7 +228,7 @@ def fit_until_interrupted() -> dict[str, Any]:
     if fired not in ([], ['cleanup'], ['after_error', 'cleanup']):
         problems.append(f'{fired=}')
     # between a context's `__enter__` and its block the run is ended by its generator, which has no note for this one
-    if fired == ['after_error', 'cleanup'] and not told and 'contextlib' not in where:
+    if fired == ['after_error', 'cleanup'] and not notes_seen and 'contextlib' not in where:
         problems.append('no note')
     try:
         fits_like_fresh(learn, watch)
@@ -238,7 +238,7 @@ def fit_until_interrupted() -> dict[str, Any]:
         'ok': not problems,
         'problems': problems,
         'where': where,
-        'notes': told,
+        'notes': notes_seen,
         'fired': fired,
         'fit': at,
     }
@@ -284,7 +284,7 @@ def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> N
 
 
 def test_it_came_while_torch_had_gradients_switched_off() -> None:
-    "A signal that arrives inside `no_grad.__exit__` leaves gradients off for the whole thread: a run puts that back."
+    "A signal inside `no_grad.__exit__` leaves gradients off for the thread; a run restores the mode."
 
     def off(cb: Any) -> None:
         torch.set_grad_enabled(False)
@@ -306,7 +306,7 @@ def test_it_came_while_torch_had_gradients_switched_off() -> None:
 
 
 class Interrupter:
-    "A profiler that presses Ctrl-C at the n-th instant at which CPython looks for signals: a call or return."
+    "A profiler that presses Ctrl-C at the n-th call or return, where CPython checks for signals."
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -321,7 +321,7 @@ class Interrupter:
 
 
 def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
-    "Interrupt a run at that instant, and fit once more: whether the run came so far, and what was wrong."
+    "Interrupt a run at an instant, and fit once more; return whether the run reached it, and the errors."
     torch.set_grad_enabled(True)
     learn, interrupter = make_learner(), Interrupter(at)
     sys.setprofile(interrupter)
@@ -342,7 +342,7 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 # an interrupt inside a `__del__` is only a warning
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
-    "A context that is being entered or left is complete before the interrupt is raised: nothing is left swapped."
+    "Entering or leaving a context completes before the interrupt is raised."
     n, bad, runs = (
         0,
         list[str](),

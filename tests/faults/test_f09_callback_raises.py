@@ -10,13 +10,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError, FitError
+from learnkit.core.errors import CancelBatchException
+from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
     N_EPOCH,
     At,
     Watch,
-    anew,
+    copy_without_notes,
     digest,
     fits_like_fresh,
     is_clean,
@@ -29,12 +32,9 @@ from fault_helpers import (
     trigger,
 )
 
-from learnkit import Callback, CancelError, FitError
-from learnkit.core.errors import CancelBatchException
-
 
 class Custom(Exception):
-    "An exception that cannot be made from a message."
+    "An exception that cannot be constructed from a message."
 
     def __init__(self, code: int, *, why: str) -> None:
         super().__init__(code)
@@ -42,7 +42,7 @@ class Custom(Exception):
 
 
 class Mute(Exception):
-    "An exception that cannot be shown."
+    "An exception whose `__str__` raises."
 
     def __str__(self) -> str:
         raise RuntimeError('str() of it failed')
@@ -71,7 +71,7 @@ ERRORS = [
 
 
 def fails_clean(event: str, error: BaseException, nth: int = 1) -> None:
-    "Raise `error` at the n-th `event` of a fit, look at what comes out and at what is left, and fit again."
+    "Raise `error` at the n-th `event` of a fit, check the error and the remaining state, and fit again."
     bad, watch, later = At(event, error, nth), Watch(), At(event, lambda cb: None, nth)
     learn = make_learner([*trigger(event), bad, later, watch])
     start_again(learn)
@@ -125,7 +125,7 @@ def test_the_second_time_an_event_fires(event: str) -> None:
     ids=lambda o: o if isinstance(o, str) else type(o).__name__,
 )
 def test_every_kind_of_exception(event: str, error: BaseException) -> None:
-    fails_clean(event, anew(error))
+    fails_clean(event, copy_without_notes(error))
 
 
 def test_the_note_counts_epochs_and_batches() -> None:
@@ -431,7 +431,7 @@ def test_evaluating_in_a_handler_changes_nothing(event: str, what: str) -> None:
 )
 @pytest.mark.parametrize('what', ['validate', 'get_preds'])
 def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) -> None:
-    "At the second batch of the validation, where losses and metrics have been added up in part."
+    "Raise at the second validation batch, when losses and metrics are partly accumulated."
 
     def look(cb: Any) -> None:
         if not cb.training and cb.iter == 1 and cb.learn.run.depth == 1:

@@ -6,10 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError
+from learnkit.core.errors import CancelFitException
+from tests.faults.fault_helpers import (
     At,
     Watch,
-    anew,
+    copy_without_notes,
     fits_like_fresh,
     is_clean,
     make_learner,
@@ -18,12 +21,9 @@ from fault_helpers import (
     start_again,
 )
 
-from learnkit import Callback, CancelError
-from learnkit.core.errors import CancelFitException
-
 
 class Mute(Exception):
-    "An exception that cannot be shown."
+    "An exception whose `__str__` raises."
 
     def __str__(self) -> str:
         raise RuntimeError('str() of it failed')
@@ -53,7 +53,7 @@ def ran(event: str, into: list[str], order: float = 80) -> Callback:
 )
 @pytest.mark.parametrize('event', ['after_error', 'cleanup'])
 def test_the_first_error_stays_first(event: str, second: BaseException) -> None:
-    first, second, others = ValueError('one', 1), anew(second), list[str]()
+    first, second, others = ValueError('one', 1), copy_without_notes(second), list[str]()
     cbs = [
         At('after_step', first),
         At(event, second),
@@ -82,8 +82,8 @@ def test_every_callback_fails_everywhere_at_the_end() -> None:
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
     assert e is first and others == ['cleanup']
-    told = [f'{e} {i}' for e in ('after_error', 'cleanup') for i in range(3)]
-    assert all(any(t in n for n in notes(e)) for t in told) and len(notes(e)) == 7
+    expected_notes = [f'{e} {i}' for e in ('after_error', 'cleanup') for i in range(3)]
+    assert all(any(t in n for n in notes(e)) for t in expected_notes) and len(notes(e)) == 7
     is_clean(learn)
     fits_like_fresh(learn, cbs)
 
@@ -170,7 +170,7 @@ def test_saving_fails_in_the_cleanup_of_a_failed_run() -> None:
 )
 def test_close_raises(bad: Exception) -> None:
     others: list[str] = []
-    bad = anew(bad)
+    bad = copy_without_notes(bad)
     cbs = [
         At('close', bad, depth=0),
         At('close', ValueError('second'), depth=0),

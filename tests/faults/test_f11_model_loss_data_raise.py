@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from learnkit import DataLoaders, Learner
+from learnkit.metrics import AvgMetric
+from tests.faults.fault_helpers import (
     N_EPOCH,
     Watch,
     digest,
@@ -22,22 +27,17 @@ from fault_helpers import (
     rows,
     start_again,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-
-from learnkit import DataLoaders, Learner
-from learnkit.metrics import AvgMetric
 
 
 class Broken(Exception):
-    "What is raised: one that cannot be made from a message."
+    "The exception of these tests, which cannot be constructed from a message."
 
     def __init__(self, code: int, *, why: str) -> None:
         super().__init__(code)
 
 
 class Fuse:
-    "Raises at the n-th call from when it was armed."
+    "Raises at the n-th call after it was armed."
 
     def __init__(self) -> None:
         self.left, self.error = 0, Broken(7, why='x')
@@ -52,7 +52,7 @@ class Fuse:
 
 
 class BackwardFuse(torch.autograd.Function):
-    "Hand a tensor through; its gradient burns the fuse."
+    "Return the tensor; its backward calls the fuse."
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
@@ -66,7 +66,7 @@ class BackwardFuse(torch.autograd.Function):
 
 
 class FusedLoader:
-    "The batches of a loader, with a fuse in each place where a loader may raise."
+    "A loader with a fuse in each place where a loader may raise."
 
     def __init__(self, dl: Any, where: str, fuse: Fuse) -> None:
         self.dl, self.where, self.fuse = dl, where, fuse
@@ -214,7 +214,7 @@ def in_batch(learn: Learner, fuse: Fuse) -> None:
     learn.dls.train = [Batch(b) for b in learn.dls.train]
 
 
-PLACES = {
+FAILING_PARTS = {
     in_model: 4,
     in_eval_model: 2,
     in_backward: 2,
@@ -236,7 +236,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    ('put', 'nth'), PLACES.items(), ids=lambda o: getattr(o, '__name__', str(o))
+    ('put', 'nth'), FAILING_PARTS.items(), ids=lambda o: getattr(o, '__name__', str(o))
 )
 def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
     put: Callable[[Learner, Fuse], None], nth: int
@@ -313,7 +313,7 @@ def test_a_step_that_fails_takes_no_step() -> None:
 
 @pytest.mark.filterwarnings(r'ignore:.*0\.weight, 0\.bias')  # the splitter leaves them out
 def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
-    "Also those of parameters that a frozen optimizer does not hold."
+    "Gradients of parameters that a frozen optimizer does not hold are cleared, too."
     learn = make_learner(splitter=lambda m: list(m[3].parameters()))
     fuse = Fuse()
     in_backward(learn, fuse)
@@ -323,7 +323,7 @@ def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
 
 
 def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
-    "A bug in a data set must not shorten the epoch in silence."
+    "An error in a data set must not silently shorten the epoch."
 
     class Samples(Dataset[Any]):
         def __len__(self) -> int:
@@ -375,9 +375,9 @@ def test_every_kind_of_exception(
 
 @pytest.mark.full
 def test_at_every_count() -> None:
-    "Each place, at each of its calls until the fit gets through."
+    "Fail in each place at each of its calls, until the fit succeeds."
     n = 0
-    for put in PLACES:
+    for put in FAILING_PARTS:
         for nth in range(1, 60):
             fuse, learn = Fuse(), make_learner()
             start_again(learn)
@@ -394,7 +394,7 @@ def test_at_every_count() -> None:
             for module in learn.model.modules():
                 module._forward_hooks.clear()
             fits_like_fresh(learn)
-    print(f'row 11: {n} failures in {len(PLACES)} places; every next fit equals a fresh one')
+    print(f'row 11: {n} failures in {len(FAILING_PARTS)} places; every next fit equals a fresh one')
     assert n > 100
 
 

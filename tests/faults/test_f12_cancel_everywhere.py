@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, CancelError, Learner
+from learnkit.core.errors import BatchError
+from learnkit.engine.events import LEVELS
+from tests.faults.fault_helpers import (
     FIT_EVENTS,
     N_EPOCH,
     N_TRAIN,
@@ -26,10 +30,6 @@ from fault_helpers import (
     raised_by,
     start_again,
 )
-
-from learnkit import Callback, CancelError, Learner
-from learnkit.core.errors import BatchError
-from learnkit.engine.events import LEVELS
 
 KINDS = ('backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit')
 
@@ -128,7 +128,7 @@ class Lifecycle:
 
 
 class Plan(Callback):
-    "Follow a plan, and keep what fired in the run at `depth`."
+    "Follow a plan, and record the events of the run at `depth`."
 
     order = -20  # before all others, the default ones too
 
@@ -148,7 +148,7 @@ class Plan(Callback):
 
 
 def expected(run: str, plan: dict[tuple[str, int], str]) -> tuple[list[str], bool]:
-    "What fires, and whether a stray Cancel ends it."
+    "Return the fired events, and whether a Cancel without an open level ends the run."
     model = Lifecycle(plan)
     try:
         getattr(model, run)()
@@ -158,7 +158,7 @@ def expected(run: str, plan: dict[tuple[str, int], str]) -> tuple[list[str], boo
 
 
 def predict(learn: Learner) -> None:
-    "Predict; when all was cancelled before the first prediction, that is told once the run is over."
+    "Predict; if everything is canceled before the first prediction, expect the error after the run."
     try:
         learn.get_preds()
     except BatchError as e:
@@ -214,30 +214,30 @@ def legal_kinds(run: str, event: str, nth: int = 1) -> list[str]:
 
 
 def legal_kinds_and_a_stray_one(run: str, event: str, nth: int = 1) -> list[str]:
-    "The stray one is another at each event."
+    "Each event gets another Cancel without an open level."
     legal = legal_kinds(run, event, nth)
     stray = [kind for kind in KINDS if kind not in legal]
     return legal + stray[len(event) % len(stray) :][:1] if stray else legal
 
 
-PLACES = [(run, event) for run in RUNS for event in events_of(run)]
+RUNS_AND_EVENTS = [(run, event) for run in RUNS for event in events_of(run)]
 
 
-@pytest.mark.parametrize(('run', 'event'), PLACES)
+@pytest.mark.parametrize(('run', 'event'), RUNS_AND_EVENTS)
 def test_every_legal_cancel_and_a_stray_one_at_every_event(run: str, event: str) -> None:
     for kind in legal_kinds_and_a_stray_one(run, event):
         holds(run, {(event, 1): kind})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(('run', 'event'), PLACES)
+@pytest.mark.parametrize(('run', 'event'), RUNS_AND_EVENTS)
 def test_every_cancel_at_every_event(run: str, event: str) -> None:
     for kind in KINDS:
         holds(run, {(event, 1): kind})
 
 
 def time_in_validation(event: str) -> int:
-    "The first time that an event of both loops fires in validation."
+    "Return the first time that an event of both loops fires in validation."
     return 1 + (N_TRAIN + 1 if event == 'before_draw' else N_TRAIN)
 
 
@@ -415,7 +415,7 @@ def test_raised_by_what_is_no_callback(place: str, kind: str) -> None:
 
 @pytest.mark.parametrize('kind', ['validate', 'epoch', 'fit', 'batch'])
 def test_predictions_that_were_cut_short_are_what_was_predicted(kind: str) -> None:
-    "In the second batch: the first one's predictions are given, or there is an error that says that there are none."
+    "Cancel in the second batch: the first predictions are returned, or an error reports that there are none."
     learn = make_learner()
     whole = learn.get_preds(with_loss=True)
     learn.add_cb(At('after_pred', cancel(kind), nth=2))
@@ -485,7 +485,7 @@ def test_with_learn_a_cancel_ends_the_block() -> None:
 
 
 def test_the_model_of_the_lifecycle_counts_right() -> None:
-    "An anchor for the model above: a fit without Cancel, counted by hand."
+    "Check the model above by a fit without Cancel, counted by hand."
     fired = expected('fit', {})[0]
     counts = {
         e: fired.count(e)

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from file_helpers import forged, split, write
 
 from learnkit.checkpoint.file import read_info, read_state
 from learnkit.core.errors import DamagedError
+from tests.faults.file_helpers import forged, split, write
 
 
 def refused(path: Path, content: bytes) -> bool:
@@ -22,7 +22,7 @@ def refused(path: Path, content: bytes) -> bool:
 
 
 def offsets(n_bytes: int, n: int) -> list[int]:
-    "0, the ends of the parts of the header, the last bytes, and places between them."
+    "Return 0, the ends of the header's parts, the last bytes, and places between them."
     near = [0, 1, 7, 8, 9, 34, 35, 36, 98, 99, 100, *(n_bytes - i for i in (1, 2, 16, 100))]
     return near + random.Random(0).sample(range(101, n_bytes - 101), n - len(near))
 

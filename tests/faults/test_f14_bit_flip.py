@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_helpers import split, write
 from safetensors.torch import load_file
 
 from learnkit.checkpoint.file import read_state
 from learnkit.core.errors import DamagedError
+from tests.faults.file_helpers import split, write
 
 
 def regions(path: Path) -> list[range]:
@@ -81,7 +81,7 @@ def test_every_bit_of_a_small_file(tmp_path: Path) -> None:
 
 
 def test_the_library_alone_does_not_notice(tmp_path: Path) -> None:
-    "What the row is about: without the digest other numbers come out."
+    "Without the digest other numbers are loaded."
     path = write(tmp_path / 'a.ckpt', {'w': torch.ones(1000)})
     content = bytearray(path.read_bytes())
     content[-1] ^= 0x40

@@ -13,17 +13,17 @@ from zipfile import ZIP_DEFLATED, ZIP_LZMA
 
 import pytest
 import torch
-from file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
 
 from learnkit.checkpoint.file import read_info, read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import CheckpointError, DamagedError, WeightsError
+from tests.faults.file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
 
 Change = Callable[[Path], Any]
 
 
 def headed(change: Callable[[dict[str, Any]], Any]) -> Change:
-    "Another header under a right digest."
+    "Change the header, with a correct digest."
 
     def forge(path: Path) -> None:
         header, data = split(path)
@@ -34,7 +34,7 @@ def headed(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def text(old: bytes, new: bytes) -> Change:
-    "Other bytes in the header under a right digest."
+    "Change bytes of the header, with a correct digest."
 
     def forge(path: Path) -> None:
         data = split(path)[1]
@@ -137,9 +137,9 @@ CASES: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize('case', CASES)
 def test_files(tmp_path: Path, case: str) -> None:
     path = write(tmp_path / 'a.ckpt', {'loss': torch.ones(2), 'count': torch.tensor(3)})
-    change, says = CASES[case]
+    change, expected_text = CASES[case]
     change(path)
-    with pytest.raises(DamagedError, match=says) as e:
+    with pytest.raises(DamagedError, match=expected_text) as e:
         read_state(path)
     assert (
         str(path) in str(e.value)
@@ -149,7 +149,7 @@ def test_files(tmp_path: Path, case: str) -> None:
 
 
 def test_a_forgery_that_changes_nothing_loads(tmp_path: Path) -> None:
-    "What is refused above is refused for its reason alone."
+    "The files above are refused only for the named reason."
     path = write(tmp_path / 'a.ckpt')
     assert read_state(forged(path, *split(path)))[0]['loop']['epoch'] == 3
     assert read_info(path) == {'format': 2, **INFO}
@@ -185,7 +185,7 @@ def twice(path: Path) -> None:
 
 
 def patched(old: bytes, new: bytes, first: bool = False) -> Change:
-    "Other bytes in the archive's own structures."
+    "Change bytes of the archive's structures."
 
     def change(path: Path) -> None:
         body = path.read_bytes()
@@ -196,7 +196,7 @@ def patched(old: bytes, new: bytes, first: bool = False) -> Change:
 
 
 def in_the_table(at: int, bit: int) -> Change:
-    "A bit set in each entry of the table of records."
+    "Set a bit in each entry of the table of records."
 
     def change(path: Path) -> None:
         body, entry = bytearray(path.read_bytes()), 0
@@ -249,9 +249,9 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
 def test_archives(tmp_path: Path, case: str) -> None:
     path = saved(tmp_path / 'a.pth', {'w': torch.ones(3), 'b': torch.ones(1)})
     assert read_weights(path).model['w'].tolist() == [1, 1, 1]
-    change, says = ARCHIVES[case]
+    change, expected_text = ARCHIVES[case]
     change(path)
-    with pytest.raises(WeightsError, match=says) as e:
+    with pytest.raises(WeightsError, match=expected_text) as e:
         read_weights(path)
     assert str(path) in str(e.value)
 

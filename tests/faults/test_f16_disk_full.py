@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_helpers import INFO, make_state, result_of, same, write
 
 from learnkit.checkpoint.file import read_state, write_state
+from tests.faults.file_helpers import INFO, make_state, result_of, same, write
 
 
 def test_at_every_stage_of_writing(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_at_every_stage_of_writing(tmp_path: Path) -> None:
     found = result_of(lambda: saved_within(path, limits))
     assert [f['errno'] for f in found] == [errno.EFBIG] * 8 + [None]
     assert all(f['left'] == ['a.ckpt'] and f['old'] for f in found[:-1])
-    assert all(str(tmp_path) in f['told'] for f in found[:-1])
+    assert all(str(tmp_path) in f['error_text'] for f in found[:-1])
     assert not same(old, make_state()) and same(
         read_state(path)[0]['model'], dict(make_state()['model'])
     )
@@ -42,7 +42,7 @@ def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
-    "Save under limits on files' sizes, which fails as a full disk does."
+    "Save with a limit of file sizes, which fails like a full disk."
     # a fork's generator is seeded anew, and the size of the file depends on its numbers
     random.seed(0)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -57,7 +57,7 @@ def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
         found.append(
             {
                 'errno': error and error.errno,
-                'told': str(error),
+                'error_text': str(error),
                 'left': os.listdir(path.parent),
                 'old': same(read_state(path)[0], before),
             }

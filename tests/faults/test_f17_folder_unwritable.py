@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_helpers import checkpointed, content, names
 
 from learnkit import Callback, CheckpointError
+from tests.faults.run_helpers import checkpointed, content, names
 
 
 def a_file_as_parent(path: Path) -> Path:
@@ -71,7 +71,7 @@ def test_it_is_refused_before_the_first_step(make: Callable[[Path], Path], tmp_p
 
 
 def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(tmp_path: Path) -> None:
-    "Weights stay as they are: the folder is looked at before anything is loaded."
+    "Weights are not changed: the folder is checked before anything is loaded."
     checkpointed(tmp_path / 'good')().fit(1)
     learn = checkpointed(a_file_as_parent(tmp_path))()
     learn.create_opt()

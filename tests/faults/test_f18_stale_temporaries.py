@@ -6,14 +6,13 @@ import os
 import signal
 from pathlib import Path
 
-from file_helpers import fork, make_state, same, write
-
 from learnkit.checkpoint.file import read_state
 from learnkit.core.files import atomic_write, sweep
+from tests.faults.file_helpers import fork, make_state, same, write
 
 
 def killed_while_saving(folder: Path) -> int:
-    "Fork a child that is killed with half a file written, and return its number."
+    "Fork a child that is killed during a write, and return its process id."
 
     def save() -> None:
         with atomic_write(folder / '00002-ep1-ba2.ckpt') as tmp:
@@ -51,7 +50,7 @@ def test_those_of_living_processes_stay(tmp_path: Path) -> None:
 
 
 def test_one_of_an_earlier_process_with_our_number(tmp_path: Path) -> None:
-    "Containers number their processes from 1 each time they start."
+    "Containers number their processes from 1 at each start."
     stale = tmp_path / f'.a.ckpt.tmp-{os.getpid()}-0123abcd'
     stale.touch()
     assert sweep(tmp_path) == [stale]

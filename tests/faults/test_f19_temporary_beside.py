@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from file_helpers import write
 
 from learnkit.checkpoint.file import read_state
+from tests.faults.file_helpers import write
 
 ELSEWHERE = Path('/dev/shm')
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from file_helpers import write
 
 from learnkit.checkpoint.file import read_state
+from tests.faults.file_helpers import write
 
 
 def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_power_fails_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    "What is on the disk then: the old file, whole."
+    "The disk then has the complete old file."
     write(tmp_path / 'a.ckpt', {'n': 1})
 
     class PowerFails(BaseException):

@@ -20,16 +20,16 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from file_helpers import make_state, members, saved, with_pickle, with_state, write
 from torch import nn
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
+from tests.faults.file_helpers import make_state, members, saved, with_pickle, with_state, write
 
 
 class Calls:
-    "Pickled as a call of `f`."
+    "An object pickled as a call of `f`."
 
     def __init__(self, f: Any, *args: Any) -> None:
         self.f, self.args = f, args
@@ -39,7 +39,7 @@ class Calls:
 
 
 class Sets:
-    "Touches its path when its state is set."
+    "An object that creates its file when its state is set."
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -49,7 +49,7 @@ class Sets:
 
 
 class Net(nn.Module):
-    "A module that does so."
+    "A module that creates its file when its state is set."
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ def opens(path: Path) -> str:
 
 
 def by_load(path: Path) -> Any:
-    "torch.load of a second file, which does it."
+    "Return a `torch.load` of a second file, which creates the file."
     torch.save(Calls(os.system, f'touch {path}'), inner := path.with_name('inner.pt'))
     return Calls(functools.partial(torch.load, weights_only=False), str(inner))
 
 
 def by_hub(path: Path) -> Any:
-    "torch.hub runs the hubconf.py of a folder."
+    "Return a call of torch.hub, which runs the hubconf.py of a folder."
     path.with_name('hub').mkdir(exist_ok=True)
     path.with_name('hub').joinpath('hubconf.py').write_text(f'def go():\n    {opens(path)}\n')
     return Calls(
@@ -86,7 +86,7 @@ def deep(path: Path) -> Any:
 
 
 def by_attributes(path: Path) -> Any:
-    "A chain of getattr from something harmless."
+    "Return a chain of getattr from a harmless object."
     module = Calls(getattr, Calls(getattr, Calls(__import__, 'os'), 'path'), 'os')
     return Calls(operator.call, Calls(getattr, module, 'system'), f'touch {path}')
 
@@ -216,7 +216,7 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Nor written by pickle."
+    "A checkpoint is not written by pickle either."
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError('unpickled')

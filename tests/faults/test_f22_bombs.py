@@ -13,11 +13,20 @@ from zipfile import ZIP_DEFLATED
 
 import pytest
 import torch
-from file_helpers import forged, rebuilt, result_of, saved, split, with_pickle, with_state, write
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
+from tests.faults.file_helpers import (
+    forged,
+    rebuilt,
+    result_of,
+    saved,
+    split,
+    with_pickle,
+    with_state,
+    write,
+)
 
 BIG = 1 << 33
 
@@ -243,12 +252,12 @@ def read(path: Path) -> None:
 def loaded(path: Path) -> dict[str, Any]:
     read(path.parents[1] / f'good{path.suffix}')  # what the first load needs is no bomb's
     # the processor's time, because the machine may be busy
-    before, start, told = peak_mb(), time.process_time(), None
+    before, start, error_text = peak_mb(), time.process_time(), None
     try:
         read(path)
     except (DamagedError, WeightsError) as e:
-        told = str(e)
-    return {'told': told, 'mb': peak_mb() - before, 's': time.process_time() - start}
+        error_text = str(e)
+    return {'error_text': error_text, 'mb': peak_mb() - before, 's': time.process_time() - start}
 
 
 @pytest.fixture(scope='module')
@@ -269,11 +278,11 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('bomb', BOMBS, ids=', '.join)
 def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
-    says, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
+    expected_text, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
     found = result_of(lambda: loaded(path))
-    assert found['told'] is not None, 'it loaded'
-    assert str(path) in found['told']
-    assert re.search(says, found['told']), found['told']
+    assert found['error_text'] is not None, 'it loaded'
+    assert str(path) in found['error_text']
+    assert re.search(expected_text, found['error_text']), found['error_text']
     assert found['mb'] < 50 and found['s'] < 5, found
     assert not any((parent / 'escaped').exists() for parent in path.parents)
 

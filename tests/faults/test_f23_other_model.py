@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import make_learner, make_model
-from run_helpers import checkpointed, content, names, quiet
 from torch import nn
 
 from learnkit import Callback, WeightsError
 from learnkit.checkpoint.folder import load_state
+from tests.faults.fault_helpers import make_learner, make_model
+from tests.faults.run_helpers import checkpointed, content, names, quiet
 
 
 def wider() -> nn.Module:
@@ -77,7 +77,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda f: f.__name__)
 def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path: Path) -> None:
-    n, told = MODELS[model]
+    n, expected_lines = MODELS[model]
     state, trained = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
         learn = checkpointed(tmp_path)(
@@ -93,7 +93,7 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
         text = str(caught.value)
         lines = text.split('\n  ')[1:]
         assert len([line for line in lines if 'optimizer' not in line]) >= n, text
-        assert all(any(line.startswith(start) for line in lines) for start in told), text
+        assert all(any(line.startswith(start) for line in lines) for start in expected_lines), text
         assert content(learn) == before and not trained and learn.opt.n_steps == 0
         assert (str(path) in text) == (load == 'file')
 
@@ -112,7 +112,7 @@ def test_a_loss_with_weights_counts_too(tmp_path: Path) -> None:
         1, cbs=Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
     )
     learn = make(3)
-    with pytest.raises(WeightsError, match=r'loss_func: shape: w is \[3\], in the file \[2\]'):
+    with pytest.raises(WeightsError, match=r'loss_func: shape: w .*\[3\], .*\[2\]'):
         learn.fit(1, resume=kept[1])
     assert learn.loss_func.w.tolist() == [1.0, 1.0, 1.0]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import make_learner
-from run_helpers import checkpointed, content, names, quiet
 
 from learnkit import Callback, LearnkitError, OptimWrapper, WeightsError
 from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.folder import load_state
+from tests.faults.fault_helpers import make_learner
+from tests.faults.run_helpers import checkpointed, content, names, quiet
 
 
 def by_layer(model: Any) -> Any:

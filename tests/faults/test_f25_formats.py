@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from file_helpers import same, with_metadata, write
 from safetensors import safe_open
 
 from learnkit.checkpoint.file import FORMAT, read_info, read_state, write_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError
+from tests.faults.file_helpers import same, with_metadata, write
 
 GOLDEN = Path(__file__).parents[1] / 'golden'
 # What is in golden/format2.ckpt, which was written by `write_state(path, STATE, {'number': 1, 'epoch': 2})`.
@@ -58,7 +58,7 @@ def test_a_newer_one_is_refused(tmp_path: Path) -> None:
     "golden/format3.ckpt is that file with a 3 in the place of the 2."
     path = GOLDEN / 'format3.ckpt'
     with pytest.raises(
-        CheckpointError, match=rf'format3\.ckpt has format 3, .*reads format {FORMAT}: update'
+        CheckpointError, match=rf'format3\.ckpt has format 3, .*{FORMAT}: update'
     ) as e:
         read_state(path)
     assert not isinstance(e.value, DamagedError) and read_info(path) == {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import checkpointed, make_learner, names, quiet
 
 from learnkit import EMA, SGD, Callback, GradientAccumulation
 from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.folder import load_state
+from tests.faults.run_helpers import checkpointed, make_learner, names, quiet
 
 OPTIONS: dict[str, dict[str, Any]] = {
     'adam': {},

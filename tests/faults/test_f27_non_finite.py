@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import fits_like_fresh, is_clean, make_learner, notes, raised_by, start_again
 from torch import Tensor
 
 from learnkit import Callback, Learner
@@ -16,6 +15,14 @@ from learnkit.callbacks import GradientAccumulation, GuardNonFinite
 from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
 from learnkit.engine.passes import TrainingPasses
+from tests.faults.fault_helpers import (
+    fits_like_fresh,
+    is_clean,
+    make_learner,
+    notes,
+    raised_by,
+    start_again,
+)
 
 BAD_BATCH = 2
 
@@ -113,7 +120,7 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     is_clean(learn)
 
 
-PLACES: list[tuple[str, Callable[[Any], object], str]] = [
+SPOILED_EVENTS: list[tuple[str, Callable[[Any], object], str]] = [
     ('after_draw', spoil_input, 'Not finite: input 0 in sample 41 of the data set (row 1).'),
     (
         'after_draw',
@@ -135,7 +142,7 @@ PLACES: list[tuple[str, Callable[[Any], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(('event', 'spoil', 'match'), PLACES)
+@pytest.mark.parametrize(('event', 'spoil', 'match'), SPOILED_EVENTS)
 @pytest.mark.parametrize('microbatch', [None, 2])
 def test_in_the_batch_or_by_a_callback(
     event: str, spoil: Any, match: str, microbatch: int | None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import checkpointed, make_learner, quiet
 
 from learnkit import Callback, CheckpointError
 from learnkit.callbacks import (
@@ -19,6 +18,7 @@ from learnkit.callbacks import (
 )
 from learnkit.checkpoint.folder import entries, find
 from learnkit.metrics import ValueMetric
+from tests.faults.run_helpers import checkpointed, make_learner, quiet
 
 NAN, INF = math.nan, math.inf
 

@@ -1,6 +1,6 @@
 """Row 29: out of memory. Gradients are freed, cleanup runs; with microbatch='auto' the batch is done in smaller pieces.
 
-`tests/engine/test_auto_microbatch.py` has more of the halving."""
+`tests/engine/test_microbatch_auto.py` has more of the halving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import (
+from torch import Tensor, nn
+
+from learnkit import DataLoaders, Learner
+from learnkit.checkpoint.digest import differences
+from tests.faults.fault_helpers import (
     At,
     Watch,
     fits_like_fresh,
@@ -20,11 +24,7 @@ from fault_helpers import (
     raised_by,
     start_again,
 )
-from run_helpers import all_load, checkpointed, in_child, names
-from torch import Tensor, nn
-
-from learnkit import DataLoaders, Learner
-from learnkit.checkpoint.digest import differences
+from tests.faults.run_helpers import all_load, checkpointed, in_child, names
 
 EVENTS = [
     'before_batch',

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from fastcore.basics import noop
-from fault_helpers import BS, N_TRAIN, is_clean
-from run_helpers import all_load, checkpointed, names, torch_dls
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, get_worker_info
 
 from learnkit import DataLoaders, Learner
 from learnkit.testing.forks import start
+from tests.faults.fault_helpers import BS, N_TRAIN, is_clean
+from tests.faults.run_helpers import all_load, checkpointed, names, torch_dls
 
 TIMEOUT_S = 2
 LIMIT_S = TIMEOUT_S + 20  # generous, because a loaded machine takes seconds to start workers

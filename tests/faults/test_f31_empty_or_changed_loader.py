@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import BS, make_dls
-from run_helpers import checkpointed, content, make_learner, quiet, same, torch_dls
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
@@ -20,6 +18,8 @@ from learnkit import (
     LoaderError,
     TensorLoader,
 )
+from tests.faults.fault_helpers import BS, make_dls
+from tests.faults.run_helpers import checkpointed, content, make_learner, quiet, same, torch_dls
 
 
 def pairs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     path = (
         tmp_path / {'in an epoch': '00001-ep0-ba2.ckpt', 'after an epoch': '00001-ep1-ba3.ckpt'}[at]
     )
-    dls, told = CHANGED[kind]
+    dls, pattern = CHANGED[kind]
     try:
         learn = make(dls=dls())
     except LoaderError:
@@ -87,7 +87,7 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     untrained(
         learn,
         EmptyLoaderError if kind == 'empty' else CheckpointError,
-        'no batch' if kind == 'empty' else f'not as it was.*{told}',
+        'no batch' if kind == 'empty' else f'not as it was.*{pattern}',
         resume=path,
     )
     if kind in ('empty', 'longer'):

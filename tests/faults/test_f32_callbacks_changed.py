@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import checkpointed, names, same
 
 from learnkit import EMA, Callback, CallbackError, MixUp
 from learnkit.callbacks import EarlyStoppingCallback
+from tests.faults.run_helpers import checkpointed, names, same
 
 
 class Counter(Callback):
@@ -70,41 +70,45 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 
 def test_one_was_added(tmp_path: Path) -> None:
-    _, told = resumed(saved(tmp_path)[0], counter := Counter())
-    assert told == ['There is no state for the callback `counter` (Counter): it stays as it is.']
+    _, warnings_seen = resumed(saved(tmp_path)[0], counter := Counter())
+    assert warnings_seen == [
+        'There is no state for the callback `counter` (Counter): it stays as it is.'
+    ]
     assert counter.seen == 2, 'the batches that came after'
 
 
 def test_one_was_removed(tmp_path: Path) -> None:
-    _, told = resumed(saved(tmp_path, Counter)[0])
-    assert len(told) == 1 and told[0].startswith(
+    _, warnings_seen = resumed(saved(tmp_path, Counter)[0])
+    assert len(warnings_seen) == 1 and warnings_seen[0].startswith(
         'There is a state for a callback `counter`, and no such callback.'
     )
 
 
 def test_one_was_renamed(tmp_path: Path) -> None:
-    _, told = resumed(saved(tmp_path, Counter)[0], tally := Tally())
-    assert sorted(t[:46] for t in told) == [
+    _, warnings_seen = resumed(saved(tmp_path, Counter)[0], tally := Tally())
+    assert sorted(t[:46] for t in warnings_seen) == [
         'There is a state for a callback `counter`, and',
         'There is no state for the callback `tally` (Ta',
     ]
     assert tally.seen == 2
-    _, told = resumed(saved(tmp_path / 'named', Counter)[0], named := Named())
-    assert not told and named.seen == 6, 'a key keeps the state'
+    _, warnings_seen = resumed(saved(tmp_path / 'named', Counter)[0], named := Named())
+    assert not warnings_seen and named.seen == 6, 'a key keeps the state'
 
 
 def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
     class Counterr(Counter):
         "The same."
 
-    _, told = resumed(saved(tmp_path, Counter)[0], Counterr)
-    assert any('Did you mean `counterr`?' in t for t in told)
+    _, warnings_seen = resumed(saved(tmp_path, Counter)[0], Counterr)
+    assert any('Did you mean `counterr`?' in t for t in warnings_seen)
 
 
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
-    _, told = resumed(saved(tmp_path, Counter)[0], first, second)
-    assert told == ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
+    _, warnings_seen = resumed(saved(tmp_path, Counter)[0], first, second)
+    assert warnings_seen == [
+        'There is no state for the callback `counter_2` (Counter): it stays as it is.'
+    ]
     assert (first.seen, second.seen) == (6, 2)
     with pytest.raises(CallbackError, match="both have state_key='counter'"):
         checkpointed(tmp_path / 'other')(Named(), Named())
@@ -117,12 +121,12 @@ def test_others_were_reordered(tmp_path: Path) -> None:
         return [Counter(), EMA(0.9), EarlyStoppingCallback(patience=9), MixUp(0.4)]
 
     path, end = saved(tmp_path, *cbs())
-    learn, told = resumed(path, *cbs()[::-1])
-    assert not told and same(end, learn.checkpoint_state())
+    learn, warnings_seen = resumed(path, *cbs()[::-1])
+    assert not warnings_seen and same(end, learn.checkpoint_state())
     path, _ = saved(tmp_path / 'two', a := Counter(), b := Tally())
     a.seen, b.seen = 0, 0
-    _, told = resumed(path, b, a)
-    assert not told and (a.seen, b.seen) == (6, 6)
+    _, warnings_seen = resumed(path, b, a)
+    assert not warnings_seen and (a.seen, b.seen) == (6, 6)
 
 
 def test_one_that_cannot_read_its_state_says_so(
@@ -135,8 +139,11 @@ def test_one_that_cannot_read_its_state_says_so(
     with pytest.raises(KeyError, match='an entry that is not there') as caught:
         learn.fit(2, resume=path)
     assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
-    told = '\n'.join(caught.value.__notes__)
-    assert 'in Picky.load_state_dict' in told and f'while {path} was put in place' in told
+    warnings_seen = '\n'.join(caught.value.__notes__)
+    assert (
+        'in Picky.load_state_dict' in warnings_seen
+        and f'while {path} was put in place' in warnings_seen
+    )
     assert (
         not learn.resumed
         and learn.opt.n_steps == 0

@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fault_helpers import (
+
+from learnkit import Callback, Learner
+from tests.faults.fault_helpers import (
     N_EPOCH,
     At,
     Watch,
-    anew,
+    copy_without_notes,
     digest,
     fits_like_fresh,
     fresh,
@@ -25,13 +27,11 @@ from fault_helpers import (
     rows,
     start_again,
 )
-
-from learnkit import Callback, Learner
 from tests.helpers.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
-    "Return what `f` gives in a thread of its own, or raise what it raises."
+    "Return the result of `f` in a new thread, or raise its exception."
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(f).result(timeout=60)
 
@@ -91,7 +91,7 @@ def test_made_in_one_thread_used_in_others() -> None:
 )
 @pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_validate', 'after_epoch'])
 def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> None:
-    error = anew(error)
+    error = copy_without_notes(error)
     learn = make_learner(cbs := [At(event, error), watch := Watch()])
     start_again(learn)
     e = in_thread(lambda: raised_by(lambda: learn.fit(N_EPOCH)))
@@ -106,7 +106,7 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
 
 
 def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
-    "They share the global RNG, so here they have nothing that draws from it."
+    "Threads share the global RNG, so these Learners do not draw from it."
     from torch import nn
 
     from learnkit import DataLoaders

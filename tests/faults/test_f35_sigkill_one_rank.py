@@ -8,10 +8,10 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from run_helpers import State, make_learner, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
+from tests.faults.run_helpers import State, make_learner, quiet, same, torch_dls
 from tests.helpers.ranks import run_ranks, started_ranks
 from tests.helpers.resuming import scramble
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 def train(rank: int, folder: Path, pace_s: float = 0.0, n_epoch: int = 4) -> State:
-    "Train, or go on with training."
+    "Train or resume."
     scramble(0)
     learn = quiet(make_learner(dls=torch_dls()))
     if any(folder.glob('*.ckpt')):
@@ -67,7 +67,7 @@ def killed(
 def kill_and_go_on(
     folder: Path, straight: list[Any], instants: list[float]
 ) -> list[tuple[bool, float]]:
-    "Kill at each instant, and go on; return how the others ended."
+    "Kill at each instant, and resume; return how the others ended."
     ends = [killed(folder, i % 2, instant) for i, instant in enumerate(instants)]
     for own, one in zip(straight, run_ranks(train, 2, folder), strict=True):
         assert same(own, one)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fault_helpers import FIT_EVENTS, make_learner
-from run_helpers import quiet
 
 from learnkit import Callback
+from tests.faults.fault_helpers import FIT_EVENTS, make_learner
+from tests.faults.run_helpers import quiet
 from tests.helpers.ranks import started_ranks
 
 FEW = ('before_draw', 'after_loss', 'after_eval', 'cleanup')

@@ -10,11 +10,11 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
-from fault_helpers import make_learner
-from run_helpers import quiet
 
 from learnkit import Callback
 from learnkit.distributed.launch import free_port
+from tests.faults.fault_helpers import make_learner
+from tests.faults.run_helpers import quiet
 from tests.helpers.ranks import started_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def train(rank: int, who: int, event: str, how: str, timeout_s: float) -> None:
 
 
 def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
-    "Let one of two processes hang, in several pairs at a time; return how long the others took to end."
+    "Make one of two processes hang, in several pairs at a time; return the seconds until the others ended."
     began = monotonic()
     with ExitStack() as stack:
         pairs = [stack.enter_context(started_ranks(train, 2, *hang, timeout_s)) for hang in hangs]
@@ -68,8 +68,8 @@ def test_either_hangs() -> None:
 
 SCRIPT = """
 import os, sys, time
-sys.path[:0] = [r'{root}', r'{root}/tests', r'{root}/tests/faults']
-from test_f37_one_rank_hangs import train
+sys.path.insert(0, r'{root}')
+from tests.faults.test_f37_one_rank_hangs import train
 print('pid', os.getpid(), flush=True)
 train(int(os.environ['RANK']), 1, 'after_loss', 'sleeps', 3.)
 """

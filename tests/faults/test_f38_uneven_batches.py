@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import DistributedError
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.distributing import make_data, make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def test_padded_and_dropped(uneven: str, steps: int, samples: int) -> None:
 
 
 def own_loaders(rank: int, uneven: str) -> list[Any]:
-    "Give each process batches of its own, 5 and 4 of them."
+    "Give the processes separate batches, 5 and 4."
     x, y = make_data(20 - 4 * rank)
     learn = make_learner(DataLoaders(list(zip(x.split(4), y.split(4), strict=True)), device='cpu'))
     try:

@@ -9,11 +9,11 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from run_helpers import State, make_learner, names, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
+from tests.faults.run_helpers import State, make_learner, names, quiet, same, torch_dls
 from tests.helpers.ranks import run_ranks, started_ranks
 
 
@@ -45,7 +45,7 @@ def with_workers(
 
 
 def signalled(folder: Path, victim: int, after_s: float) -> bool:
-    "Send the signal to one process while both train; tell whether it came before their end."
+    "Send the signal to one process while both train; return whether it came before their end."
     with started_ranks(train, 2, folder, 0.01) as children:
         children[victim].wait(60, until=lambda: 'trains' in children[victim].stdout)
         until = monotonic() + after_s
@@ -76,7 +76,7 @@ def test_both_save_once_and_go_on_exactly(tmp_path: Path) -> None:
 def all_signalled(
     folder: Path, method: str, persistent: bool, after_s: float, n_epoch: int = 3
 ) -> float:
-    "Send the signal to both and their workers; return how long it took them to end."
+    "Send the signal to both and their workers; return the seconds until they ended."
     with started_ranks(with_workers, 2, folder, method, persistent, 0.02, n_epoch) as children:
         children[0].wait(60, until=lambda: all('trains' in c.stdout for c in children))
         sleep(after_s)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import Callback, GuardNonFinite
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint import file as statefile
 from learnkit.core.errors import LearnkitError
+from tests.faults.fault_helpers import others_in_full
 from tests.helpers.distributing import make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def test_the_first_cannot_save(background: bool, tmp_path: Path) -> None:
 
 
 def poisoned(rank: int, victim: int, what: str, policy: str) -> list[Any]:
-    "Train; in one process the loss, or a gradient, is NaN at its fourth batch."
+    "Train with a NaN loss or gradient in one process at its fourth batch."
 
     def poison(cb: Any) -> None:
         if cb.world.rank != victim or cb.learn.time.ba != 3:

@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def drifting(rank: int, what: str) -> str:
-    "Change one number in the last process at the end of an epoch, by the least that a float can."
+    "Change one number in the last process at the end of an epoch by one unit in the last place."
 
     def drift(cb: Any) -> None:
         if cb.world.rank != cb.world.size - 1:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import others_in_full
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import CheckpointError
-from tests.helpers.distributing import interrupted, make_dls, make_learner
+from tests.faults.fault_helpers import others_in_full
+from tests.helpers.distributing import expect_interrupt, make_dls, make_learner
 from tests.helpers.ranks import run_ranks
 
 N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
@@ -23,7 +23,7 @@ N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
 def train(
     rank: int, folder: Path, bs: int, batch_size: str, kind: str, until: int | None = None
 ) -> Any:
-    "Train, up to a number of batches of this run, and return the samples that were learnt from."
+    "Train up to a number of batches of this run, and return the trained samples."
     seen: list[float] = []
     torch.manual_seed(0)
     warnings.filterwarnings('ignore', message='The checkpoint is of')
@@ -42,7 +42,7 @@ def train(
     learn = make_learner(make_dls(N, bs, kind), cbs=[*cbs, late(enough)])
     with learn.distributed('ddp', batch_size=batch_size, timeout='20s'):
         try:
-            with interrupted() if until else nullcontext():
+            with expect_interrupt() if until else nullcontext():
                 learn.fit(2, resume=True)
         except CheckpointError as e:
             return str(e)

@@ -12,11 +12,11 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from file_helpers import rebuilt, saved
 from torch import Tensor
 
 from learnkit.checkpoint.torch_file import find_damage, read_torch_file
 from learnkit.core.errors import WeightsError
+from tests.faults.file_helpers import rebuilt, saved
 
 WEIGHTS = {'a': torch.arange(1.0, 5.0), 'b': torch.full((600,), 2.0)}
 ENTRY, LOCAL = b'PK\1\2', b'PK\3\4'

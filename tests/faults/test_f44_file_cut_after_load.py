@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import At, in_child, make_learner, quiet, same
 from torch import nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
 from learnkit.checkpoint.weights import read_weights
+from tests.faults.run_helpers import At, in_child, make_learner, quiet, same
 
 WIDTH = 64  # so that a weight fills several pages
 
@@ -44,14 +44,14 @@ def mapped(folder: Path) -> list[str]:
 
 
 def cut(folder: Path) -> None:
-    "Cut every file short, as a program does that writes over it in place."
+    "Truncate every file, like a program that overwrites it in place."
     for path in folder.rglob('*'):
         if path.is_file() and path.name != '.lock':
             os.truncate(path, 0)
 
 
 class KeepFile(Callback):
-    "A callback that reads a file of its own from the checkpoint."
+    "A callback that reads its own file from the checkpoint."
 
     def save_to_checkpoint(self, folder: Path) -> None:
         (folder / 'big').write_bytes(bytes(100_000))
@@ -120,7 +120,7 @@ LOADS: list[Callable[[Learner, Path], None]] = [
 
 @pytest.mark.parametrize('load', LOADS)
 def test_after_a_load(tmp_path: Path, load: Callable[[Learner, Path], None]) -> None:
-    "Training on equals training on after the same load of files that stay whole."
+    "Training after the load equals training after a load of files that are not truncated."
     learn = make()
     learn.fit(1)
     path = learn.save(tmp_path / 'a.pth', with_opt=True)

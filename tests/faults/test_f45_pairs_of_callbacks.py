@@ -11,7 +11,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from run_helpers import Reach, State
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
@@ -19,8 +18,8 @@ from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.testing.harness import run_until_done
-from tests.callbacks.test_every_callback import DEFAULTS, weights
-from tests.callbacks.test_every_callback_resumes import RESUMED, learner, made
+from tests.faults.run_helpers import Reach, State
+from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, make_to_resume, weights
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]
@@ -45,7 +44,7 @@ N_EPOCH, KILLED_AT = 2, 2  # epochs of 4 batches, of which two callbacks may ski
 
 
 class CopyFolder(Callback):
-    "Copy the folder of a run as a process leaves it that is killed after a batch."
+    "Copy the folder of a run as it is when a process is killed after a batch."
 
     order = 2000  # after the checkpoint
 
@@ -86,7 +85,7 @@ def cover_pairs(names: Iterable[str], size: int) -> Iterator[Group]:
 def make(path: Path, names: Sequence[str]) -> Learner:
     "Return a Learner with callbacks of these classes."
     needed = ['RNNCallback'] if 'RNNRegularizer' in names and 'RNNCallback' not in names else []
-    cbs = [made(CLASSES[name]) for name in (*needed, *names)]
+    cbs = [make_to_resume(CLASSES[name]) for name in (*needed, *names)]
     learn = learner(path, *cbs, rnn=any('RNN' in name for name in names), eval_every='3ba')
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
@@ -94,7 +93,7 @@ def make(path: Path, names: Sequence[str]) -> Learner:
 
 
 def fit(path: Path, names: Sequence[str], *more: Callback) -> State:
-    "Train, or go on from the newest checkpoint, and return the state at the end."
+    "Train or resume from the newest checkpoint, and return the final state."
     kept = path / 'kept'
     is_resumed = any(kept.glob('*.ckpt'))
     scramble(0)
@@ -109,7 +108,7 @@ def fit(path: Path, names: Sequence[str], *more: Callback) -> State:
 
 
 def resumed_differs(folder: Path, names: Sequence[str]) -> list[str]:
-    "Train, and go on from the folder as it was after a batch; return what differs in the end."
+    "Train, and resume from the folder after a batch; return the differences at the end."
     path, copy = folder / '1' / 'run', folder / '2' / 'run'
     straight = fit(path, names, CopyFolder(path, copy))
     resumed = fit(copy, names, CopyFolder(copy, folder))
@@ -141,7 +140,7 @@ def test_pairs_that_are_refused(tmp_path: Path, pair: frozenset[str]) -> None:
 
 
 def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
-    "Train in a process, and in processes of which the first is killed; return what differs in the end."
+    "Train in a process, and in processes of which the first is killed; return the final differences."
 
     def job(path: Path, reach: Callable[[], Callback]) -> State:
         return fit(path, names, reach())
@@ -156,7 +155,7 @@ def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
 def is_installed(name: str) -> bool:
     "Return True if the library that a class needs is installed."
     try:
-        made(CLASSES[name])
+        make_to_resume(CLASSES[name])
     except MissingExtraError:
         return False
     return True

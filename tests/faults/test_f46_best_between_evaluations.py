@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import N_TRAIN, checkpointed
 
 from learnkit import Callback, Learner
 from learnkit.checkpoint.folder import Entry, entries, find
+from tests.faults.run_helpers import N_TRAIN, checkpointed
 
 Plan = dict[int, float]  # validation loss by the number of batches trained before the evaluation
 
 
 class Planned(Callback):
-    "Let evaluations measure what a plan says."
+    "Set the values of evaluations from a plan."
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -51,7 +51,7 @@ def expected_value(plan: Plan, entry: Entry, is_within: Callable[[int], bool]) -
 
 
 def train(folder: Path, plan: Plan, every: str, n_epoch: int, **options: Any) -> list[Entry]:
-    "Train, and return every checkpoint that was written, in order."
+    "Train, and return every written checkpoint in order."
     watch = All()
     fit = {'eval_every': options.pop('eval_every', None)}
     make = checkpointed(folder, every=every, keep_last=1, background=False, **options)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
 
 from learnkit import Callback, Learner, Replay
 from learnkit.callbacks.lr_finder import LRFinder
 from learnkit.core.interrupts import deferred_interrupts, run_all
 from learnkit.engine.snapshot import Snapshot
+from tests.faults.fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
@@ -49,7 +49,7 @@ RESTORING = {'lr_find': find, 'LRFinder': find_in_a_fit, 'check_resume': check}
 
 
 def interrupted(run: Callable[[Learner], None], at: int) -> tuple[bool, str]:
-    "Press Ctrl-C at an instant after the restoring has begun; return whether it came, and what is wrong."
+    "Press Ctrl-C at an instant of restoring; return whether it was reached, and the errors."
     learn = make_learner()
     interrupter = Interrupter(at, Snapshot.undo.__code__, run.__code__)
     before = {name: id(value) for name, value in vars(learn).items() if not name.startswith('_')}
@@ -172,7 +172,7 @@ def test_no_object_is_empty_between_two_steps() -> None:
 
 
 class Slow:
-    "A context that is pressed in, and notes what has been done."
+    "A context that presses Ctrl-C, and records its steps."
 
     def __init__(self, where: str, n: int) -> None:
         self.where, self.n, self.done = where, n, list[str]()

@@ -11,7 +11,6 @@ from time import sleep
 from typing import Any
 
 import pytest
-from fault_helpers import make_learner, raised_by
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, sigterm
@@ -19,6 +18,7 @@ from learnkit.callbacks.sigterm import StopRequest
 from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
 from learnkit.testing.forks import start
+from tests.faults.fault_helpers import make_learner, raised_by
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
@@ -45,7 +45,7 @@ def learner(folder: Path, *cbs: Any, **options: Any) -> Learner:
 
 
 def problems_in(folder: Path) -> list[str]:
-    "Return what is still taken: signal handlers, requests, locks."
+    "Return what is still held: signal handlers, requests, locks."
     found = []
     for sig, own in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(sig) != own:
@@ -94,7 +94,7 @@ def test_the_process_is_ended_by_sigterm(tmp_path: Path) -> None:
 
 
 def second_at(at: int, folder: Path) -> tuple[bool, list[str]]:
-    "Interrupt a fit, and its end once more at an instant; return whether that came, and what is still taken."
+    "Interrupt a fit, and its end at an instant; return whether it was reached, and what is still held."
     learn = learner(folder, Callback(after_loss=interrupt_fit))
     interrupter = Interrupter(at, runs.end_run.__code__, Learner.fit.__code__)
     # within the end of the run, so that no context around the fit is in the way

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_helpers import At
-from file_helpers import fork, result_of
-from run_helpers import checkpointed
 
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
+from tests.faults.fault_helpers import At
+from tests.faults.file_helpers import fork, result_of
+from tests.faults.run_helpers import checkpointed
 
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
@@ -72,7 +72,7 @@ def call_system(name: str, *args: Any) -> None:
 
 
 def bind(folder: Path, target: Path) -> None:
-    "Mount a folder at another place, for this process alone."
+    "Mount a folder at another place, for this process only."
     target.mkdir()
     call_system('unshare', CLONE_NEWNS)
     call_system('mount', b'none', b'/', None, MS_REC | MS_PRIVATE, None)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import Reach, State, quiet
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -45,6 +44,7 @@ from learnkit.callbacks import (
 from learnkit.callbacks.schedule import combined_cos
 from learnkit.checkpoint.digest import differences
 from learnkit.testing.harness import run_until_done
+from tests.faults.run_helpers import Reach, State, quiet
 from tests.helpers.resuming import scramble
 
 N, BS = 20, 4  # samples, batch size: five batches an epoch
@@ -79,7 +79,7 @@ class Noisy(Plain):
 
 
 class OwnNoise(Plain):
-    "Adds noise from a generator of its own, of one of three kinds."
+    "Adds noise from its own generator, of one of three kinds."
 
     def __init__(self, rng: Any) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Flow(IterableDataset[Any]):
 
 
 class Loader:
-    "A loader of one's own that shuffles by a count, or by the global generator."
+    "A user's loader that shuffles by a count, or by the global generator."
 
     def __init__(self, counts: bool) -> None:
         self.data, self.counts, self.n_passes = Plain(), counts, 0
@@ -138,7 +138,7 @@ class Loader:
 
 
 class Own(Sampler[int]):
-    "What the samplers below share."
+    "Base class of the samplers below."
 
     def __init__(self) -> None:
         self.setup()
@@ -170,7 +170,7 @@ class HiddenCount(Own):
 
 
 class LateCount(HiddenCount):
-    "Counts when a pass is over."
+    "Counts at the end of a pass."
 
     def __iter__(self) -> Iterator[int]:
         yield from shuffle(self._n_passes)
@@ -178,7 +178,7 @@ class LateCount(HiddenCount):
 
 
 class NotedCount(HiddenCount):
-    "Counts as soon as it is asked for an iterator."
+    "Counts when an iterator is created."
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order())
@@ -298,7 +298,7 @@ LOST_SAMPLERS: list[type[Own]] = [InClosure, RandomInClosure, CountInList]
 
 
 class Jitter(Callback):
-    "Changes the loss by a random number, from a generator that it is made with."
+    "Changes the loss by a random number from its own generator."
 
     def __init__(self, rng: Any) -> None:
         self.rng = rng
@@ -434,7 +434,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class SetUp:
-    "How a Learner is made, and what is expected of it."
+    "How a Learner is made, and the expected result."
 
     model: Callable[[], nn.Module] = mlp
     train: Callable[[], Any] = lambda: DataLoader(Plain(), BS, shuffle=True)  # the training loader
@@ -564,7 +564,7 @@ def callbacks() -> dict[str, Callable[[], list[Callback]]]:
 
 
 def lost() -> dict[str, SetUp]:
-    "Set-ups of which no checkpoint holds everything."
+    "Return set-ups with state that is missing from checkpoints."
     made = {
         f'sampler {cls.__name__}': SetUp(train=sampled(cls), warns=cls.__name__)
         for cls in LOST_SAMPLERS
@@ -621,7 +621,7 @@ SET_UPS = set_ups()
 
 
 def train(set_up: SetUp, folder: Path) -> State:
-    "Train, or go on with training, and return the state at the end and what was warned of."
+    "Train or resume, and return the final state and the warnings."
     learn = set_up.make()
     is_resumed = any(folder.glob('*.ckpt'))
     if is_resumed:
@@ -638,7 +638,7 @@ def train(set_up: SetUp, folder: Path) -> State:
 
 
 def kill_and_compare(set_up: SetUp, folder: Path, at: int) -> tuple[list[str], list[str]]:
-    "Return what differs after a kill in a training batch, and what the run warned of that was not killed."
+    "Return the differences after a kill in a training batch, and the warnings of the uninterrupted run."
     straight = run_until_done(partial(train, set_up, folder / 'straight'))
     killed = run_until_done(
         partial(train, set_up, folder / 'killed'), kill=[('train after_loss', at)]
@@ -654,7 +654,7 @@ def is_exact_by_check(set_up: SetUp, stop_after: int) -> bool:
         return bool(set_up.make().check_resume(3 * (N // BS), stop_after))
 
 
-def judge(set_up: SetUp, folder: Path, at: int) -> str:
+def check_set_up(set_up: SetUp, folder: Path, at: int) -> str:
     "Return 'equal' or 'warned' if a set-up is as expected, and otherwise a description."
     found, warned = kill_and_compare(set_up, folder, at)
     by_check = is_exact_by_check(set_up, at - 1) if set_up.has_check else True
@@ -683,7 +683,7 @@ SOME = [
 def test_some(tmp_path: Path, name: str) -> None:
     "Killed in the second epoch."
     expected = 'warned' if SET_UPS[name].warns else 'equal'
-    assert judge(SET_UPS[name], tmp_path, 8) == expected
+    assert check_set_up(SET_UPS[name], tmp_path, 8) == expected
 
 
 def count(results: dict[str, str], kind: str) -> int:
@@ -696,7 +696,7 @@ def test_every_set_up(tmp_path: Path) -> None:
     results = {}
     for i, (name, set_up) in enumerate(SET_UPS.items()):
         at = rng.randrange(2, N_EPOCH * 4)
-        results[name] = judge(set_up, tmp_path / f'{i}', at)
+        results[name] = check_set_up(set_up, tmp_path / f'{i}', at)
     print(
         f'row 51: {len(results)} set-ups, each killed at a random batch: {count(results, "equal")} equal, '
         f'{count(results, "warned")} named by a warning before the kill; check_resume called none exact that differs'

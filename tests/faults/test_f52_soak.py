@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import FIT_EVENTS, At, fits_like_fresh
-from run_helpers import BS, make_learner, quiet, torch_dls
 
 from learnkit import EMA, Learner
 from learnkit.callbacks import Checkpoint, GradientAccumulation, SaveModelCallback
 from learnkit.core.errors import CancelEpochException, CancelFitException
 from learnkit.loggers import CSVLogger, JSONLinesLogger
+from tests.faults.fault_helpers import FIT_EVENTS, At, fits_like_fresh
+from tests.faults.run_helpers import BS, make_learner, quiet, torch_dls
 
 Fault = Callable[[Any], None]
 
 
 class Planned(Exception):
-    "What goes wrong."
+    "The exception of these tests."
 
 
 def fail(cb: Any) -> None:
@@ -115,7 +115,7 @@ def use_once(folder: Path, rng: random.Random) -> str:
 
 
 def measure() -> dict[str, int]:
-    "Return what this process holds."
+    "Return the resources that this process holds."
     gc.collect()
     status = Path('/proc/self/status').read_text()
     return {
@@ -136,7 +136,7 @@ def children() -> list[str]:
 
 
 def soak(tmp_path: Path, n: int, n_warm: int, seed: int) -> tuple[Counter[str], dict[str, Any]]:
-    "Train n times after some that warm up; return the faults, and what is held before and after."
+    "Train n times after a warm-up; return the faults, and the resources held before and after."
     rng, done = random.Random(seed), Counter[str]()
     before: dict[str, int] = {}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""A clock that moves only when it is told to, so that no test depends on how busy the machine is."""
+"""A clock that tests advance, so that no test depends on the machine's load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 def use_clock(monkeypatch: pytest.MonkeyPatch, *modules: str) -> Clock:
-    "Let modules of the package read a new clock, the counters of every fit among them."
+    "Replace the clock in modules of the package and in the counters of every fit."
     clock = Clock()
     for module in ('learnkit.engine.counters', 'learnkit.engine.run', *modules):
         monkeypatch.setattr(f'{module}.perf_counter', clock)

@@ -1,8 +1,8 @@
-"""What the tests of several processes share: a small training in float64 that one process or many can do."""
+"""Shared by tests of several processes: a small float64 training for one or many processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import DataLoaders, Learner, accuracy
+from learnkit import (
+    DataLoaders,
+    Learner,
+    accuracy,
+)
+from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError
+from tests.helpers.ranks import run_ranks
 
 
 def make_data(n: int, seed: int = 1, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -73,7 +79,7 @@ def rows(learn: Learner) -> list[dict[str, Any]]:
 
 
 def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float = 1e-10) -> bool:
-    "Compare histories; what is no number must be equal, and `accuracy` is a float32 mean of each batch."
+    "Return True if histories are equal, floats within `tolerance`; `accuracy` is a float32 mean over batches."
 
     def same(k: str, v: Any, w: Any) -> bool:
         if not isinstance(v, float):
@@ -87,8 +93,52 @@ def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float
 
 
 @contextmanager
-def interrupted() -> Iterator[None]:
-    "Expect a Ctrl-C in every process; one that comes to its own late may hear of another's before."
+def expect_interrupt() -> Iterator[None]:
+    "Expect a Ctrl-C in every process; a process may see the error of another process first."
     with pytest.raises((KeyboardInterrupt, DistributedError)) as e:
         yield
     assert 'KeyboardInterrupt' in repr(e.value)
+
+
+def summarize_run(learn: Learner) -> dict[str, Any]:
+    "Return the results of a training as plain values."
+    return {
+        'weights': weights(learn),
+        'rows': rows(learn),
+        'train_iter': learn.train_iter,
+        'time': {k: v for k, v in learn.time.state_dict().items() if k not in ('sec', 'dur')},
+        'losses': torch.tensor(learn.recorder.smooth_loss.smooth, dtype=torch.float64),
+        'preds': learn.get_preds()[0],
+    }
+
+
+def compare(
+    make: Callable[[int], Learner],  # by the batch size of the loaders
+    fit: Callable[[Learner], Any],
+    n: int = 2,
+    tolerance: float = 1e-10,
+    bs: int = 4,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    "Train in `n` processes, and in one process with `n` times the batch size; compare and return the results."
+
+    def job(rank: int) -> dict[str, Any]:
+        learn = make(bs if options.get('batch_size') != 'global' else n * bs)
+        with learn.distributed('ddp', timeout='20s', **options):
+            fit(learn)
+            learn.check_replicas()
+            res = summarize_run(learn)
+        assert learn.world is SINGLE_RANK
+        return res
+
+    alone = make(n * bs)
+    fit(alone)
+    expected, ranks = summarize_run(alone), run_ranks(job, n)
+    for got in ranks:
+        assert (got['weights'] - expected['weights']).abs().max() < tolerance
+        assert got['train_iter'] == expected['train_iter'] and got['time'] == expected['time']
+        assert same_rows(got['rows'], expected['rows'], tolerance)
+        assert (got['losses'] - expected['losses']).abs().max() < tolerance
+        assert (got['preds'] - expected['preds']).abs().max() < tolerance
+        assert torch.equal(got['weights'], ranks[0]['weights']) and got['rows'] == ranks[0]['rows']
+    return ranks

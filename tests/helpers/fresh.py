@@ -1,4 +1,4 @@
-"""Run code in a process that has imported torch and nothing else: forked from one that waits, it is there at once."""
+"""Run code in a process that has imported only torch, forked from a waiting process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ os._exit(code)
 
 @cache
 def _waiting(*modules: str) -> subprocess.Popen[str]:
-    "Start the process that has imported the modules, once; warnings are errors in it and its children."
+    "Start the process with the imported modules, once; warnings are errors in it and its children."
     command = [sys.executable, '-W', 'error', '-c', PARENT, *modules]
     parent = subprocess.Popen(
         command,
@@ -100,7 +100,7 @@ def run_fresh(
     has: tuple[str, ...] = ('torch',),  # what is imported before
     timeout_s: int = 60,  # SIGALRM ends it then
 ) -> CompletedProcess[str]:
-    "Run code as `python -W error -c` does; return its exit code and what it printed."
+    "Run code as `python -W error -c` does; return its exit code and its output."
     parent = _waiting(*has)
     assert parent.stdin is not None and parent.stdout is not None
     with TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def run_fresh(
 
 
 def output_of(code: str, *arguments: object, **options: object) -> str:
-    "Run code as `run_fresh` does, and return what it printed; it has to end without an error."
+    "Run code as `run_fresh` does, require that it succeeds, and return its output."
     done = run_fresh(code, *arguments, **options)  # type: ignore[arg-type]
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen instant: CPython looks for signals when a function is called and when one of C returns."""
+"""Press Ctrl-C at a chosen instant. CPython checks for signals at calls and when C functions return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def interrupt() -> None:
 
 
 class Interrupter:
-    "A profiler that presses Ctrl-C at one instant, from the first call of a function to the end of another one."
+    "A profiler that presses Ctrl-C at one instant between the first call of a function and the end of another."
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Interrupter:
 
 @contextmanager
 def interrupting(interrupter: Interrupter) -> Iterator[None]:
-    "Let an interrupter act in a context, which ends without the KeyboardInterrupt."
+    "Run a context with an interrupter, and expect that it ends without KeyboardInterrupt."
     sys.setprofile(interrupter)
     try:
         yield

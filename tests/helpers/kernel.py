@@ -1,4 +1,4 @@
-"""A real Jupyter kernel: to run cells in, to interrupt, to ask for completions."""
+"""A real Jupyter kernel that runs cells, can be interrupted, and completes code."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Kernel:
 
 @contextmanager
 def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
-    "Give a kernel that has run the set-up."
+    "Yield a kernel that has run the set-up."
     from jupyter_client.manager import start_new_kernel
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Libraries that take long to import, and that tests import when they first use them."""
+"""Slow libraries, imported when tests first use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ['require']
 
 
 class Library:
-    "A module that is imported when its first attribute is read: importing it while tests are collected delays all."
+    "A module that is imported when its first attribute is read, which keeps collection fast."
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class Library:
 
 
 def require(*names: str) -> Any:
-    "Skip the tests of a file where a library is not installed; return the last one, which is not imported yet."
+    "Skip the tests of a file if a library is not installed; return the last library as a lazy module."
     try:
         check_libraries('The file', *(name.partition('.')[0] for name in names))
     except MissingExtraError as e:

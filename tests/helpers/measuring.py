@@ -1,4 +1,4 @@
-"""What the tests of metrics share: a tensor that notices host reads, and a stand-in for a Learner in one batch."""
+"""Shared by tests of metrics: a tensor that counts host reads, and a stand-in for a Learner in one batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=p
 
 
 class Watched(torch.Tensor):
-    "A tensor that counts what would make the host wait if it were on a device, as which it is treated."
+    "A tensor that claims to be on a device, and counts operations for which the host would wait."
 
     reads = 0
 
@@ -24,7 +24,7 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def watched(t: torch.Tensor) -> torch.Tensor:
+def watch_reads(t: torch.Tensor) -> torch.Tensor:
     Watched.reads = 0
     return t.as_subclass(Watched)
 
@@ -33,8 +33,8 @@ def batch(pred: Any = None, *yb: Any, xb: tuple[Any, ...] = (), **kw: Any) -> Si
     return SimpleNamespace(pred=pred, yb=yb, xb=xb, **kw)
 
 
-def fed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
-    "The metric after one pass over the set."
+def feed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
+    "Return the metric after one pass over the set."
     metric.reset()
     for parts in zip(*(t.split(bs) for t in (pred, *targs)), strict=True):
         metric.accumulate(batch(*parts, **kw))
@@ -46,7 +46,7 @@ def scores(n: int = 150, n_classes: int = 3) -> tuple[torch.Tensor, torch.Tensor
 
 
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    "Return the list to which each transfer of a tensor to the host adds its kind from now on."
+    "Return a list to which each transfer of a tensor to the host appends its kind."
     seen: list[str] = []
 
     def note(kind: str, own: Any) -> Any:

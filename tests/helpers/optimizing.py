@@ -1,4 +1,4 @@
-"""Weights on a noisy bowl, and a small training, for the tests of optimizers."""
+"""Weights on a noisy bowl, and a small training, for tests of optimizers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     ]
 
 
-def after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
-    "The weights after some steps on a noisy bowl."
+def weights_after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
+    "Return the weights after `n` steps on a noisy bowl."
     ps = weights() if ps is None else ps
     opt, gen = make(ps), torch.Generator().manual_seed(1)
     for _ in range(n):

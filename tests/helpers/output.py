@@ -1,4 +1,4 @@
-"""What a run has shown and written, without what tells of the clock: for comparing two runs."""
+"""Output and files of a run without times, to compare two runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from learnkit.loggers import read_log
 CLOCKS = ('time', 'throughput/', 'memory/', 'cpu_', 'disk_', 'network_', 'epoch/time')
 
 
-def said(value: Any, path: Path) -> Any:
-    "Return a value as what states are compared by: paths relative to the run's folder, objects by their class."
+def to_comparable(value: Any, path: Path) -> Any:
+    "Return a value in comparable form: paths relative to the run's folder, objects as their class name."
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -36,14 +36,14 @@ def said(value: Any, path: Path) -> Any:
     if isinstance(value, Time):
         return str(value)
     if isinstance(value, dict):
-        return {str(k): said(v, path) for k, v in value.items()}
+        return {str(k): to_comparable(v, path) for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)) or type(value).__name__ == 'L':
-        return [said(v, path) for v in value]
+        return [to_comparable(v, path) for v in value]
     return type(value).__name__
 
 
 class _Lines(StringIO):
-    "Take what is printed, a line at a time."
+    "A stream that collects printed lines without times."
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class _Lines(StringIO):
 
 
 @contextmanager
-def printed(learn: Learner, lines: list[str]) -> Iterator[None]:
-    "Gather what a fit prints: rows without their time, and messages."
+def capture_printed(learn: Learner, lines: list[str]) -> Iterator[None]:
+    "Collect what a fit prints: rows without their time, and messages."
     before, learn.logger = learn.logger, lambda row: lines.append(str(list(row)[:-1]))
     try:
         with redirect_stdout(_Lines(lines)):
@@ -65,11 +65,11 @@ def printed(learn: Learner, lines: list[str]) -> Iterator[None]:
         learn.logger = before
 
 
-def files_of(learn: Learner) -> dict[str, Any]:
-    "Return what is in the files below the Learner's path, those of logs without columns of the clock."
+def read_files(learn: Learner) -> dict[str, Any]:
+    "Return the contents of the files below the Learner's path; logs without time columns."
     found: dict[str, Any] = {}
     events = {p.parent for p in learn.path.rglob('events.out.*')}
-    found |= {f'events {i}': scalars(folder) for i, folder in enumerate(sorted(events))}
+    found |= {f'events {i}': read_scalars(folder) for i, folder in enumerate(sorted(events))}
     for path in sorted(p for p in learn.path.rglob('*') if p.is_file() and p.parent not in events):
         name = str(path.relative_to(learn.path))
         if path.suffix in ('.csv', '.jsonl'):
@@ -104,8 +104,8 @@ def without_time(line: str) -> str:
     return line.replace(line.partition('"time_ms": ')[2].partition(',')[0], '')
 
 
-def scalars(folder: Path) -> dict[str, Any]:
-    "Return what TensorBoard shows of a folder: scalars, and the number of texts."
+def read_scalars(folder: Path) -> dict[str, Any]:
+    "Return TensorBoard's view of a folder: scalars, and the number of text entries."
     reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 0}).Reload()
     numbers = {

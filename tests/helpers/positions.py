@@ -1,5 +1,4 @@
-"""What tests of positions share: loaders of every kind, a pass over them with random numbers drawn between batches, and
-its comparison with one that was broken off and gone on with in a loader made anew."""
+"""Loaders of every kind, and comparisons of an uninterrupted pass with a pass resumed in a new loader."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ END = object()
 
 
 class Items(Dataset[Any]):
-    "Samples that say who they are, and a random number of the generator that `noise` names."
+    "Samples of their index and a random number from the generator `noise`."
 
     def __init__(self, noise: str = '', seed: int = 0, n: int = N) -> None:
         self.n, self.transform = n, Noise(noise, seed)
@@ -53,7 +52,7 @@ class Noise:
 
 
 class OwnSeed(Sampler[int]):
-    "Draws each epoch's order from a generator of its own, index by index."
+    "Draws each epoch's order from its own generator, index by index."
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -76,7 +75,7 @@ class Eager(Sampler[list[int]]):
 
 
 class IndexByIndex(Sampler[int]):
-    "Goes on drawing from Python's global generator, as other code does."
+    "Keeps drawing from Python's global generator during a pass."
 
     def __len__(self) -> int:
         return N
@@ -85,8 +84,8 @@ class IndexByIndex(Sampler[int]):
         return (random.randrange(N) for _ in range(N))
 
 
-class Counting(Sampler[int]):
-    "Another order each epoch, by a count of them."
+class EpochCountSampler(Sampler[int]):
+    "Draws the order of each epoch from a count of epochs."
 
     epoch = 0
 
@@ -98,8 +97,8 @@ class Counting(Sampler[int]):
         yield from torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-class Told(Sampler[int]):
-    "As `Counting`, told the epoch by `set_epoch`; here it tells itself."
+class SetEpochSampler(Sampler[int]):
+    "Like `EpochCountSampler`, with `set_epoch`, which it calls itself."
 
     def __init__(self, seed: int) -> None:
         self._epoch = 0
@@ -120,7 +119,7 @@ class Told(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    "Yields what is its worker's share, out of a shuffling buffer with a generator of its own or a global one."
+    "Yields its worker's shard from a shuffle buffer with its own generator or a global one."
 
     def __init__(self, seed: int, own: bool = True) -> None:
         self.rng: Any = random.Random(seed) if own else random
@@ -136,15 +135,15 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([left.pop(self.rng.randrange(len(left))), self.rng.random()])
 
 
-def between() -> None:
+def draw_from_global_generators() -> None:
     "Draw from every global generator, as dropout and callbacks do."
     torch.rand(3)
     np.random.rand()
     random.random()
 
 
-def generators(dl: Any) -> int:
-    "Return a digest of every generator, the loader's own among them."
+def digest_generators(dl: Any) -> int:
+    "Return a digest of every generator, including the loader's."
 
     def frozen(v: Any) -> Any:
         if isinstance(v, Tensor):
@@ -156,41 +155,41 @@ def generators(dl: Any) -> int:
     return hash(frozen((capture_rng(), capture_own(dl))))
 
 
-def saved(drawing: LoaderPosition, n: int) -> bytes:
-    "Write what a checkpoint holds of it."
+def save_position(drawing: LoaderPosition, n: int) -> bytes:
+    "Return a checkpoint of the position and the global generators as bytes."
     file = io.BytesIO()
     torch.save({'position': drawing.state_dict(n), 'rng': capture_rng()}, file)
     return file.getvalue()
 
 
-def one_pass(
+def draw_epoch(
     drawing: LoaderPosition,
     n: int = 0,
     begun: bool = False,
     keep: bool = True,
 ) -> tuple[list[Any], dict[int, bytes]]:
-    "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints to keep."
+    "Draw an epoch from batch `n` on; return batches with generator digests, and a checkpoint of each."
     batches, seen, checkpoints = drawing.begin(), [], {}
     if not begun:
-        between()
+        draw_from_global_generators()
         if keep:
-            checkpoints[0] = saved(drawing, 0)
+            checkpoints[0] = save_position(drawing, 0)
     while (batch := next(batches, END)) is not END:
         n += 1
-        between()
-        seen.append((n, batch.tolist(), generators(drawing.dl)))
+        draw_from_global_generators()
+        seen.append((n, batch.tolist(), digest_generators(drawing.dl)))
         if keep:
-            checkpoints[n] = saved(drawing, n)
-    return [*seen, generators(drawing.dl)], checkpoints
+            checkpoints[n] = save_position(drawing, n)
+    return [*seen, digest_generators(drawing.dl)], checkpoints
 
 
-def go_on(
+def resume_passes(
     make: Callable[[int], Any],
     checkpoint: bytes,
     epochs: int = 2,
     keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
-    "Go on from a checkpoint in a loader made anew, with other global seeds; return as `straight` does."
+    "Resume from a checkpoint in a new loader with other global seeds; return the same as `run_without_stop`."
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
@@ -198,48 +197,50 @@ def go_on(
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
     drawing, n = LoaderPosition.resume(dl, state['position']), state['position']['n']
-    seen, kept = one_pass(drawing, n, begun=state['position']['start'] is not None, keep=keep)
+    seen, kept = draw_epoch(drawing, n, begun=state['position']['start'] is not None, keep=keep)
     passes, checkpoints = [seen], [kept]
     for _ in range(epochs - 1):
-        seen, kept = one_pass(LoaderPosition(dl), keep=keep)
+        seen, kept = draw_epoch(LoaderPosition(dl), keep=keep)
         passes.append(seen)
         checkpoints.append(kept)
     return passes, checkpoints
 
 
-def gone_on(make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2) -> list[Any]:
-    "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
-    return go_on(make, checkpoint, epochs, keep=False)[0]
+def passes_after_resume(
+    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2
+) -> list[Any]:
+    "Return the batches of each epoch after a resume from a checkpoint."
+    return resume_passes(make, checkpoint, epochs, keep=False)[0]
 
 
-def straight(
+def run_without_stop(
     make: Callable[[int], Any], epochs: int = 2
 ) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
-    "Draw some epochs; return what came, and the checkpoints of each by batch, that of its end as 'end'."
+    "Draw epochs; return their batches, and their checkpoints by batch, the last one as 'end'."
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     dl, passes, checkpoints = make(1), [], []
     for _ in range(epochs):
-        seen, kept = one_pass(LoaderPosition(dl))
+        seen, kept = draw_epoch(LoaderPosition(dl))
         passes.append(seen)
-        checkpoints.append({**kept, 'end': saved(LoaderPosition(dl), 0)})
+        checkpoints.append({**kept, 'end': save_position(LoaderPosition(dl), 0)})
     return passes, checkpoints
 
 
 def check(make: Callable[[int], Any], places: list[Any], epochs: int = 2) -> None:
-    "Compare the rest of the first epoch, and the next ones, bit for bit; at 'end' it is the next ones alone."
-    passes, checkpoints = straight(make, epochs)
+    "Compare the rest of the first epoch and all of the next ones bit for bit; 'end' compares the next only."
+    passes, checkpoints = run_without_stop(make, epochs)
     assert len(passes[0]) > 3
     for place in places:
         if place == 'last':
             place = len(passes[0]) - 1
         rest = passes[1:] if place == 'end' else [list(islice(passes[0], place, None)), *passes[1:]]
-        assert gone_on(make, checkpoints[0][place], len(rest)) == rest, place
+        assert passes_after_resume(make, checkpoints[0][place], len(rest)) == rest, place
 
 
 def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
-    "Return what makes a DataLoader; options that are functions are called with the seed."
+    "Return a function that creates a DataLoader; callable options are called with the seed."
 
     def make(seed: int) -> DataLoader[Any]:
         made = {k: v(seed) if callable(v) else v for k, v in options.items()}
@@ -249,5 +250,5 @@ def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int],
     return make
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

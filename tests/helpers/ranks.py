@@ -1,4 +1,4 @@
-"""Several processes that train together: forked from this one, so that they are there in a tenth of a second."""
+"""Start ranks that train together, forked from this process in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started_ranks(
     n: int = 2,
     *arguments: Any,
 ) -> Iterator[list[Child]]:
-    "Start `n` processes as torchrun would, with its variables; they are stopped at the end."
+    "Start `n` processes with torchrun's variables, and stop them at the end."
     import_module('torch.distributed.fsdp')  # as `torch._dynamo`: a second in each child otherwise
     port = free_port()
 
@@ -55,7 +55,7 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = 90.0,
 ) -> list[Any]:
-    "Run a job in `n` processes, and return what each has returned; raise what the first that failed has written."
+    "Run a job in `n` processes and return their results; raise the error of the first rank that fails."
     with started_ranks(job, n, *arguments) as children:
         end = monotonic() + timeout_s
         while any(c.poll() is None for c in children) and not any(c.poll() for c in children):

@@ -1,4 +1,4 @@
-"""What tests of exact resume share: train straight, keep every checkpoint, go on from each in a new Learner."""
+"""Tests of exact resume: train without a stop, keep every checkpoint, resume from each in a new Learner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def through_a_file(state: State) -> State:
-    "Return a state as it comes out of a file that holds no code."
+    "Return a state saved to and loaded from a file without code."
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -43,14 +43,16 @@ class Keep(Callback):
 
 
 def scramble(seed: int) -> None:
-    "Seed every global generator, as another process would find them."
+    "Seed every global generator, as in another process."
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def straight(make: Callable[[], Learner], fit: Callable[..., None]) -> tuple[State, list[State]]:
-    "Train without a stop; return the state at the end, and the checkpoints of every place before it."
+def train_without_stop(
+    make: Callable[[], Learner], fit: Callable[..., None]
+) -> tuple[State, list[State]]:
+    "Train without a stop; return the final state, and the checkpoints of every place before it."
     scramble(0)
     learn, keep = make(), Keep()
     learn.add_cb(keep)
@@ -65,8 +67,8 @@ def check_every_place(
     places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,  # which are tried
     keep_again: bool = False,  # whether resumed runs take checkpoints, too
 ) -> list[State]:
-    "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."
-    end, kept = straight(make, fit)
+    "Assert that resuming from each checkpoint gives exactly the final state of the uninterrupted run."
+    end, kept = train_without_stop(make, fit)
     assert kept
     for i, state in enumerate(map(through_a_file, places(kept))):
         scramble(100 + i)

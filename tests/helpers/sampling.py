@@ -14,7 +14,7 @@ CHANNELS = 12
 
 
 class Graphs:
-    "A batch of graphs, each a tensor (nodes, 3), as torch_geometric's Batch has it."
+    "A batch of graphs, each a tensor [nodes, 3], like torch_geometric's Batch."
 
     def __init__(self, graphs: list[Tensor]) -> None:
         self.graphs = graphs
@@ -25,7 +25,7 @@ class Graphs:
 
 
 class CutGraphs(Graphs):
-    "One that can be taken apart."
+    "A batch of graphs that can be split."
 
     def to_data_list(self) -> list[Tensor]:
         return self.graphs
@@ -36,7 +36,7 @@ class CutGraphs(Graphs):
 
 
 class Detector(nn.Module):
-    "Give each image of a list (C, H, W) boxes (k, 4), as many as its mean says, which tell it from the others."
+    "Predicts boxes [k, 4] for each image [C, H, W] of a list; k depends on the image's mean."
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def box_loss(preds: list[dict[str, Tensor]], targets: Any) -> Tensor:
 
 
 def scenes(n: int = 64) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    "Return images (C, H, W) of different sizes, the i-th of the value i, each with one to three boxes (k, 4)."
+    "Return images [C, H, W] of different sizes, image i of value i, each with one to three boxes [k, 4]."
     samples = []
     for i in range(n):
         image = torch.full((CHANNELS, 3 + i % 2, 4), float(i), dtype=torch.float64)
@@ -84,7 +84,7 @@ def detection(
     collate: Callable[[list[Any]], Any] = as_tuples,
     **kwargs: Any,
 ) -> Learner:
-    "Return a Learner of SGD on scenes, in their order."
+    "Return a Learner with SGD on scenes in their order."
     loader = torch.utils.data.DataLoader(scenes(n), batch_size=bs, collate_fn=collate)
     kwargs = {'lr': 1e-4, 'opt_func': torch.optim.SGD, 'loss_func': box_loss} | kwargs
     learn = Learner(DataLoaders(loader, loader), Detector(), **kwargs)

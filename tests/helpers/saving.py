@@ -1,4 +1,4 @@
-"""A small Learner whose weights are saved, and the comparison of what a load changed."""
+"""A small Learner whose weights are saved, and a comparison of its state before and after loading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
 
 
 def digest(learn: Learner) -> list[Any]:
-    "Everything that a load may change."
+    "Return everything that a load may change."
     state = {} if learn.opt is None else learn.opt.state_dict()
     return pickle.loads(pickle.dumps([learn.model.state_dict(), state, learn.lr]))  # own bytes
 

@@ -1,4 +1,4 @@
-"""What a model gets wrong: confusion matrices against scikit-learn's, losses against direct computation, errors."""
+"""Interpretation: confusion matrices compared with scikit-learn, losses with direct computation, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N, C = 23, 4
 
 
 class Own(nn.Module):
-    "A model that returns its input, and has a weight."
+    "A model with a weight that returns its input."
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_two_classes_of_a_single_score(
     )
 
 
-def test_an_activation_of_ones_own_gives_probabilities() -> None:
+def test_a_user_activation_gives_probabilities() -> None:
     x, y = torch.randn(N), torch.randint(2, (N,)).float()
     interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
     assert (interp.confusion_matrix() == skm.confusion_matrix(y, x > 0)).all()
@@ -163,7 +163,7 @@ def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
     }
 
 
-def test_the_names_of_classes_are_those_of_fastais_texts_too() -> None:
+def test_the_names_of_classes_match_fastais_names() -> None:
     x, y = scores()
     assert interpret(
         x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]
@@ -337,18 +337,18 @@ def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
     assert len(interp) == 40 and torch.equal(interp[[30, 2]][0], interp.preds[[30, 2]])
 
 
-class Anew(IterableDataset[Any]):
-    "Gives other samples each time."
+class RandomSamples(IterableDataset[Any]):
+    "Yields other samples in each pass."
 
     n = 0
 
     def __iter__(self) -> Iterator[Any]:
-        Anew.n += 1
-        return iter([(torch.rand(2), (i + Anew.n) % 2) for i in range(6)])
+        RandomSamples.n += 1
+        return iter([(torch.rand(2), (i + RandomSamples.n) % 2) for i in range(6)])
 
 
-def test_a_loader_that_gives_other_samples_is_told() -> None:
-    dl = DataLoader(Anew(), batch_size=3)
+def test_a_loader_that_gives_other_samples_is_reported() -> None:
+    dl = DataLoader(RandomSamples(), batch_size=3)
     interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
     with pytest.raises(LoaderError, match='gave other samples'):
         interp.plot_top_losses(2)
@@ -357,7 +357,7 @@ def test_a_loader_that_gives_other_samples_is_told() -> None:
 # ------------------------------------------------------------------------------------------ errors
 
 
-def test_what_has_no_classes_is_told() -> None:
+def test_what_has_no_classes_is_reported() -> None:
     x, y = scores()
     with pytest.raises(OptionError, match=r'a class 3, and only 2 names'):
         interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'ab'])
@@ -370,7 +370,7 @@ def test_what_has_no_classes_is_told() -> None:
         Interpretation.from_learner(Learner([(x, y)], Own(), nn.CrossEntropyLoss()))
 
 
-def test_it_is_a_table_where_there_are_no_images() -> None:
+def test_without_images_it_is_a_table() -> None:
     x, y = scores()
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcd'])
     table = interp.show_results([2, 0])

@@ -1,4 +1,4 @@
-"""Validation and prediction outside training, against direct computation."""
+"""Compare validation and prediction outside training with direct computation."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_several_inputs_and_targets(xy: Any) -> None:
     assert torch.allclose(preds[1], learn.model.lin(b), atol=1e-6)
 
 
-def test_all_but_the_last_are_inputs_when_nothing_is_said(xy: Any) -> None:
+def test_by_default_all_but_the_last_are_inputs(xy: Any) -> None:
     class Sum(nn.Linear):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return super().forward(a + b)
@@ -398,7 +398,7 @@ def test_outputs_of_different_lengths_come_as_a_list_of_samples() -> None:
     assert torch.allclose(preds[3], learn.model(xs[1][1]), atol=1e-6)
 
 
-def test_without_a_validation_loader_it_says_so() -> None:
+def test_without_a_validation_loader_an_error_is_raised() -> None:
     learn = Learner([points(4)], nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
     with pytest.raises(LoaderError, match='validation'):
         learn.get_preds()

@@ -1,4 +1,4 @@
-"""What is in a sink's way is not written over; what arrives late is handed on in order, and all of it."""
+"""Sinks do not overwrite files, and write late predictions completely and in order."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
 # -- several processes -----------------------------------------------------------------------------
 
 
-def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
-    "Predict into a sink, and say what is raised."
+def catch_error(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
+    "Predict into a sink; return the error."
     learn = make_learner()
     with learn.distributed('ddp', timeout='20s'):
         try:
@@ -138,20 +138,20 @@ def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
     return 'nothing', ''
 
 
-def on_disks_of_their_own(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
+def predict_to_own_disk(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
     own = folder / f'{bad}{name}' / str(rank)
     own.parent.mkdir(exist_ok=True)
     own.touch() if rank == bad else own.mkdir()  # a file where a folder is to be
-    return told(rank, own / 'preds' / name)
+    return catch_error(rank, own / 'preds' / name)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize('name', ['batches', 'preds.npy'])
 @pytest.mark.parametrize('bad', [0, 1])
-def test_a_disk_that_fails_in_one_process_is_told_by_all(
+def test_a_disk_that_fails_in_one_process_is_reported_by_all(
     tmp_path: Path, name: str, bad: int
 ) -> None:
-    answers = run_ranks(on_disks_of_their_own, 2, tmp_path, name, bad)
+    answers = run_ranks(predict_to_own_disk, 2, tmp_path, name, bad)
     assert answers[bad][0] == 'NotADirectoryError', answers
     kind, message = answers[1 - bad]
     assert (
@@ -161,13 +161,13 @@ def test_a_disk_that_fails_in_one_process_is_told_by_all(
 
 
 def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
-    "Let one process find a file, or a folder, that has come to stand where what it has written is to go."
+    "Predict while a file or a folder appears at the output path of process `who`; return the error."
 
     def come() -> None:
         if rank == who:
             (folder / name).mkdir() if '.' in name else (folder / name).touch()
 
-    return told(rank, folder / sink, come)
+    return catch_error(rank, folder / sink, come)
 
 
 @pytest.mark.dist
@@ -179,7 +179,7 @@ def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple
         ('preds.npy', 'preds.index.json', 0),
     ],
 )
-def test_what_one_process_cannot_complete_is_told_by_all(
+def test_what_one_process_cannot_complete_is_reported_by_all(
     tmp_path: Path, sink: str, name: str, who: int
 ) -> None:
     answers = run_ranks(in_the_way, 2, tmp_path, sink, name, who)

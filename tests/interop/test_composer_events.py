@@ -1,4 +1,4 @@
-"""Every row of the table's Composer column, fired by a real run, in order and number."""
+"""Every row of the table's Composer column is fired by a real run, in order and number."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ONE_EVAL = [
 ]
 
 
-class Heard:
-    "Notes every event by its name."
+class EventLog:
+    "Records every event by its name."
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -64,7 +64,7 @@ class Heard:
 
 
 def learner(cb: Any, **kwargs: Any) -> Learner:
-    "2 validation loaders of 2 batches, 3 training batches of 8 samples in microbatches of 4."
+    "Return a Learner with 2 validation loaders of 2 batches, and 3 batches of 8 samples in microbatches of 4."
     torch.manual_seed(0)
     x = torch.randn(24, 1)
     loader = lambda n: [(x[8 * i : 8 * i + 8], 2 * x[8 * i : 8 * i + 8]) for i in range(n)]
@@ -77,7 +77,7 @@ def learner(cb: Any, **kwargs: Any) -> Learner:
 
 
 def test_fit_fires_all_in_order() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     assert cb.taken() == ['init']
     learn.fit(2, iteration=2)
@@ -106,7 +106,7 @@ def test_fit_fires_all_in_order() -> None:
 def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch_has_no_end_of_it() -> (
     None
 ):
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     cb.taken()
     learn.fit('4ba')
@@ -132,8 +132,8 @@ def test_a_fit_without_iterations_starts_one_and_a_fit_that_ends_within_an_epoch
     ]
 
 
-def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None:
-    cb = Heard()
+def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
+    cb = EventLog()
     learn = learner(cb)
     cb.taken()
     learn.validate()
@@ -149,8 +149,8 @@ def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
-def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
-    cb = Heard()
+def test_validate_inside_a_fit_is_standalone_and_the_fit_continues() -> None:
+    cb = EventLog()
     learn = learner(cb)
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
     learn.fit(2)
@@ -166,7 +166,7 @@ def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
 
 
 def test_every_row_of_the_table_is_fired() -> None:
-    cb = Heard()
+    cb = EventLog()
     learn = learner(cb)
     learn.fit(1, iteration=1)
     learn.validate()
@@ -176,26 +176,26 @@ def test_every_row_of_the_table_is_fired() -> None:
     learn.close()
     column = {name.lower() for m in LIFECYCLE for name in m.composer.split(', ') if name}
     assert column == {e.value for e in Event} | {'close', 'post_close'}
-    heard = cb.taken()
-    assert set(heard) == column
-    assert heard[-2:] == ['close', 'post_close']
+    event_log = cb.taken()
+    assert set(event_log) == column
+    assert event_log[-2:] == ['close', 'post_close']
 
 
 def test_named_methods_get_the_same_events_as_run_event() -> None:
-    heard = Heard()
+    event_log = EventLog()
     names: list[str] = []
     hooks = {e.value: lambda self, state, logger, name=e.value: names.append(name) for e in Event}
     named = type('Named', (), hooks)()
-    learn = learner(heard)
+    learn = learner(event_log)
     learn.add_cb(from_composer(named))
     learn.fit(2, iteration=2)
     learn.validate()
     learn.get_preds()
-    assert names == heard.taken()
+    assert names == event_log.taken()
 
 
 def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:
-    cb = Heard()
+    cb = EventLog()
     adapter = from_composer(cb)
     learn = synth_learner(n_train=1)
     learn.fit(1, cbs=adapter)

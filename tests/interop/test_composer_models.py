@@ -21,7 +21,7 @@ BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)]
 
 
 class Hits:
-    "Share of right predictions, as torchmetrics would count it."
+    "Accuracy with the interface of torchmetrics."
 
     def __init__(self) -> None:
         self.reset()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
-    "5 training batches of 8 samples, 2 validation batches."
+    "Return 5 training batches of 8 samples, and 2 validation batches."
     adapted = [from_composer(cb) for cb in cbs]
     learn = Learner(
         (BATCHES, BATCHES[:2]),
@@ -77,7 +77,7 @@ def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner
 
 
 def trained_by_hand(n: int, scale: float = 1.0) -> tuple[Model, list[float]]:
-    "Return a model after `n` epochs of a plain loop, and the share of right predictions by batch."
+    "Return a model after `n` epochs of a plain loop, and its accuracy by batch."
     model, hits = Model(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in BATCHES * n:
@@ -115,7 +115,7 @@ def test_a_composer_model_predicts_with_its_eval_forward() -> None:
 
 
 class AtBatch:
-    "Note training metric, gradients and loss at the end of each batch."
+    "Record training metric, gradients and loss at the end of each batch."
 
     def __init__(self) -> None:
         self.hits: list[float] = []
@@ -207,7 +207,7 @@ def test_an_algorithm_runs_by_match_and_apply() -> None:
     assert view.algorithms == [algorithm] and view.callbacks == []
 
 
-def test_an_algorithm_that_replaces_the_optimizer_says_what_is_not_offered() -> None:
+def test_an_algorithm_that_replaces_the_optimizer_states_what_is_not_offered() -> None:
     class Wraps:
         def match(self, event: Any, state: Any) -> bool:
             return event == 'after_load'
@@ -223,7 +223,7 @@ def test_an_algorithm_that_replaces_the_optimizer_says_what_is_not_offered() -> 
 
 
 class Memory:
-    "A logger destination that keeps everything."
+    "A logger destination that records everything."
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float, int]] = []
@@ -271,7 +271,7 @@ def test_a_destination_receives_learn_log_the_callbacks_log_and_the_trainers() -
 
 
 class Stopper:
-    "Composer's EarlyStopper in miniature, without a state of its own."
+    "A small version of Composer's EarlyStopper, without `state_dict`."
 
     def __init__(self) -> None:
         self.patience = ComposerTime(2, 'ep')
@@ -300,7 +300,7 @@ def test_times_and_timestamps_are_saved_and_a_stopper_stops_after_a_resume(tmp_p
     assert stopper.best_at.epoch == 1 and stopper.best_at.batch == 5
 
 
-def test_attributes_come_back_all_or_none() -> None:
+def test_attributes_are_restored_all_or_none() -> None:
     class Keeps:
         def __init__(self) -> None:
             self.n, self.lock = 0, None
@@ -310,10 +310,10 @@ def test_attributes_come_back_all_or_none() -> None:
 
     first = learner(Keeps())
     first.fit(1)
-    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps. Its state is not saved'):
+    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps\. .* not saved'):
         sd = first.composer_keeps.state_dict()
     second = learner(Keeps())
-    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps. It starts as new'):
+    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps\. .* new'):
         second.composer_keeps.load_state_dict(sd)
     assert second.composer_keeps.wrapped.n == 0
 

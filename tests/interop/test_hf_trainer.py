@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face and the Learner, with the settings of the guide: the same losses and weights."""
+"""Hugging Face's Trainer and the Learner with the settings of the guide: equal losses and weights."""
 
 from __future__ import annotations
 

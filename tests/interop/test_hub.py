@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: folders, model cards, and uploads to a server on this machine by the real client."""
+"""The Hugging Face Hub: folders, model cards, and uploads by the real client to a local server."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Repositories(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Repositories]]:
-    "A server with no repositories, whose address huggingface_hub uses."
+    "Start an empty server, and set it as the address of huggingface_hub."
     state = {'files': {}, 'lfs': {}, 'seen': []}
     handler = type('Handler', (Repositories,), state)
     with ThreadingHTTPServer(('127.0.0.1', 0), handler) as http:

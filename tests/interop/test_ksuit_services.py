@@ -1,4 +1,4 @@
-"""ksuit callbacks constructed from their classes, the services that they get, and the order of a resume."""
+"""ksuit callbacks constructed from their classes, the services passed to them, and the order of a resume."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_logs_files_and_weights_equal_the_plain_loop(
 
 
 class Base(CallbackBase):
-    "Has no state, as ksuit's base class."
+    "A callback without state, like ksuit's base class."
 
     def state_dict(self) -> dict[str, Any] | None:
         return None
@@ -106,7 +106,7 @@ def test_a_class_is_constructed_when_it_is_added() -> None:
     assert cb.model.a is other.model.a and isinstance(cb.model, type(other.model))
 
 
-def test_options_without_a_class_of_their_own_are_none_where_missing() -> None:
+def test_options_without_a_class_are_none_where_missing() -> None:
     class Loose(Base):
         def __init__(self, callback_config: Any, kind: str = 'a', **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -263,7 +263,7 @@ BEGUN: list[str] = []  # outside of the callback, whose attributes are restored
 
 
 class Tracks(Base):
-    "Inherits a `state_dict` that returns None, and notes the order of its methods."
+    "Inherits a `state_dict` that returns None, and records the order of its methods."
 
     every_n_updates = 1
 

@@ -1,4 +1,4 @@
-"""LoRA by peft itself: the same training as by hand, small checkpoints, exact resume, adapters in files."""
+"""LoRA with peft: the training of a plain loop, small checkpoints, exact resume, adapters in files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(path: Path, base: Any = None, **options: Any) -> Learner:
     return learn
 
 
-def test_training_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
+def test_training_matches_a_loop_by_hand(tmp_path: Path) -> None:
     learn = make(tmp_path)
     torch.manual_seed(3)
     learn.fit(2)

@@ -1,4 +1,4 @@
-"""The main job: trains on real data, writes what it promises, and says in one line what is wrong."""
+"""The demo trains on real data, writes its files, and reports errors in one line."""
 
 import csv
 import os
@@ -78,7 +78,7 @@ def test_what_an_earlier_run_wrote_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('args', 'says'),
+    ('args', 'expected_text'),
     [
         (['--epoch', '3'], '--epoch'),
         (['--colour'], '--colour'),
@@ -92,12 +92,12 @@ def test_what_an_earlier_run_wrote_is_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_2(
-    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    args: list[str], expected_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == '' and err.count('\n') == 1
-    assert says in err
+    assert expected_text in err
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_wrong_option_is_one_line_and_exit_2(
     ],
     ids=['a file', 'below a file', 'a folder in the way'],
 )
-def test_an_unwritable_folder_is_told_before_training(
+def test_an_unwritable_folder_is_reported_before_training(
     make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr('learnkit.demo.train', lambda *args: pytest.fail('it trained'))

@@ -1,4 +1,4 @@
-"""The Learner as its users see it: constructor, attributes, contexts, kinds of batches and loaders, closing."""
+"""The public Learner: constructor, attributes, contexts, kinds of batches and loaders, closing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from learnkit.testing.forks import start
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
-    "A Learner with a history that prints nothing."
+    "Return a Learner with a history that prints nothing."
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
     learn = Learner(
         dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options
@@ -57,7 +57,7 @@ def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any)
 
 
 def by_hand(model: nn.Module, loss_of: Any, batches: list[Any], n_epoch: int = 2) -> list[Tensor]:
-    "The weights after a plain loop, with `loss_of(model, batch)`."
+    "Return the weights after a plain loop with `loss_of(model, batch)`."
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for b in batches * n_epoch:
         loss_of(model, b).backward()
@@ -174,7 +174,7 @@ def test_loaders_come_in_many_forms(make: Any) -> None:
 
 
 class Alike:
-    "Works like DataLoaders: `train`, and loaders by number."
+    "Works like DataLoaders, with `train` and loaders by number."
 
     def __init__(self, train: Any, valid: Any) -> None:
         self.train, self.valid = train, valid
@@ -272,7 +272,7 @@ def test_a_subclass_may_add_what_it_likes() -> None:
 # Contexts
 
 
-def test_no_logging_no_bar_and_what_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_logging_and_no_bar_restore_the_state(capsys: pytest.CaptureFixture[str]) -> None:
     learn = synth_learner()
     learn.fit(1)
     assert capsys.readouterr().out
@@ -313,7 +313,7 @@ def test_loss_not_reduced_and_back() -> None:
     assert learn.loss_func is F.mse_loss
 
 
-def test_replacing_yield_puts_back_also_after_an_error() -> None:
+def test_replacing_yield_restores_also_after_an_error() -> None:
     o = SimpleNamespace(a=1)
     with replacing_yield(o, 'a', 2):
         assert o.a == 2
@@ -488,7 +488,7 @@ def test_the_way_out_of_the_program_closes() -> None:
         assert child.stdout.split('\n')[-3:] == ['closed', 'and after', '']
 
 
-def test_the_learner_says_what_it_is() -> None:
+def test_the_text_of_a_learner() -> None:
     assert (
         repr(synth_learner(default_cbs=False))
         == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
@@ -510,7 +510,7 @@ def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
 
 
 class ByName(nn.Module):
-    "Takes named inputs, and gives its own loss when it gets the labels."
+    "Takes named inputs, and returns its loss if it gets labels."
 
     def __init__(self, with_loss: bool = True) -> None:
         super().__init__()
@@ -632,7 +632,7 @@ def test_several_inputs_and_n_inp() -> None:
     assert same(model, by_hand(Two(), lambda m, b: loss(m(b[0], b[1]), b[2], b[3]), batches))
 
 
-def test_what_is_no_tensor_is_left_alone() -> None:
+def test_what_is_not_a_tensor_is_left_alone() -> None:
     seen = []
     batches = [((torch.randn(4, 3), ['a', 'b', 'c', 'd'], None, 7), torch.randn(4, 1))]
 
@@ -699,7 +699,7 @@ def test_a_hugging_face_model_trains_unaided() -> None:
 
 
 class Stream:
-    "Gives batches anew each time, and does not say how many."
+    "Creates new batches in each pass, and has no length."
 
     def __init__(self, batches: list[Any], endless: bool = False) -> None:
         self.batches, self.endless, self.drawn = batches, endless, 0
@@ -744,7 +744,7 @@ def test_an_endless_loader_with_n_iter() -> None:
     assert seen == [(2, pytest.approx(p)) for p in (0.25, 0.5, 0.75, 1.0)] and stream.drawn == 4
 
 
-def test_a_generator_goes_on_where_it_was() -> None:
+def test_a_generator_continues_where_it_was() -> None:
     batches = rows(4)
     learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
     learn.fit(2)
@@ -781,7 +781,7 @@ def test_n_iter_is_ignored_where_the_length_is_known() -> None:
 
 
 def test_everything_at_once_is_the_loop_by_hand() -> None:
-    "Momentum, decay, named loaders, metrics, parts of a loss, several fits."
+    "Train with momentum, decay, named loaders, metrics, loss parts and several fits."
     train, day, night = rows(4), rows(2), rows(1)
     loss = nn.MSELoss()
     learn = bare(
@@ -872,28 +872,28 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
         learn.fit(1, cbs=Callback(after_fit=too_late))
 
 
-def test_a_copy_is_a_learner_of_its_own() -> None:
-    "`copy.deepcopy`: callbacks, metrics, optimizer and history are its own, and it trains as the first would have."
+def test_a_copy_is_a_separate_learner() -> None:
+    "`copy.deepcopy` copies callbacks, metrics, optimizer and history; the copy trains like the original."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
     learn = synth_learner(
         metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic]
     )
     with learn.no_bar():
         learn.fit(1)
-    twin = deepcopy(learn)
-    assert [cb.learn is twin for cb in twin.cbs] == [True] * len(
-        twin.cbs
-    ) and twin.recorder is not learn.recorder
+    duplicate = deepcopy(learn)
+    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(
+        duplicate.cbs
+    ) and duplicate.recorder is not learn.recorder
     ends = []
-    for one in (learn, twin):
+    for one in (learn, duplicate):
         torch.manual_seed(1)
         with one.no_bar():
             one.fit(1)
         ends.append([p.item() for p in one.model.parameters()])
-    assert ends[0] == ends[1] and len(learn.history) == len(twin.history) == 2
-    assert [row['mae'] for row in learn.history] == [row['mae'] for row in twin.history]
-    twin.remove_cb(Periodic)
-    assert hasattr(learn, 'periodic') and not hasattr(twin, 'periodic')
+    assert ends[0] == ends[1] and len(learn.history) == len(duplicate.history) == 2
+    assert [row['mae'] for row in learn.history] == [row['mae'] for row in duplicate.history]
+    duplicate.remove_cb(Periodic)
+    assert hasattr(learn, 'periodic') and not hasattr(duplicate, 'periodic')
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -916,7 +916,7 @@ def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
             call(dl='noon')
 
 
-def test_a_misspelt_handler_is_told() -> None:
+def test_a_misspelled_handler_is_reported() -> None:
     class Shout(Callback):
         def after_epoc(self) -> None:
             raise AssertionError
@@ -946,11 +946,11 @@ def test_to_detach_takes_fastais_options() -> None:
 
 
 class Image(Tensor):
-    "As fastai's typed tensors."
+    "A tensor subclass like fastai's typed tensors."
 
 
 class DecodingLoader:
-    "As fastai's loaders: batches of typed tensors, a copy in another order, parts of the data set."
+    "A loader like fastai's: batches of typed tensors, a copy in another order, parts of the data set."
 
     def __init__(self, shuffle: bool = False) -> None:
         self.shuffle = shuffle

@@ -1,4 +1,4 @@
-"""A regression whose every number is known, trained with loggers, and resumed from what they checkpoint."""
+"""A regression with known numbers, trained with loggers, and resumed from their checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
 
 
 def plain_losses(n_epoch: int, lr: float = 0.1) -> tuple[list[float], list[float]]:
-    "Return the training loss of every step and the validation loss of every epoch, of a loop in plain torch."
+    "Return the training loss of every step and the validation loss of every epoch of a plain torch loop."
     x, y, vx, vy = data()
     torch.manual_seed(3)
     model = nn.Linear(3, 1)
@@ -68,7 +68,7 @@ class LogHalf(Callback):
 
 
 class KeepState(Callback):
-    "Keeps what a checkpoint after a batch would hold of the loggers."
+    "Keeps the loggers' part of a checkpoint after a batch."
 
     order = 200
 
@@ -95,7 +95,7 @@ def _through_file(state: dict[str, Any]) -> Any:
 
 
 class PutBackState(Callback):
-    "Puts back what `KeepState` kept, as late as a checkpoint does: when the training of an epoch begins."
+    "Restores the state of `KeepState` when the training of an epoch begins, as late as a checkpoint does."
 
     order = 200
 

@@ -1,4 +1,4 @@
-"""The lines of the console logger."""
+"""The output of the console logger."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from logger_helpers import LogHalf, learner, plain_losses
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import ConsoleLogger, log_images, log_text
+from tests.loggers.logger_helpers import LogHalf, learner, plain_losses
 
 
 def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_lines_go_to_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert [r.message.split(':')[0] for r in caplog.records] == ['step 10']
 
 
-def test_texts_are_shown_and_images_are_not(tmp_path: Path) -> None:
+def test_text_is_printed_and_images_are_not(tmp_path: Path) -> None:
     lines: list[str] = []
 
     def show(cb: Callback) -> None:

@@ -1,254 +1,426 @@
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
+import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+import torch.nn.functional as F
+from torch import nn
 
-from learnkit.core.errors import MetricError
-from learnkit.metrics.base import SEND_EVERY, AvgSmoothLoss, Mean
-from tests.helpers.measuring import Watched, devices, watched
+from learnkit.core.errors import CancelBatchException, MetricError
+from learnkit.metrics.averages import (
+    AvgLoss,
+    AvgMetric,
+    SumMetric,
+    TorchMetric,
+    ValueMetric,
+    as_metrics,
+    dry_run,
+    whole_set_metric,
+)
+from learnkit.metrics.base import Metric
+from learnkit.metrics.functional import RMSE, ElementMean, accuracy, mae, mse, rmse
+from tests.helpers.measuring import Watched, batch, devices, feed, scores, watch_reads
 
-# ---------------------------------------------------------------- Mean
+# ---------------------------------------------------------------- averages
 
 
-@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 100)), max_size=20))
-def test_mean_is_the_weighted_mean(pairs: list[tuple[float, int]]) -> None:
-    on_host, on_device, weights_on_device = Mean(), Mean(), Mean()
-    for x, w in pairs:
-        on_host.add(torch.tensor(x, dtype=torch.float64), w)
-        on_device.add(watched(torch.tensor([x], dtype=torch.float64)), watched(torch.tensor(w)))
-        weights_on_device.add(x, watched(torch.tensor(w)))
-    n = sum(w for _, w in pairs)
-    expected = (
-        pytest.approx(math.fsum(x * w for x, w in pairs) / n, rel=1e-12, abs=1e-6) if n else None
-    )
+@pytest.mark.parametrize(('n', 'bs'), [(150, 64), (65, 64), (64, 64), (7, 100)])
+def test_avg_metric_equals_the_whole_set(n: int, bs: int) -> None:
+    pred, targ = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+    for func, whole in ((mse, (pred - targ) ** 2), (F.l1_loss, (pred - targ).abs())):
+        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
+            float(whole.mean()), rel=1e-14
+        )
+
+
+def test_avg_metric_on_several_targets() -> None:
+    pred, a, b = torch.randn(3, 20, dtype=torch.float64)
+    value = feed(AvgMetric(lambda p, a, b: (p * a - b).mean()), pred, a, b, bs=8).value
+    assert value == pytest.approx(float((pred * a - b).mean()), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    'convert',
+    [float, np.float64, torch.Tensor.numpy, lambda t: t.reshape(1), lambda t: t.reshape(1, 1)],
+)
+def test_avg_metric_takes_any_number_the_function_gives(convert: Any) -> None:
+    pred, targ = torch.randn(2, 20, dtype=torch.float64)
+    m = feed(AvgMetric(lambda p, t: convert(mse(p, t))), pred, targ, bs=8)
+    assert m.value == pytest.approx(float(mse(pred, targ)), rel=1e-14)
+
+
+def test_avg_metric_gets_no_graph_and_builds_none() -> None:
+    pred, seen = torch.randn(5, requires_grad=True) * 2, []
+
+    def func(p: torch.Tensor, t: torch.Tensor) -> float:
+        seen.append((p.requires_grad, torch.is_grad_enabled()))
+        return float(np.mean(p.numpy() - t.numpy()))  # numpy() refuses what has a graph
+
+    m = feed(AvgMetric(func), pred, torch.zeros(5))
     assert (
-        on_host.value == expected
-        and on_device.value == expected
-        and weights_on_device.value == expected
+        seen == [(False, False)]
+        and torch.is_grad_enabled()
+        and m.value == pytest.approx(pred.mean().item())
     )
 
 
-def test_mean_takes_every_kind_of_number() -> None:
-    m = Mean()
-    for x in (
-        1,
-        2.0,
-        np.float32(3),
-        np.array([4.0]),
-        np.int64(5),
-        torch.tensor(6),
-        torch.tensor([[7.0]]),
-        True,
-    ):
-        m.add(x)
-    assert m.value == 29 / 8
+def test_averages_weigh_by_weight_func() -> None:
+    pred, targ = torch.arange(6.0), torch.zeros(6)
+    tokens = iter([torch.tensor(10), torch.tensor(30)])
+    m = feed(AvgMetric(mae), pred, targ, bs=3, weight_func=lambda xb, yb: next(tokens))
+    assert m.value == (1 * 10 + 4 * 30) / 40
+    m = feed(AvgMetric(mae), pred, targ, bs=3, weight_func=None)
+    assert m.value == 2.5
+
+    loss = AvgLoss()
+    for x, w in ((2.0, 1), (5.0, 2)):
+        loss.accumulate(batch(loss=torch.tensor(x), weight_func=lambda xb, yb, w=w: w))
+    assert loss.value == 4.0 and loss.name == 'loss'
+
+
+def test_avg_loss_weighs_by_samples_with_and_without_targets() -> None:
+    x, loss = torch.zeros(3), AvgLoss()
+    assert loss.value is None
+    loss.accumulate(batch(None, x, loss=torch.tensor(1.0)))
+    # not reduced, no targets
+    loss.accumulate(batch(None, xb=(x[:1],), loss=torch.tensor([4.0, 6.0])))
+    assert loss.value == (3 * 1 + 5) / 4
+    loss.reset()
+    loss.accumulate(batch(None, x, loss=0.0))
+    assert loss.value == 0.0
+
+
+def test_no_host_read_per_batch() -> None:
+    pred, targ = watch_reads(torch.randn(40)), torch.randn(40)
+    metrics = [AvgMetric(mse), AvgMetric(mse), AvgLoss(), RMSE()]
+    learn = batch(pred, targ, loss=mse(pred, targ))
+    for m in metrics:
+        m.reset()
+        for _ in range(3):
+            m.accumulate(learn)
+    assert Watched.reads == 0
+    # one transfer each, and the watch works
+    assert [m.value for m in metrics] and Watched.reads == len(metrics)
+
+
+def test_a_subclass_may_keep_its_own_total_and_count() -> None:
+    class Double(AvgMetric):
+        def __init__(self) -> None:
+            self.func = mse
+
+        def accumulate(self, learn: Any) -> None:
+            self.total += 2 * learn.loss * len(learn.yb[0])
+            self.count += len(learn.yb[0])
+
+    m = Double()
+    m.reset()
+    for x, n in ((1.0, 1), (2.0, 3)):
+        m.accumulate(batch(None, torch.zeros(n), loss=torch.tensor(x)))
+    assert m.value == 2 * (1 + 6) / 4 and m.name == 'mse' and m.on is None
+
+
+def test_a_loss_module_follows_the_predictions() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    with torch.device('meta'):
+        elsewhere = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    AvgMetric(loss)._compute(elsewhere[0], (elsewhere[1],))
+    assert loss.weight.device.type == 'meta'
+
+
+# ---------------------------------------------------------------- sums over the set
+
+
+class Bias(SumMetric):
+    def sums(self, pred: torch.Tensor, targ: torch.Tensor) -> Any:
+        return (pred - targ).sum(), targ.sum(), 2
+
+    def final(self, sums: torch.Tensor) -> float:
+        return float(sums[0] / sums[1] * sums[2])
+
+
+@pytest.mark.parametrize(('n', 'bs'), [(150, 64), (65, 64), (64, 64), (7, 100)])
+def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
+    pred, targ = torch.rand(2, n, dtype=torch.float64)
+    n_batches = -(-n // bs)
+    m = feed(Bias(), pred, targ, bs=bs)
+    assert m.value == pytest.approx(
+        float((pred - targ).sum() / targ.sum()) * 2 * n_batches, rel=1e-12
+    )
+    assert Bias()(pred, targ) == pytest.approx(m.value / n_batches, rel=1e-12)
+    m.reset()
+    assert m.value is None and m.name == 'bias' and Bias('offset', on='both').name == 'offset'
+
+
+def test_sum_metric_stays_exact_over_a_long_epoch() -> None:
+    m, one = Bias(), torch.ones(())
+    for _ in range(3):
+        m.accumulate(batch(one * 2**24, one * (2**24 - 1)))  # float32 ends at 2**24
+    assert (
+        m._sums is not None
+        and m._sums.dtype == torch.float64
+        and m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
+    )
+
+
+def test_sum_metric_reads_nothing_per_batch() -> None:
+    pred, targ, m = watch_reads(torch.rand(5)), torch.rand(5), Bias()
+    for _ in range(3):
+        m.accumulate(batch(pred, targ))
+    assert Watched.reads == 0 and m.value and Watched.reads > 0
+
+
+def test_sum_metric_is_tried_and_states_what_does_not_fit() -> None:
+    m = Bias()
+    dry_run(m, torch.ones(3), (torch.ones(3),))
+    assert m.value is None
+    with pytest.raises(MetricError, match=r'`bias`.*It raised RuntimeError') as e:
+        dry_run(m, torch.ones(3), (torch.ones(4),))
+    assert '[3]' in str(e.value) and '[4]' in str(e.value)
+    with pytest.raises(NotImplementedError, match='without `sums`'):
+        SumMetric()(torch.ones(3))
+    with pytest.raises(MetricError, match='Did you mean `valid`'):
+        SumMetric(on='vald')
+
+
+def test_sums_of_another_shape_are_refused() -> None:
+    class PerClass(SumMetric):
+        def sums(self, pred: torch.Tensor) -> Any:
+            return pred.sum(0)
+
+    m = PerClass()
+    m.accumulate(batch(torch.ones(2, 3)))
+    with pytest.raises(MetricError, match=r'sums of shape \[3\], now of \[4\]'):
+        m.accumulate(batch(torch.ones(2, 4)))
+
+
+def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
+    class Scaled(Bias):
+        def __init__(self, scale: float = 1.0, on: str | None = None) -> None:
+            super().__init__('scaled', on)
+            self.scale = scale
+
+        def final(self, sums: torch.Tensor) -> float:
+            return self.scale * super().final(sums)
+
+    @whole_set_metric(Scaled)
+    def scaled(pred: torch.Tensor, targ: torch.Tensor, scale: float = 1.0) -> float:
+        return Scaled(scale)(pred, targ)
+
+    plain, threefold, named, other = as_metrics(
+        [scaled, partial(scaled, scale=3.0), {'x': scaled}, scaled]
+    )
+    assert [plain.scale, threefold.scale] == [1.0, 3.0]
+    assert [m.name for m in (plain, threefold, named, other)] == [
+        'scaled',
+        'scaled_2',
+        'x',
+        'scaled_3',
+    ]
+    assert plain is not other
+    # something else is bound
+    assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)
+
+
+# ---------------------------------------------------------------- names and errors
+
+
+def test_names() -> None:
+    class TopKMetric(Metric):
+        pass
+
+    assert TopKMetric().name == 'top_k' and Metric().name == 'metric'
+    assert (
+        AvgMetric(accuracy).name == AvgMetric(partial(partial(accuracy, axis=1))).name == 'accuracy'
+    )
+    assert AvgMetric(F.mse_loss).name == AvgMetric(nn.MSELoss()).name == 'mse_loss'
+    assert AvgMetric(accuracy, 'acc').name == 'acc' and RMSE().name == 'rmse'
+    assert ValueMetric(lambda: 3, 'three').name == 'three' and ValueMetric(lambda: 3).value == 3
+
+
+def test_on_is_checked() -> None:
+    assert AvgMetric(mse, on='train').on == 'train' and AvgMetric(mse).on is None
+    with pytest.raises(MetricError, match=r"'vald'\. .*`valid`"):
+        AvgMetric(mse, on='vald')
+    with pytest.raises(MetricError, match='got 3'):
+        TorchMetric(torchmetrics_objects()[0], on=3)  # type: ignore[arg-type]
+
+
+def test_a_result_that_is_not_a_number_is_refused() -> None:
+    for result in (torch.zeros(5), None, 'high', [1.0]):
+        with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
+            feed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
+        assert '7' in e.value.__notes__[0]
+
+
+def test_what_a_metric_raises_keeps_its_type_and_gains_a_note() -> None:
+    def bad(p: Any, t: Any) -> Any:
+        raise KeyError('boom')
+
+    with pytest.raises(KeyError, match='boom') as e:
+        feed(AvgMetric(bad), torch.zeros(5, 2), torch.zeros(5))
+    (note,) = e.value.__notes__
+    assert '`bad`' in note and '5' in note and '(pred, *targets)' in note
+
+
+def test_what_is_not_a_metric_is_refused() -> None:
+    for bad in (3, 'accuracy', [mse, 4.5], torch.zeros(2), {'a': 3}):
+        with pytest.raises(MetricError, match='metric'):
+            as_metrics(bad)
+    with pytest.raises(MetricError, match='without arguments'):
+        as_metrics(AvgMetric)
+    with pytest.raises(MetricError, match='averages a function'):
+        AvgMetric(3)  # type: ignore[arg-type]
+    with pytest.raises(MetricError, match='no update, compute and reset'):
+        TorchMetric(mse)
+
+
+# ---------------------------------------------------------------- as_metrics
+
+
+def test_as_metrics_takes_nothing_one_or_many() -> None:
+    own = AvgLoss()
+    assert list(as_metrics(None)) == [] == list(as_metrics([]))
+    assert as_metrics(own)[0] is own
+    assert isinstance(as_metrics(RMSE)[0], RMSE) and isinstance(as_metrics(rmse)[0], RMSE)
+    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [
+        ElementMean,
+        ElementMean,
+        AvgLoss,
+    ]
+    assert list(as_metrics(as_metrics([mse, own]))) != [] and as_metrics(as_metrics(own))[0] is own
+
+
+def test_as_metrics_names_are_distinct_and_the_objects_untouched() -> None:
+    first, second = AvgMetric(mse, on='train'), AvgMetric(mse, on='both')
+    ms = as_metrics([first, second, AvgMetric(mae, 'mse_2'), {'l2': first}, mse])
+    assert [m.name for m in ms] == ['mse', 'mse_2', 'mse_2_2', 'l2', 'mse_3']
+    assert first.name == second.name == 'mse'
+    assert [m.name for m in as_metrics(ms)] == [m.name for m in ms]
+
+    assert ms[1].on == 'both' and ms[1].func is mse
+    feed(ms[1], torch.ones(4), torch.zeros(4))
+    assert ms[1].value == second.value == 1.0
+
+
+def test_a_renamed_metric_has_no_other_attributes() -> None:
+    renamed = as_metrics([mse, mse])[1]
+    with pytest.raises(AttributeError, match="'ElementMean' object has no attribute 'nope'"):
+        renamed.nope  # noqa: B018
+    assert copy.deepcopy(renamed).name == 'mse_2'
+
+
+# ---------------------------------------------------------------- torchmetrics
+
+
+def torchmetrics_objects() -> list[Any]:
+    library = pytest.importorskip('torchmetrics.classification')
+    return [
+        library.MulticlassAccuracy(3, average='micro'),
+        library.MulticlassF1Score(3),
+        library.MulticlassAUROC(3),
+    ]
+
+
+@pytest.mark.parametrize('i', range(3))
+@devices
+def test_torchmetrics_equals_the_whole_set(i: int, device: str) -> None:
+    pred, targ = scores(150)
+    metric, whole = torchmetrics_objects()[i], torchmetrics_objects()[i]
+    expected = float(whole(pred, targ))
+
+    (m,) = as_metrics(metric)
     m.reset()
     assert m.value is None
-
-
-def test_mean_refuses_more_than_one_number() -> None:
-    for bad in (torch.zeros(2), np.zeros(3), 'a', None):
-        with pytest.raises(MetricError, match='taken of numbers'):
-            Mean().add(bad)
-
-
-def test_mean_leaves_out_weight_zero_also_when_it_is_nan() -> None:
-    m = Mean()
-    m.add(torch.tensor(math.nan), 0)
-    m.add(torch.tensor(math.nan), torch.tensor(0))
-    m.add(math.nan, watched(torch.tensor(0.0)))
-    m.add(watched(torch.tensor(math.nan)), watched(torch.tensor(0)))
-    m.add(2.0, torch.tensor(3.0))
-    assert m.value == 2.0
-
-
-def test_mean_reports_nan() -> None:
-    m = Mean()
-    m.add(torch.tensor(math.nan), 4)
-    m.add(1.0, 4)
-    assert math.isnan(m.value or 0.0)
-
-
-@devices
-def test_averages_stay_exact_over_a_long_epoch(device: str) -> None:
-    "A float32 sum of a million ones and a bit would be off by far more."
-    m, x = Mean(), watched(torch.tensor(1 / 3, device=device))
-    for _ in range(3000):
-        m.add(x, 100_003)
-    assert m.total.device.type == device and m.total.dtype == torch.float64 and Watched.reads == 0
-    assert m.value == pytest.approx(float(x), rel=1e-13)
-
-
-# ---------------------------------------------------------------- the smoothed loss
-
-
-def smoothed(losses: list[float], beta: float) -> list[float]:
-    "The weighted mean itself: the newest loss weighs 1, the one before beta, then beta squared."
-
-    def one(xs: list[float]) -> float:
-        ws = [beta**i for i in range(len(xs))]
-        return math.fsum(w * x for w, x in zip(ws, reversed(xs), strict=True)) / math.fsum(ws)
-
-    return [one(losses[: i + 1]) for i in range(len(losses))]
-
-
-def run(s: AvgSmoothLoss, losses: torch.Tensor) -> AvgSmoothLoss:
-    for loss in losses:
-        s.accumulate(SimpleNamespace(loss=loss))
-    return s
-
-
-@pytest.mark.parametrize('n', [1, 63, 64, 65, 300])
-@pytest.mark.parametrize('beta', [0.0, 0.5, 0.98])
-@pytest.mark.parametrize('deferred', [False, True])
-def test_smooth_loss_equals_the_weighted_mean(n: int, beta: float, deferred: bool) -> None:
-    losses = torch.rand(n, dtype=torch.float64)
-    s = run(AvgSmoothLoss(beta, deferred), losses)
-    assert s.count == n
-    assert s.smooth == pytest.approx(smoothed(losses.tolist(), beta), rel=1e-12)
-    assert s.raw == losses.tolist() and s.latest == s.smooth[-1] and len(s.smooth) == n
-    value, val = s.value, s.val
-    assert value is not None and float(value) == pytest.approx(s.smooth[-1], rel=1e-6)
-    assert val.dtype == torch.float32 and float(val) == pytest.approx(
-        s.smooth[-1] * (1 - beta**n), rel=1e-6
+    assert feed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(
+        expected, rel=1e-6
     )
+    # forgotten, and back on the CPU
+    assert feed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)
+    assert m.name == ['multiclass_accuracy', 'multiclass_f1_score', 'multiclass_auroc'][i]
 
 
-def test_smooth_loss_reads_between_steps_change_nothing() -> None:
-    losses = torch.rand(200, dtype=torch.float64)
-    for deferred in (False, True):
-        quiet, read = AvgSmoothLoss(deferred=deferred), AvgSmoothLoss(deferred=deferred)
-        run(quiet, losses)
-        for i, loss in enumerate(losses):
-            run(read, loss[None])
-            _ = (read.latest, read.raw, read.count, i % 7 or read.smooth, i % 11 or read.val)
-        assert quiet.smooth == read.smooth
+def test_torchmetrics_against_sklearn() -> None:
+    from sklearn.metrics import f1_score
+
+    pred, targ = scores(150)
+    expected = f1_score(targ, pred.argmax(1), average='macro')
+    assert feed(TorchMetric(torchmetrics_objects()[1]), pred, targ).value == pytest.approx(expected)
 
 
-def test_smooth_loss_before_the_first_step_and_after_reset() -> None:
-    s = AvgSmoothLoss(deferred=True)
-    for _ in range(2):
-        assert (s.count, s.raw, s.smooth, s.latest, s.value, float(s.val)) == (
-            0,
-            [],
-            [],
-            None,
-            None,
-            0.0,
-        )
-        run(s, torch.rand(70))
-        kept = s.smooth
-        s.reset()
-        assert len(kept) == 70
-
-
-def test_smooth_loss_takes_the_mean_of_other_shapes_and_any_float_type() -> None:
-    for deferred in (False, True):
-        s = AvgSmoothLoss(0.0, deferred)
-        vector, matrix, scalar = torch.tensor([1.0, 3.0]), torch.tensor([[4.0]]), torch.tensor(5.0)
-        for loss in (vector, matrix, scalar.bfloat16(), scalar.double() + 1):
-            s.accumulate(SimpleNamespace(loss=loss.requires_grad_()))
-        assert s.smooth == [2.0, 4.0, 5.0, 6.0]
-
-
-def test_smooth_loss_with_beta_that_cannot_be() -> None:
-    for beta in (1.0, -0.1, 2, math.nan):
-        with pytest.raises(MetricError, match='beta'):
-            AvgSmoothLoss(beta)
-
-
-def test_deferred_losses_travel_in_groups_without_a_host_read() -> None:
-    s, losses = AvgSmoothLoss(deferred=True), watched(torch.rand(2 * SEND_EVERY - 1))
-    learns = [SimpleNamespace(loss=loss) for loss in losses]
-    Watched.reads = 0
-    for learn in learns:
-        s.accumulate(learn)
-    assert len(s.raw) == SEND_EVERY and s.count == 2 * SEND_EVERY - 1
-    assert Watched.reads <= 1  # one group has arrived
-    assert [type(x) for x in s.raw] == [float] * SEND_EVERY
-
-    assert len(s.smooth) == 2 * SEND_EVERY - 1 and Watched.reads <= 2
-    direct = AvgSmoothLoss()
-    for learn in learns:
-        direct.accumulate(learn)
-    assert Watched.reads >= 2 * SEND_EVERY - 1  # the watch works
-    assert direct.smooth == s.smooth
-
-
-def test_latest_never_waits_for_a_copy_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    "A copy whose event has not happened is left alone until it has, or until two are on the way."
-
-    class Event:
-        done, waited = False, False
-
-        def query(self) -> bool:
-            return self.done
-
-        def synchronize(self) -> None:
-            self.waited, self.done = not self.done, True
-
-    from learnkit.metrics import base as averages
-
-    init, events = averages._Copy.__init__, []
-
-    def slow(self: Any, losses: torch.Tensor) -> None:
-        init(self, losses)
-        self.event = Event()
-        events.append(self.event)
-
-    monkeypatch.setattr(averages._Copy, '__init__', slow)
-    s = run(AvgSmoothLoss(deferred=True), torch.rand(2 * SEND_EVERY + 5))
-    assert s.latest is None and s.raw == [] and s.count == 2 * SEND_EVERY + 5
-    assert not any(e.waited for e in events) and len(events) == 2
-
-    events[0].done = True
-    assert s.latest is not None and len(s.raw) == SEND_EVERY
-    # two more copies: the oldest of the three on the way is waited for
-    run(s, torch.rand(2 * SEND_EVERY))
-    assert [e.waited for e in events] == [False, True, False, False]
-    assert len(s.smooth) == s.count == 4 * SEND_EVERY + 5 and all(e.waited for e in events[1:])
-
-
-def test_latest_starts_a_copy_so_that_slow_steps_show_too() -> None:
-    s = run(AvgSmoothLoss(0.0, deferred=True), torch.tensor([3.0]))
-    assert 3.0 in (s.latest, s.latest)
-
-
-@pytest.mark.cuda
-def test_smooth_loss_on_the_device() -> None:
-    losses = torch.rand(300)
-    s, on_cpu = AvgSmoothLoss(), run(AvgSmoothLoss(), losses)
-    with torch.cuda.device(0):
-        torch.cuda.set_sync_debug_mode('error')
-        try:
-            run(s, losses.cuda())
-        finally:
-            torch.cuda.set_sync_debug_mode('default')
-    run(s, losses[:3])  # from the CPU, in order behind those of the device
-    run(on_cpu, losses[:3])
-    assert s.smooth == on_cpu.smooth and s.count == 303
-
-
-@pytest.mark.parametrize('deferred', [False, True])
-def test_smooth_loss_goes_on_after_a_checkpoint(deferred: bool, tmp_path: Any) -> None:
-    losses = torch.rand(150, dtype=torch.float64)
-    whole, first = (
-        run(AvgSmoothLoss(0.9, deferred), losses),
-        run(AvgSmoothLoss(0.9, deferred), losses[:70]),
+def test_a_torchmetrics_collection_is_expanded() -> None:
+    MetricCollection = pytest.importorskip('torchmetrics').MetricCollection
+    acc, f1, auroc = torchmetrics_objects()
+    ms = as_metrics(
+        [MetricCollection({'acc': acc, 'f1': f1}, prefix='m_'), {'auc': auroc, 'mine': accuracy}]
     )
-    torch.save(first.state_dict(), tmp_path / 's.pth')
+    assert [m.name for m in ms] == ['m_acc', 'm_f1', 'auc', 'mine']
+    pred, targ = scores(150)
+    for m, whole in zip(ms, [*torchmetrics_objects(), accuracy], strict=True):
+        assert feed(m, pred, targ).value == pytest.approx(float(whole(pred, targ)), rel=1e-6)
 
-    second = run(AvgSmoothLoss(deferred=deferred), losses[:5])
-    second.load_state_dict(torch.load(tmp_path / 's.pth', weights_only=True))
-    assert second.count == 70 and second.beta == 0.9
-    assert (
-        run(second, losses[70:]).smooth == whole.smooth
-        and second.raw == whole.raw
-        and second.val == whole.val
-    )
+
+def test_a_torchmetrics_value_per_class_comes_as_a_tensor() -> None:
+    MulticlassAccuracy = pytest.importorskip('torchmetrics.classification').MulticlassAccuracy
+    pred, targ = scores(150)
+    m = feed(TorchMetric(MulticlassAccuracy(3, average=None), 'per_class', on='valid'), pred, targ)
+    expected = torch.stack([(pred.argmax(1) == targ)[targ == c].float().mean() for c in range(3)])
+    assert torch.allclose(m.value, expected) and m.name == 'per_class' and m.on == 'valid'
+
+
+# ---------------------------------------------------------------- dry runs
+
+
+def test_dry_run_changes_nothing() -> None:
+    pred, targ = scores(20)
+    for m in as_metrics(
+        [accuracy, accuracy, torchmetrics_objects()[0], AvgLoss(), ValueMetric(lambda: 1 / 0)]
+    ):
+        m.reset()
+        dry_run(m, pred, (targ,))
+        if not isinstance(m, ValueMetric):
+            assert m.value is None
+
+
+def test_dry_run_states_what_does_not_fit() -> None:
+    pred, targ = scores(20)
+    f1 = torchmetrics_objects()[1]
+    for m, expected_text in (
+        (AvgMetric(mse), '^mse: .*Metric `mse`'),
+        (AvgMetric(accuracy), '^accuracy: .*Metric `accuracy`'),
+        (TorchMetric(f1), '^Metric `multiclass_f1_score`.* It raised'),
+    ):
+        with pytest.raises(MetricError, match=expected_text) as e:
+            dry_run(m, pred, (targ[:10],))
+        assert '20' in str(e.value) and '10' in str(e.value) and e.value.__cause__ is not None
+    with pytest.raises(MetricError, match=r'`mse_loss`.*missing 1 required') as e:
+        dry_run(AvgMetric(F.mse_loss), pred, ())
+    assert isinstance(e.value.__cause__, TypeError)
+    with pytest.raises(MetricError, match='one number'):
+        dry_run(AvgMetric(lambda p, t: p), pred, (targ,))
+    assert float(f1._update_count) == 0
+
+
+def test_dry_run_leaves_a_metric_with_its_own_accumulate_alone() -> None:
+    class FromLearner(AvgMetric):
+        def accumulate(self, learn: Any) -> None:
+            self.add(learn.other)
+
+    dry_run(FromLearner(lambda: 1 / 0), torch.zeros(3), ())
+
+
+def test_a_cancel_and_running_out_of_memory_pass_through() -> None:
+    def out_of_memory(p: Any, t: Any) -> Any:
+        raise torch.OutOfMemoryError('full')
+
+    def cancel(p: Any, t: Any) -> Any:
+        raise CancelBatchException
+
+    for func, kind in ((out_of_memory, torch.OutOfMemoryError), (cancel, CancelBatchException)):
+        with pytest.raises(kind):
+            feed(AvgMetric(func), torch.zeros(3), torch.zeros(3))
+        with pytest.raises(kind):
+            dry_run(AvgMetric(func), torch.zeros(3), (torch.zeros(3),))

@@ -1,4 +1,4 @@
-"""Dice, Jaccard and foreground accuracy, against sets of pixels and scikit-learn."""
+"""Compare Dice, Jaccard and foreground accuracy with sets of pixels and scikit-learn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learnkit.metrics import (
 )
 from learnkit.metrics.averages import as_metrics, dry_run
 from tests.helpers.libraries import require
-from tests.helpers.measuring import Watched, batch, fed, watched
+from tests.helpers.measuring import Watched, batch, feed, watch_reads
 
 skm = require('sklearn.metrics')
 
@@ -29,7 +29,7 @@ METRICS = [Dice, JaccardCoeff, DiceMulti, JaccardCoeffMulti]
 
 
 def images(n: int = 11, n_classes: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    "Predictions that are right here and there, sparser in some images than in others."
+    "Return predictions with a share of right pixels, fewer in some images than in others."
     targ = (torch.rand(n, 4, 5) * n_classes * torch.rand(n, 1, 1)).long()
     return torch.randn(n, n_classes, 4, 5) + 2 * torch.eye(n_classes)[targ].movedim(-1, 1), targ
 
@@ -42,10 +42,10 @@ def flat(pred: torch.Tensor, targ: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
     pred, targ = images()
     t, p = (set(np.flatnonzero(o)) for o in flat(pred, targ))
-    assert fed(Dice(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(
         2 * len(t & p) / (len(t) + len(p)), rel=1e-14
     )
-    assert fed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
+    assert feed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
         len(t & p) / len(t | p), rel=1e-14
     )
 
@@ -55,10 +55,10 @@ def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
 def test_dice_and_jaccard_of_many_classes_equal_sklearn(bs: int, n_classes: int) -> None:
     pred, targ = images(n_classes=n_classes)
     t, p = flat(pred, targ)
-    assert fed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
         skm.f1_score(t, p, average='macro')
     )
-    assert fed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
+    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
         skm.jaccard_score(t, p, average='macro')
     )
     last = pred.movedim(1, -1)
@@ -84,7 +84,7 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
     assert JaccardCoeffMulti()(pred, targ) == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
 
 
-def test_targets_that_are_no_class_match_nothing() -> None:
+def test_targets_that_are_not_a_class_match_nothing() -> None:
     targ = torch.tensor([[[1, 0, 255]]])
     pred = torch.eye(2)[torch.tensor([[[1, 0, 1]]])].movedim(-1, 1)
     assert Dice()(pred, targ) == pytest.approx(2 / 3) and DiceMulti()(pred, targ) == pytest.approx(
@@ -100,22 +100,20 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
         expected = np.mean((t == p)[t != bkg_idx])
         (m,) = as_metrics(partial(foreground_acc, bkg_idx=bkg_idx))
         assert (
-            fed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
+            feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
             and m.name == 'foreground_acc'
         )
         assert float(foreground_acc(pred, targ[:, None], bkg_idx)) == pytest.approx(expected)
     assert isinstance(as_metrics(foreground_acc)[0], ForegroundAcc)
     assert math.isnan(foreground_acc(pred, targ * 0)) and math.isnan(
-        fed(ForegroundAcc(), pred, targ * 0).value
+        feed(ForegroundAcc(), pred, targ * 0).value
     )
 
 
-def test_what_does_not_fit_is_told_before_training() -> None:
+def test_what_does_not_fit_is_reported_before_training() -> None:
     pred, targ = images(n_classes=3)
     for metric in (Dice(), JaccardCoeff()):
-        with pytest.raises(
-            MetricError, match=rf'have 3 along axis 1: use {type(metric).__name__}Multi'
-        ):
+        with pytest.raises(MetricError, match=rf'3 along axis 1: use {type(metric).__name__}Multi'):
             dry_run(metric, pred, (targ,))
     for metric in (DiceMulti(), JaccardCoeffMulti(), ForegroundAcc()):
         with pytest.raises(MetricError, match='do not fit targets'):
@@ -125,7 +123,7 @@ def test_what_does_not_fit_is_told_before_training() -> None:
 def test_nothing_is_read_from_the_device_per_batch() -> None:
     pred, targ = images()
     for metric in (*METRICS, ForegroundAcc):
-        m, learn = metric(), batch(watched(pred), targ)
+        m, learn = metric(), batch(watch_reads(pred), targ)
         m.accumulate(learn)
         m.accumulate(learn)
         assert Watched.reads == 0 and m.value is not None

@@ -1,4 +1,4 @@
-"""Optimizers by fastai's names against fastai, torch and closed forms; what is refused."""
+"""Compare optimizers with fastai's names with fastai, torch and closed forms, and check refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from learnkit.optim.optimizers import (
     RMSProp,
     ranger,
 )
-from tests.helpers.optimizing import after, learner, net, weights
+from tests.helpers.optimizing import learner, net, weights, weights_after
 
 # Against fastai 2.8, where it is installed
 
@@ -54,7 +54,8 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     if make in (QHAdam, Lamb):
         pytest.importorskip('pytorch_optimizer')
     assert (
-        after(partial(make, lr=0.05, **options)) - after(partial(theirs, lr=0.05, **options))
+        weights_after(partial(make, lr=0.05, **options))
+        - weights_after(partial(theirs, lr=0.05, **options))
     ).abs().max() < tol
 
 
@@ -84,7 +85,9 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     ],
 )
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
-    assert torch.equal(after(partial(ours, lr=0.05)), after(partial(torchs, lr=0.05)))
+    assert torch.equal(
+        weights_after(partial(ours, lr=0.05)), weights_after(partial(torchs, lr=0.05))
+    )
 
 
 def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
@@ -102,7 +105,7 @@ def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
 
 
 def test_radam_is_its_formula() -> None:
-    "Liu et al., algorithm 2, with torch's place for eps."
+    "Follow Liu et al., algorithm 2, with eps placed as in torch."
     w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     opt = RAdam([w], lr=0.1, sqr_mom=0.9, wd=0.05)
     x, m, v, limit = 3.0, 0.0, 0.0, 2 / (1 - 0.9) - 1
@@ -184,7 +187,7 @@ def test_lamb_makes_steps_as_long_as_the_weights_are() -> None:
         partial(SGD, mom=0.9),
     ],
 )
-def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -> None:
+def test_training_resumes_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -> None:
     if opt_func in (QHAdam, Lamb):
         pytest.importorskip('pytorch_optimizer')
     learn = learner(model := net(), opt_func=opt_func, wd=0.1)
@@ -217,7 +220,7 @@ def test_a_loaded_state_is_a_copy() -> None:
 
 
 def test_a_state_fits_whether_or_not_decay_had_set_groups_apart() -> None:
-    "SGD decays nothing until it is told to; only then do norms and biases move to a param group of their own."
+    "SGD has no decay by default; with decay, norms and biases get a separate param group."
     for late_a, late_b in ((False, True), (True, False)):
         learn = learner(model := net(), opt_func=partial(SGD, mom=0.9), wd=None if late_a else 0.1)
         learn.fit(1)
@@ -290,7 +293,7 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_changes(
         assert all(torch.equal(state[k], v) for k, v in before['state'][i].items())
 
 
-def test_what_is_no_state_is_refused() -> None:
+def test_what_is_not_a_state_is_refused() -> None:
     opt = SGD(weights())
     with pytest.raises(OptimizerError, match="torch's optimizers"):
         opt.load_state_dict({'a': 1})
@@ -402,7 +405,7 @@ def test_bad_input_is_refused_with_the_fix(model: Any, options: dict[str, Any], 
     assert all(torch.equal(v, before[k]) for k, v in made.state_dict().items())
 
 
-def test_a_ready_optimizer_with_parameters_beside_is_refused() -> None:
+def test_a_ready_optimizer_with_extra_parameters_is_refused() -> None:
     opt = torch.optim.SGD(ps := weights(), lr=0.1)
     for args, kwargs in (((ps,), {}), ((), {'lr': 0.2})):
         with pytest.raises(OptimizerError, match='give `opt=` alone'):

@@ -174,7 +174,7 @@ class Outcome:
     summary: dict[str, Any]
     files: dict[str, Any]
     weights: dict[str, Tensor]
-    said: list[str]
+    printed_lines: list[str]
 
 
 def loaders() -> dict[str, DataLoader[Any]]:
@@ -290,7 +290,7 @@ def read_learner(case: Case, learn: Learner) -> Outcome:
 
 
 def said_by(cb: Any) -> list[str]:
-    return [*getattr(cb, 'lines', []), *getattr(cb, 'said', [])]
+    return [*getattr(cb, 'lines', []), *getattr(cb, 'printed_lines', [])]
 
 
 def compare(case: Case, a: Outcome, b: Outcome) -> tuple[bool, str]:
@@ -301,7 +301,7 @@ def compare(case: Case, a: Outcome, b: Outcome) -> tuple[bool, str]:
     for name, weights in a.files.items():
         if weights is not None:
             numbers.append(compare_numbers(weights, b.files.get(name) or {}))
-    if a.said != b.said:
+    if a.printed_lines != b.printed_lines:
         numbers.append(TOO_FAR)
     apart = [n for n in numbers if n != EQUAL]
     return same, TOO_FAR if TOO_FAR in apart else max(apart, default=EQUAL)

@@ -247,14 +247,14 @@ class PeakMemoryCallback(PeriodicCallback):
 
 class ProgressCallback(PeriodicCallback):
     def before_training(self, **_: Any) -> None:
-        self.said: list[str] = []
+        self.printed_lines: list[str] = []
 
     def periodic_callback(self, *, interval_type: str, update_counter: Any, **_: Any) -> None:
         now, end = update_counter.cur_iteration, self.trainer.end_checkpoint
         share = now.update / self.trainer.total_training_updates
         units = {'epoch': (now.epoch, end.epoch), 'sample': (now.sample, end.sample)}
         done = units.get(interval_type, (now.update, self.trainer.total_training_updates))
-        self.said.append(f'{share:.0%} {interval_type} {done} ({now})')
+        self.printed_lines.append(f'{share:.0%} {interval_type} {done} ({now})')
 
 
 class TrainTimeCallback(PeriodicCallback):

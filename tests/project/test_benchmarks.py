@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU and of time to accuracy run, and what they check holds."""
+"""The GPU and time-to-accuracy benchmarks run, and their checks pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_has_to_hold_holds(device: str) -> None:
     )
     kept_mib = float(found.pop('memory after a failed fit').removesuffix(' MiB'))
     assert kept_mib < 0.1
-    assert len(found) == 4 and all('weights equal' in said for said in found.values())
+    assert len(found) == 4 and all('weights equal' in output for output in found.values())
 
 
 @devices
@@ -81,7 +81,7 @@ def test_a_gpt_sees_no_later_token() -> None:
 
 @pytest.fixture
 def data() -> SimpleNamespace:
-    "Two classes in the plane, which a linear model separates."
+    "Return two linearly separable classes in the plane."
     x = np.random.default_rng(0).normal(size=(320, 2)).astype('float32')
     return SimpleNamespace(**tasks.split_rows(x, (x.sum(1) > 0).astype('int64'), 64, 64))
 

@@ -1,4 +1,4 @@
-"""The guides for those who come from elsewhere: what they tell to write is what they run, and its names are there."""
+"""The code of the migration guides is executed by their notebooks, and its names exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_guide = pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
 
 
 def cells(path: Path) -> list[tuple[str, str]]:
-    "Type and text of each cell."
+    "Return type and text of each cell."
     return [
         (cell['cell_type'], ''.join(cell['source']))
         for cell in json.loads(path.read_text('utf-8'))['cells']
@@ -34,7 +34,7 @@ def markdown(path: Path) -> str:
 
 
 def tables(path: Path) -> list[tuple[list[str], str]]:
-    "Both columns of each table of code, with the cell that follows it."
+    "Return both columns of each table of code, with the cell that follows it."
     found = cells(path)
     return [
         (COLUMN.findall(text), after)
@@ -80,7 +80,7 @@ def test_links_of_a_guide_lead_to_files(path: Path) -> None:
 
 
 def rows(text: str, heading: str = '') -> list[list[str]]:
-    "The cells of the rows of tables in Markdown below a heading, without the first head."
+    "Return the cells of Markdown tables below a heading, without the first header row."
     lines = [line for line in text[text.index(heading) :].splitlines() if line.startswith('|')]
     return [
         [cell.strip() for cell in line.strip('|').split('|')]

@@ -1,4 +1,4 @@
-"""What users read: docstrings with their examples, and the files beside the package, whose claims are tried."""
+"""Docstrings have working examples, and the claims of the repository's text files hold."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_first_lines_are_imperatives(name: str) -> None:
 @pytest.mark.parametrize(
     'name', [name for name in ERRORS if not name.startswith('Cancel') or name == 'CancelError']
 )
-def test_first_lines_of_errors_say_what_is_wrong(name: str) -> None:
+def test_first_lines_of_errors_state_what_is_wrong(name: str) -> None:
     says = r'\b(cannot|is|was|gave|lacks|has|does not|called|contradicts|got|holds|named|given|raises)\b'
     assert re.search(says, first_line(ERRORS[name])), first_line(ERRORS[name])
 
 
 def members(cls: type) -> dict[str, Any]:
-    "The public methods and properties of a class that the package defines, without its events."
+    "Return the public methods and properties that a class of the package defines, without its events."
     found = {
         name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith('_')
     }
@@ -111,7 +111,7 @@ INNER = set(
 
 
 def learner_docs() -> dict[str, str]:
-    "Docstrings of all public methods and properties of a Learner."
+    "Return the docstrings of all public methods and properties of a Learner."
     found = {}
     for cls in reversed(Learner.__mro__):
         for name, value in vars(cls).items():

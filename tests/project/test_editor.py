@@ -1,4 +1,4 @@
-"""What an editor knows of a user's script: the types that Pyright infers, and the mistakes that it finds."""
+"""Types that Pyright infers in a user's script, and the errors that it finds."""
 
 from __future__ import annotations
 

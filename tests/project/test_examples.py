@@ -1,4 +1,4 @@
-"""The projects in examples/: each script runs, goes on after a SIGKILL to the same end, and trains in two processes."""
+"""Each script of examples/ runs, resumes after a SIGKILL with the same results, and trains in two processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from examples import images  # noqa: E402  # only where these are installed
 
 @pytest.fixture(autouse=True, scope='module')
 def with_dynamo() -> None:
-    "Import what an optimizer imports: each fork needs a second for it otherwise."
+    "Import the modules of an optimizer once, which would take a second in each fork."
     import_module('torch._dynamo')
 
 
@@ -43,7 +43,7 @@ def text() -> Any:
 
 @contextmanager
 def killed_at(owner: type, name: str, nth: int) -> Iterator[None]:
-    "Let a process kill itself at the nth call of a method."
+    "Make a process kill itself at the nth call of a method."
     calls, method = count(1), getattr(owner, name)
 
     def call_or_kill(*args: Any) -> Any:
@@ -56,7 +56,7 @@ def killed_at(owner: type, name: str, nth: int) -> Iterator[None]:
 
 
 def run(job: Callable[[], Any], code: int = 0) -> str:
-    "Run a job in a fork, and return what it printed."
+    "Run a job in a fork, and return its output."
     with start(job) as child:
         child.wait(600)
         if child.code != code:
@@ -108,7 +108,7 @@ def test_images_resume_after_a_kill(tmp_path: Path) -> None:
 
 
 def run_two(main: Callable[[Sequence[str]], None], folder: Path, *others: str) -> str:
-    "Run a script in two processes, of which only the first prints; return its output."
+    "Run a script in two processes, of which the first prints; return its output."
 
     def job(rank: int) -> None:
         warnings.simplefilter('default')  # of libraries
@@ -156,7 +156,7 @@ def test_text_resumes_after_a_kill(text: Any, tmp_path: Path) -> None:
 
 @pytest.mark.notebook
 def test_the_perplexity_counts_tokens_that_are_not_padding(text: Any, tmp_path: Path) -> None:
-    "The epoch's loss is the mean over all tokens, computed here one description at a time, without padding."
+    "The epoch's loss is the mean over all tokens, computed here for each description without padding."
     corpus, tokenizer = text.prepare(tmp_path, 40, 500)
     model = text.make_gpt(tokenizer, width=16, depth=1).eval()
     learn = text.Learner(text.language_loaders(corpus, tokenizer, bs=7), model)

@@ -1,4 +1,4 @@
-"""The scripts of the projects with a table and with a stream: they run, resume after a kill, and equal a plain loop."""
+"""The project scripts with a table and with a stream run, resume after a kill, and equal a plain loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from examples import reinforcement, tabular  # noqa: E402  # only where these ar
 
 
 def run_script(script: ModuleType, folder: Path, *arguments: str) -> str:
-    "Run a script in a fork, and return what it printed."
+    "Run a script in a fork, and return its output."
 
     def job() -> None:
         os.chdir(folder)

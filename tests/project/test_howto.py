@@ -1,4 +1,4 @@
-"""The how-to pages: the code of each runs from top to bottom."""
+"""The code of each how-to page runs from top to bottom."""
 
 from __future__ import annotations
 

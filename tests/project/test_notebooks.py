@@ -1,57 +1,27 @@
-"""The notebooks under nbs/: each runs from top to bottom in a fresh kernel, and has its outputs saved with it."""
+"""Each notebook of nbs/ runs in a fresh kernel, and its saved outputs match."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.kernel import kernel_env, kernel_name
+from tests.helpers.notebooks import code_cells, execute, faults, nbclient, nbformat
 
-nbformat = pytest.importorskip('nbformat')
-nbclient = pytest.importorskip('nbclient')
 pytest.importorskip('ipykernel')
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / 'nbs').glob('*.ipynb'))
 LARGEST = 1_000_000  # bytes of a notebook with its outputs
 
-# First in every kernel. What is warned of at a line of the notebook or of learnkit is an error, and so is every
-# UserWarning; what libraries tell each other (deprecations) is not.
-SETUP = r"""
-import warnings
-warnings.filterwarnings('error', module=r'__main__|learnkit\b')
-warnings.filterwarnings('error', category=UserWarning)
-warnings.filterwarnings('ignore', message='IProgress not found')  # tqdm's, of who imports transformers
-import torch
-torch.set_num_threads(1)
-"""
 
 each_notebook = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
-
-
-def code_cells(nb: Any) -> list[Any]:
-    return [cell for cell in nb.cells if cell.cell_type == 'code']
-
-
-def execute(nb: Any, cwd: Path) -> None:
-    "Run every cell in a fresh kernel, in a folder where it may leave files."
-    nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
-    client = nbclient.NotebookClient(
-        nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
-    )
-    with warnings.catch_warnings():
-        # those of the client and its sockets: the kernel is another process
-        warnings.simplefilter('ignore')
-        client.execute(env=kernel_env(cwd))
-    del nb.cells[0]
 
 
 def kinds(cell: Any) -> Counter[tuple[str, ...]]:
@@ -63,14 +33,6 @@ def kinds(cell: Any) -> Counter[tuple[str, ...]]:
     ]
     streams = {kind for kind in found if kind[0] == 'stream'}
     return Counter([*streams, *(kind for kind in found if kind[0] != 'stream')])
-
-
-def faults(nb: Any) -> list[str]:
-    "What must not be in the outputs: errors, and what was written to stderr (warnings, for one)."
-    outputs = [out for cell in code_cells(nb) for out in cell.outputs]
-    return [f'{out.ename}: {out.evalue}' for out in outputs if out.output_type == 'error'] + [
-        out.text for out in outputs if out.output_type == 'stream' and out.name == 'stderr'
-    ]
 
 
 def test_there_are_notebooks() -> None:
@@ -92,7 +54,7 @@ def test_saved_outputs_are_whole(path: Path) -> None:
 
 @each_notebook
 def test_pictures_have_an_alternative_text(path: Path) -> None:
-    "The site shows the text in the metadata of the cell, `mystnb.image.alt`, instead of a picture."
+    "The site shows the text of the cell's metadata, `mystnb.image.alt`, as the alternative text of a picture."
     for cell in code_cells(read(path)):
         if any('image/png' in out.get('data', ()) for out in cell.outputs):
             text = cell.metadata.get('mystnb', {}).get('image', {}).get('alt', '')
@@ -123,7 +85,7 @@ def test_a_fault_is_found(source: str, tmp_path: Path) -> None:
         execute(nb, tmp_path)
 
 
-def test_what_stderr_says_is_a_fault() -> None:
+def test_output_to_stderr_is_a_fault() -> None:
     out = nbformat.v4.new_output('stream', name='stderr', text='UserWarning: careful')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell('f()', outputs=[out])])
     assert faults(nb) == ['UserWarning: careful']

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it loads, which module imports which, public names, README and metadata."""
+"""The package as a whole: imported modules, import order, public names, README and metadata."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Import(NamedTuple):
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> str:
-    "Run a fresh Python process with `arguments` in `cwd` and return what it printed."
+    "Run a fresh Python process with `arguments` in `cwd`, and return its output."
     env = os.environ | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
@@ -70,7 +70,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> str:
 
 
 def modules() -> dict[str, Path]:
-    "Every module of the package: its dotted name below the package, and its file."
+    "Return every module of the package by its dotted name below the package, with its file."
     parts = {
         path: path.relative_to(PACKAGE).with_suffix('').parts
         for path in sorted(PACKAGE.rglob('*.py'))
@@ -89,7 +89,7 @@ def layer(module: str) -> str:
 
 
 def loaded_by(statement: str) -> set[str]:
-    "The modules in memory after `statement`, in a fresh process in which a warning is an error."
+    "Return the modules in memory after `statement`, in a fresh process in which a warning is an error."
     return set(output_of(f'{statement}; import sys; print(*sys.modules)').split())
 
 
@@ -136,7 +136,7 @@ def test_import_draws_no_random_number() -> None:
 
 @cache
 def imports() -> tuple[Import, ...]:
-    "Return every import of one of the package's modules by another, lazy ones and those for type checkers included."
+    "Return every import between modules of the package, including lazy imports and imports for type checkers."
     known = modules()
     return tuple(
         one
@@ -146,7 +146,7 @@ def imports() -> tuple[Import, ...]:
 
 
 def imports_of(name: str, source: str, known: dict[str, Path]) -> list[Import]:
-    "Return what the source of module `name` imports of the `known` modules."
+    "Return the `known` modules that the source of module `name` imports."
     is_package = name == 'learnkit' or any(other.startswith(f'{name}.') for other in known)
     package = [] if name == 'learnkit' else name.split('.') if is_package else name.split('.')[:-1]
     found = [
@@ -156,7 +156,7 @@ def imports_of(name: str, source: str, known: dict[str, Path]) -> list[Import]:
 
 
 def targets(node: ast.AST, package: list[str], known: dict[str, Path]) -> list[str]:
-    "The modules of the package that one import statement names."
+    "Return the modules of the package that an import statement names."
     if isinstance(node, ast.Import):
         names = [alias.name.split('.') for alias in node.names]
         return ['.'.join(parts[1:]) or 'learnkit' for parts in names if parts[0] == 'learnkit']
@@ -241,7 +241,7 @@ def test_types_ship() -> None:
     assert (PACKAGE / 'py.typed').exists()
 
 
-def test_every_module_says_what_is_public() -> None:
+def test_every_module_declares_what_is_public() -> None:
     files = [name for name, path in modules().items() if path.name != '__init__.py']
     assert not [
         name
@@ -309,7 +309,7 @@ def test_public_names() -> None:
 
 
 def fenced(language: str, section: str = '') -> list[str]:
-    "README's code blocks of a language, of one section or of all."
+    "Return README's code blocks of a language, of one section or of all."
     text = (ROOT / 'README.md').read_text('utf-8')
     parts = [part for part in re.split(r'^## ', text, flags=re.M) if part.startswith(section)]
     return re.findall(rf'^```{language}\n(.*?)^```', '\n'.join(parts), flags=re.M | re.S)
@@ -328,7 +328,7 @@ def test_readme_has_two_setup_commands() -> None:
 
 
 def rows_of(table: str) -> list[list[float]]:
-    "The numbers of a table of epochs, without the times."
+    "Return the numbers of a table of epochs, without the times."
     return [[float(cell) for cell in line.split()[:-1]] for line in table.splitlines()[1:]]
 
 
@@ -347,23 +347,23 @@ def test_readme_examples_run_and_print_what_it_shows(tmp_path: Path) -> None:
 
 
 def settings() -> dict[str, str]:
-    "What settings.ini says."
+    "Return the values of settings.ini."
     ini = ConfigParser(interpolation=None)
     ini.read_string((ROOT / 'settings.ini').read_text('utf-8'))
     return dict(ini['DEFAULT'])
 
 
-def test_version_is_that_of_settings() -> None:
+def test_version_matches_settings() -> None:
     assert learnkit.__version__ == settings()['version']
 
 
 def test_setup_reads_settings() -> None:
     pytest.importorskip('setuptools')
-    said = run('setup.py', '--name', '--version', '--description').splitlines()
-    assert said == [settings()[key] for key in ('lib_name', 'version', 'description')]
+    output_lines = run('setup.py', '--name', '--version', '--description').splitlines()
+    assert output_lines == [settings()[key] for key in ('lib_name', 'version', 'description')]
 
 
-def test_installed_metadata_is_that_of_settings() -> None:
+def test_installed_metadata_matches_settings() -> None:
     try:
         installed = metadata.metadata(settings()['lib_name'])
     except metadata.PackageNotFoundError:

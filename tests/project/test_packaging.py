@@ -1,4 +1,4 @@
-"""What is installed: an editable install, the wheel's and the source archive's content, metadata, and the command."""
+"""Installation: an editable install, the contents of the archives, metadata, and the command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def editable(built: Path, tmp_path: Path) -> tuple[Path, Path]:
-    "The folder into which the editable wheel is installed, and the clone."
+    "Return the folder of the editable install, and the clone."
     (wheel,) = (built.parent / 'out').glob('*.whl')
     with ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

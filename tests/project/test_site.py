@@ -171,7 +171,7 @@ def test_the_site_builds_without_a_warning_and_without_a_broken_link(site: Path)
 
 
 @site_test
-def test_every_image_has_a_text_that_says_what_it_shows(site: Path) -> None:
+def test_every_image_has_alternative_text(site: Path) -> None:
     pages = {path: Page(path.read_text('utf-8')) for path in site.rglob('*.html')}
     assert not [(path.name, src) for path, page in pages.items() for src in page.silent]
     guide = (site / 'guides' / '07_resume.html').read_text('utf-8')
@@ -223,7 +223,7 @@ def test_every_public_name_is_described_once_and_no_internal_one(site: Path) -> 
 
 
 @site_test
-def test_comments_of_a_signature_and_names_in_texts_are_shown(site: Path) -> None:
+def test_comments_of_a_signature_and_names_in_text_are_shown(site: Path) -> None:
     learner = (site / 'api' / 'learner.html').read_text('utf-8')
     assert 'class="parameters' in learner and 'weight decay; None' in learner
     assert '#learnkit.learner.Learner.fit_one_cycle' in learner

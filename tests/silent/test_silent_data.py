@@ -117,7 +117,7 @@ def test_every_event_may_evaluate_and_changes_nothing(event: str) -> None:
 
 
 def test_callbacks_that_evaluate_call_each_other_once() -> None:
-    "A starts B's handler once a run, and B starts A's: each level of runs has one callback less."
+    "A starts B's handler once a run, and B starts A's: each level of runs has one callback fewer."
     calls: list[str] = []
 
     def evaluating(name: str) -> Callback:
@@ -146,7 +146,7 @@ class Every(Callback):
 
 
 class Foreign:
-    "A callback by fastai's protocol, of another class."
+    "A callback with fastai's protocol and another base class."
 
     order, run, run_train, run_valid, name, learn = 0, True, True, True, 'foreign', None
 
@@ -481,7 +481,7 @@ class Counting:
 
 
 class Noisy(Counting):
-    "The same with noise from a generator of the loader, and from torch's global one."
+    "Batches with noise from a generator of the loader, and from torch's global generator."
 
     def __init__(self, n: int | None = None) -> None:
         super().__init__(n)
@@ -505,7 +505,7 @@ class Numbers(IterableDataset[Any]):
 
 
 class Stateful(Counting):
-    "A stream that knows where it is."
+    "A stream that saves its position."
 
     def __init__(self, n: int | None = None) -> None:
         super().__init__(n)
@@ -528,7 +528,7 @@ class Stateful(Counting):
 
 
 class Notes(Callback):
-    "Note the first input of each training batch, and the state at one of them."
+    "Record the first input of each training batch, and the state at one of them."
 
     def __init__(self, save_at: int = 0) -> None:
         super().__init__()
@@ -655,7 +655,7 @@ def test_workers_of_a_stream_run_on() -> None:
 
 
 class Shuffled:
-    "A loader in the manner of accelerate's: its `state_dict` raises."
+    "A loader like accelerate's, whose `state_dict` raises."
 
     def __init__(self) -> None:
         self.gen = torch.Generator().manual_seed(5)

@@ -162,9 +162,9 @@ def test_setting_loss_alone_is_warned_of(row: Any, event: str) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         learner(class_batches([8] * 4), F.cross_entropy, Callback(**{event: double})).fit(2)
-    told = [str(w.message) for w in seen if 'loss_grad' in str(w.message)]
-    row(was=0, now=len(told), independent=1)
-    assert len(told) == 1
+    messages = [str(w.message) for w in seen if 'loss_grad' in str(w.message)]
+    row(was=0, now=len(messages), independent=1)
+    assert len(messages) == 1
 
 
 # -- means of a loss with targets that do not count ------------------------------------------------
@@ -342,9 +342,9 @@ def test_own_function_is_warned_of(row: Any) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         learner((batches, batches), lambda pred, y: of_tokens(pred, y)).fit(2)
-    told = [str(w.message) for w in seen if 'weight_func' in str(w.message)]
-    row(was=0, now=len(told), independent=1)
-    assert len(told) == 1 and "weight_func='tokens'" in told[0]
+    messages = [str(w.message) for w in seen if 'weight_func' in str(w.message)]
+    row(was=0, now=len(messages), independent=1)
+    assert len(messages) == 1 and "weight_func='tokens'" in messages[0]
 
 
 @pytest.mark.silent("the same function with weight_func='tokens', validation loss")

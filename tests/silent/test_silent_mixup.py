@@ -21,7 +21,7 @@ WEIGHT = torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64)
 
 
 class Notes(Callback):
-    "Keep what each training batch had."
+    "Record each training batch."
 
     order, run_valid = 50, False
 
@@ -75,7 +75,7 @@ def classes_of(x: Tensor) -> Tensor:
 
 
 def pictures(kind: str) -> tuple[Tensor, Tensor]:
-    "Images whose pixels have numbers of their own, and masks that are made of them."
+    "Return images with unique pixel values, and masks computed from them."
     x = torch.arange(8.0 * 6 * 4, dtype=torch.float64).view(8, 1, 6, 4)
     classes = classes_of(x)
     assert (classes != classes.roll(1, 0)).double().mean() > 0.5  # those of two images differ
@@ -171,7 +171,7 @@ def test_mixup_of_masks_blends_the_loss_of_each_pixel(weight: Tensor | None) -> 
 
 
 class Skipping(MixUp):
-    "Blend the first batch of each epoch alone."
+    "Blend only the first batch of each epoch."
 
     def before_batch(self) -> None:
         if self.learn.iter == 0:
@@ -232,7 +232,7 @@ class AtOne(MixUp):
 
 
 def own_loss(pred: Tensor, targ: Tensor, reduction: str = 'mean') -> Tensor:
-    "A loss of a user's own with weights inside."
+    "A user's loss with internal weights."
     return F.cross_entropy(pred, targ, WEIGHT, reduction=reduction)
 
 

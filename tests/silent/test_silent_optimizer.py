@@ -509,7 +509,7 @@ def test_evaluations_change_nothing_that_is_trained(cls: Any) -> None:
 
 
 class Second(torch.optim.SGD):
-    "Steps only with a closure, and says nothing without."
+    "Steps only with a closure, and does nothing without."
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -522,7 +522,7 @@ class Second(torch.optim.SGD):
 
 
 class Nearby(torch.optim.SGD):
-    "Steps with the gradient at a point that it goes to by way of `data`."
+    "Steps with the gradient at a point that it sets through `data`."
 
     needs_closure = True
 

@@ -92,7 +92,7 @@ def test_a_log_cannot_replace_a_metric() -> None:
     def mae(pred: Tensor, y: Tensor) -> Tensor:
         return (pred - y).abs().mean()
 
-    with pytest.raises(MetricError, match=r"log\('mae'\): a metric has this column"):
+    with pytest.raises(MetricError, match=r"log\('mae'\)"):
         learner(metrics=mae, cbs=Callback(after_batch=note)).fit(1)
 
 
@@ -126,7 +126,7 @@ def test_a_sum_that_does_not_say_so_is_refused(row: Any, parts: str) -> None:
     for loss in (added, Added(), lambda p, y: F.mse_loss(p, y, reduction='sum')):
         learn = PARTS[parts](loss)
         before = learn.model.weight.clone()
-        with pytest.raises(LossError, match=r"adds up the losses.*`reduction = 'sum'`"):
+        with pytest.raises(LossError, match=r"`reduction = 'sum'`"):
             learn.fit(1)
         assert torch.equal(learn.model.weight, before)
 
@@ -166,7 +166,7 @@ def test_targets_first_are_warned_of() -> None:
         return (y_true - y_pred).square().mean()
 
     for options in ({'loss_func': keras}, {'metrics': keras}):
-        with pytest.warns(UserWarning, match=r'keras\(y_true, y_pred\) is called with predictions'):
+        with pytest.warns(UserWarning, match=r'keras\(y_true, y_pred\)'):
             learner(**options).fit(1)
 
 
@@ -281,11 +281,11 @@ def test_samples_of_unlike_sizes_have_probabilities(row: Any, loss: Any) -> None
 
 
 class Plain(DataLoader[Any]):
-    "A loader of one's own."
+    "A user's loader."
 
 
 class Doubling(DataLoader[Any]):
-    "A loader whose iteration is its own, and cannot be rebuilt."
+    "A user's loader with its own iteration, which cannot be rebuilt."
 
     def __iter__(self) -> Any:
         return (tuple(2 * t for t in batch) for batch in super().__iter__())

@@ -1,4 +1,4 @@
-"""The kill harness: what a child is, how it ends, that nothing of it stays, and what its runs prove."""
+"""The kill harness: children, how they end, clean-up, and the guarantees of its runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 
 
 def children() -> set[int]:
-    "The processes that this one has started or adopted, zombies among them."
+    "Return the processes that this process has started or adopted, including zombies."
     out = subprocess.run(
         ['ps', '-o', 'pid=', '--ppid', str(os.getpid())], capture_output=True, text=True
     ).stdout
@@ -54,7 +54,7 @@ def is_gone(pid: int) -> bool:
 
 
 def count_up(file: Path, n: int = 5, at: str = 'step') -> Callable[[], list[int]]:
-    "A job that writes a line at a time, and goes on where it was killed."
+    "A job that writes a line at a time, and resumes where it was killed."
 
     def job() -> list[int]:
         for i in range(len(file.read_text().split()) if file.exists() else 0, n):
@@ -67,7 +67,7 @@ def count_up(file: Path, n: int = 5, at: str = 'step') -> Callable[[], list[int]
 
 
 def sleep_beside_another(file: Path) -> None:
-    "A job that starts a process of its own, and does not end."
+    "A job that starts a process and does not end."
     pid = os.fork()
     if pid:
         file.with_suffix('.tmp').write_text(str(pid))
@@ -176,13 +176,11 @@ def test_a_job_that_fails_shows_its_traceback() -> None:
     def fail() -> None:
         raise KeyError('planned')
 
-    with pytest.raises(
-        HarnessError, match=r"(?s)ended with exit code 1\..*in fail.*KeyError: 'planned'"
-    ):
+    with pytest.raises(HarnessError, match=r"(?s)exit code 1\..*in fail.*KeyError: 'planned'"):
         run_until_done(fail)
     with pytest.raises(HarnessError, match=r'(?s)exit code 1.*would not load safely'):
         run_until_done(lambda: object())
-    with pytest.raises(HarnessError, match='SIGKILL, which the harness did not send'):
+    with pytest.raises(HarnessError, match=r'SIGKILL'):
         run_until_done(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -199,7 +197,7 @@ def test_a_job_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path)
         run_until_done(lambda: reached('x'), lambda n: 'x', max_lives=3)
 
 
-def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait, name='old-saver')
     thread.start()
@@ -220,7 +218,7 @@ def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ('code', 'expected'), [(None, 0), (0, 0), (3, 3), (263, 7), ('text', 1), (True, 1)]
 )
-def test_exit_codes_are_those_of_the_interpreter(code: Any, expected: int) -> None:
+def test_exit_codes_match_the_interpreter(code: Any, expected: int) -> None:
     def job() -> None:
         sys.exit(code)
 
@@ -250,7 +248,7 @@ def test_output_is_the_childs_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ('', '')
 
 
-def test_nothing_of_the_parents_exit_runs_in_it_and_everything_of_its_own(tmp_path: Path) -> None:
+def test_the_child_runs_its_own_exit_handlers_and_none_of_the_parent(tmp_path: Path) -> None:
     touch: Any = (tmp_path / 'parent').touch
     atexit.register(touch)
 
@@ -323,7 +321,7 @@ def test_it_has_the_parents_generators_its_own_handlers_and_one_thread() -> None
     assert result == (draw(), [True, True], [], 1, True, 1)
 
 
-def test_tensors_come_back_and_files_go() -> None:
+def test_tensors_are_returned_and_files_removed() -> None:
     with start(lambda: {'w': torch.arange(3), 'n': (1, None)}) as child:
         child.wait()
         folder, result = child._folder, child.result
@@ -345,7 +343,7 @@ def make_learner(cbs: Any = ()) -> Learner:
 
 
 def forgetful() -> Learner:
-    "Make a Learner that scales gradients by a count that no checkpoint can have."
+    "Return a Learner that scales gradients by a count that is not in a checkpoint."
     seen = [1.0]
 
     def scale(cb: Callback) -> None:
@@ -368,7 +366,7 @@ def test_what_no_checkpoint_has_is_found_out() -> None:
     assert not report and report.differences[0].startswith('model.')
 
 
-def test_a_learner_that_differs_each_time_or_fails_is_told() -> None:
+def test_a_learner_that_differs_each_time_or_fails_is_reported() -> None:
     def another() -> Learner:
         learn = make_learner()
         learn.model[0].bias.data.fill_(os.getpid())

@@ -1,0 +1,166 @@
+"""The test score at the best validation score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks.best_metric import BestMetric
+from learnkit.core.errors import MetricError, OptionError
+from learnkit.engine.run import preserved_state
+from learnkit.metrics.direction import MetricProperties
+from learnkit.testing import synth_learner
+
+
+def mae(pred: Tensor, targ: Tensor) -> Tensor:
+    return (pred - targ).abs().mean()
+
+
+def learner(*cbs: Any, lr: float = 0.3) -> Learner:
+    "Return a Learner with a learning rate so high that the loss rises and falls."
+    torch.manual_seed(3)
+    x = torch.randn(48, 1)
+    noisy = 2 * x + torch.randn(48, 1)
+    dls = DataLoaders.from_tensors(
+        (x, noisy), {'valid': (x[:16], noisy[:16]), 'test': (x, 2 * x + 1)}, bs=8, seed=0
+    )
+    learn = synth_learner(dls=dls, lr=lr, metrics=mae, cbs=[*cbs])
+    learn.logger = noop
+    return learn
+
+
+def test_the_columns_match_the_best_evaluation_so_far() -> None:
+    learn = learner(BestMetric('valid_loss', 'test/*'))
+    learn.fit(8)
+    rows = learn.history
+    losses = [row['valid_loss'] for row in rows]
+    assert (
+        len({losses.index(min(losses[:i])) for i in range(1, 9)}) > 1
+        and losses.index(min(losses)) < 7
+    )
+    for i, row in enumerate(rows):
+        best = min(rows[: i + 1], key=lambda r: r['valid_loss'])
+        assert [row[f'best/{n}'] for n in ('valid_loss', 'test/loss', 'test/mae')] == [
+            best['valid_loss'],
+            best['test/loss'],
+            best['test/mae'],
+        ]
+    best = min(rows, key=lambda r: r['valid_loss'])
+    assert learn.best_metric.at_best == {
+        n: best[n] for n in ('valid_loss', 'test/loss', 'test/mae')
+    }
+    assert learn.best_metric.best_at.ba == 6 * (best['epoch'] + 1)
+
+
+def test_higher_may_be_better_and_targets_are_all_by_themselves() -> None:
+    learn = learner(BestMetric('mae', comp='greater'))
+    learn.fit(6)
+    worst = max(learn.history, key=lambda r: r['mae'])
+    assert learn.best_metric.at_best == {
+        n: worst[n] for n in ('mae', 'valid_loss', 'test/loss', 'test/mae')
+    }
+
+
+def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None:
+    seen: list[float] = []
+
+    class Evaluate(Callback):
+        order = 70
+
+        def after_batch(self) -> None:
+            if not self.training or self.iter != 2:
+                return
+            with preserved_state(self.learn):
+                self.learn.do_evaluation()
+
+        def after_eval(self) -> None:
+            seen.append(self.learn.recorder.epoch_metrics.values['valid_loss'])
+
+    learn = learner(BestMetric('valid_loss', 'test/loss'), Evaluate())
+    learn.fit(4)
+    assert len(seen) == 8 and learn.history[-1]['best/valid_loss'] == min(seen)
+    assert learn.history[0]['best/valid_loss'] == min(seen[:2])
+
+
+def test_a_callback_that_receives_logs_gets_the_values() -> None:
+    class ValueLog(Callback):
+        values: list[tuple[str, float]] = []
+
+        def receive_log(self, name: str, value: float, weight: Any, shown: bool = True) -> None:
+            self.values.append((name, value))
+
+    learn = learner(ValueLog(), BestMetric('valid_loss', 'test/mae'))
+    learn.fit(2)
+    assert learn.value_log.values == [
+        (n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')
+    ]
+
+
+def test_the_best_score_is_printed_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    learn = learner(BestMetric('valid_loss', 'test/mae'))
+    learn.logger = print
+    with learn.no_bar():
+        learn.logger = lambda row: None
+        learn.fit(2)
+    best = min(learn.history, key=lambda r: r['valid_loss'])
+    assert (
+        f'Best valid_loss in epoch {best["epoch"]}: valid_loss {best["valid_loss"]:.6g}, '
+        f'test/mae {best["test/mae"]:.6g}'
+    ) in capsys.readouterr().out
+
+
+def test_fits_start_over_unless_configured_otherwise() -> None:
+    for reset in (True, False):
+        learn = learner(BestMetric(reset_on_fit=reset))
+        learn.fit(4)
+        first = learn.best_metric.best
+        learn.model.a.data.fill_(9.0)
+        learn.fit(1, lr=0.0)
+        assert (learn.best_metric.best > first) == reset
+
+
+def test_the_state_is_resumed() -> None:
+    learn, other = learner(BestMetric()), learner(BestMetric())
+    learn.fit(3)
+    other.best_metric.load_state_dict(learn.best_metric.state_dict())
+    assert (other.best_metric.at_best, other.best_metric.best_at) == (
+        learn.best_metric.at_best,
+        learn.best_metric.best_at,
+    )
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'error'),
+    [
+        ({'source': 'quux'}, OptionError),
+        ({'source': 'lr'}, OptionError),
+        ({'source': None}, OptionError),
+        ({'targets': ''}, OptionError),
+        ({'targets': []}, OptionError),
+        ({'comp': 'best'}, OptionError),
+    ],
+)
+def test_options_that_cannot_work_are_refused(wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        BestMetric(**wrong)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'source': 'accuracy'},
+        {'targets': 'tests/*'},
+        {'source': 'train_loss'},
+        {'source': 'quux', 'comp': MetricProperties(lower='quux')},
+    ],
+)
+def test_unknown_columns_are_refused_before_training(options: Any) -> None:
+    learn = learner(BestMetric(**options))
+    with pytest.raises(MetricError):
+        learn.fit(1)
+    assert learn.time.ba == 0

@@ -1,0 +1,578 @@
+"""The callback `Checkpoint`: when it writes, which files it keeps, errors, and concurrent changes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import deepcopy
+from pathlib import Path
+from shutil import rmtree
+from threading import Event, Timer
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from safetensors.torch import load_file
+from torch import nn
+
+from learnkit import (
+    Callback,
+    CheckpointError,
+    DataLoaders,
+    Learner,
+    MetricError,
+    OptionError,
+    TimeError,
+)
+from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
+from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.folder import entries, find, load_state
+from learnkit.metrics import mae
+from learnkit.testing import synth_learner
+
+N = 5  # batches an epoch, of 4 samples each
+
+
+def make(*cbs: Any, path: Any = '.', **kwargs: Any) -> Learner:
+    torch.manual_seed(0)
+    x = torch.randn(4 * N, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    learn = Learner(
+        DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1),
+        model,
+        nn.MSELoss(),
+        cbs=list(cbs),
+        lr=0.05,
+        path=path,
+        **kwargs,
+    )
+    learn.remove_cbs(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob('*.ckpt'))
+
+
+def batches(folder: Path) -> list[int]:
+    return [e.info['ba'] for e in reversed(entries(folder))]
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('every', 'expected'),
+    [
+        ('1ep', [5, 10, 15]),
+        (2, [10, 15]),
+        ('4ba', [4, 8, 12, 15]),
+        ('0.2dur', [3, 6, 9, 12, 15, 15]),
+        (None, [15]),
+        ('6st', [6, 12, 15]),
+        ('24sp', [6, 12, 15]),
+        ('1iter', [10, 15, 15]),
+        ('1h', [15]),
+        ('100ep', [15]),
+    ],
+)
+def test_when_it_writes(every: Any, expected: list[int], tmp_path: Path) -> None:
+    learn = make(Checkpoint(every, tmp_path, keep_last=None))
+    learn.fit(3, iteration=2)
+    assert batches(tmp_path) == expected
+    numbers = [int(name[:5]) for name in names(tmp_path)]
+    assert numbers == list(range(1, len(expected) + 1))
+
+
+def test_seconds(tmp_path: Path) -> None:
+    slow = Callback(after_batch=lambda cb: sleep(0.03) if cb.training else None)
+    began = monotonic()
+    make(slow, Checkpoint('0.1s', tmp_path, keep_last=None)).fit(2)
+    # ten batches of 0.03 s and a bit, and the end
+    assert 3 <= len(names(tmp_path)) <= (monotonic() - began) / 0.1 + 1
+
+
+def test_the_end_of_a_fit_that_was_stopped_or_has_a_budget(tmp_path: Path) -> None:
+    def stop(cb: Any) -> None:
+        if cb.train_iter == 7:
+            cb.learn.stop()
+
+    make(Callback(after_step=stop), Checkpoint(None, tmp_path / 'a')).fit(9)
+    make(Checkpoint(None, tmp_path / 'b')).fit('7ba')
+    make(Checkpoint('3ba', tmp_path / 'c', keep_last=None)).fit(0)
+    assert (
+        batches(tmp_path / 'a') == [8]
+        and batches(tmp_path / 'b') == [7]
+        and names(tmp_path / 'c') == []
+    )
+
+
+@pytest.mark.parametrize('options', [{'every': '1tok'}, {'every': 0}, {'every': 'often'}])
+def test_intervals_that_cannot_be_followed(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TimeError):
+        make(Checkpoint(folder=tmp_path, **options)).fit(1)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'keep_last': 0},
+        {'keep_last': 1.5},
+        {'keep_best': -1},
+        {'keep_best': True},
+        {'mode': 'less'},
+        {'monitor': 'my_score'},
+        {'monitor': ''},
+        {'monitor': 3},
+    ],
+)
+def test_options_that_cannot_be_followed(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        Checkpoint(**options)
+
+
+def test_what_is_not_recorded_cannot_be_watched(tmp_path: Path) -> None:
+    learn = make(Checkpoint(folder=tmp_path, monitor='acuracy', mode='max'), metrics=mae)
+    with pytest.raises(MetricError, match='acuracy'):
+        learn.fit(1)
+    with pytest.raises(MetricError):
+        make(Checkpoint(monitor='valid_loss', folder=tmp_path), default_cbs=False).fit(1)
+    assert names(tmp_path) == []
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+def losses(*values: float) -> Callback:
+    "Set the validation loss of each epoch."
+
+    def loss(cb: Any) -> None:
+        if not cb.training and cb.fitting:
+            cb.learn.loss = torch.tensor(values[min(cb.epoch, len(values) - 1)])
+
+    return Callback(after_loss=loss)
+
+
+def epochs(folder: Path) -> list[int]:
+    return [int(n.split('-')[1][2:]) for n in names(folder)]
+
+
+@pytest.mark.parametrize(
+    ('keep_last', 'keep_best', 'mode', 'expected'),
+    [
+        (1, 1, None, [2, 6]),
+        (2, 1, 'max', [4, 5, 6]),
+        (1, 2, 'min', [2, 3, 6]),
+        (3, 0, None, [4, 5, 6]),
+        (1, 0, None, [6]),
+        (None, 0, None, [1, 2, 3, 4, 5, 6]),
+        (1, 9, None, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_newest_and_best(
+    keep_last: Any, keep_best: int, mode: Any, expected: list[int], tmp_path: Path
+) -> None:
+    make(
+        losses(4.0, 1.0, 1.0, 9.0, 5.0, 6.0),
+        Checkpoint('1ep', tmp_path, keep_last, keep_best, mode=mode),
+    ).fit(6)
+    assert epochs(tmp_path) == expected
+
+
+def test_two_that_watch_different_values(tmp_path: Path) -> None:
+    learn = make(
+        losses(4.0, 1.0, 2.0, 9.0),
+        Checkpoint(folder=tmp_path / 'low', keep_last=1),
+        Checkpoint(folder=tmp_path / 'high', keep_last=1, mode='max', monitor='valid_loss'),
+    )
+    learn.fit(5)
+    assert epochs(tmp_path / 'low') == [2, 5] and epochs(tmp_path / 'high') == [4, 5]
+    assert learn.callback_states().keys() >= {'checkpoint', 'checkpoint_2'}
+
+
+def test_a_function_may_select_the_best(tmp_path: Path) -> None:
+    def far(learn: Any) -> float:
+        return abs(learn.epoch - 2.0)
+
+    with pytest.raises(OptionError, match="'far' are better: give mode="):
+        Checkpoint(monitor=far)
+    make(Checkpoint('2ba', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
+    found = find('best', tmp_path)
+    assert found and found[2]['monitor'] == 'far' and found[2]['value'] == 0.0
+    assert found[0].name == '00008-ep3-ba16.ckpt', 'the first after epoch 2'
+    make(Checkpoint('1ep', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
+    assert epochs(tmp_path)[-2:] == [3, 5]
+
+
+def test_what_an_evaluation_within_an_epoch_measures_counts(tmp_path: Path) -> None:
+    def loss(cb: Any) -> None:
+        if not cb.training:
+            cb.learn.loss = torch.tensor(float(abs(cb.learn.time.ba - 6)))
+
+    make(Callback(after_loss=loss), Checkpoint('1ba', tmp_path, keep_last=1), eval_every='3ba').fit(
+        2
+    )
+    assert batches(tmp_path) == [6, 10]
+    assert entries(tmp_path)[1].info['value'] == 0.0
+
+
+def test_a_column_of_another_callback(tmp_path: Path) -> None:
+    def best(learn: Any) -> Any:
+        return learn.history[-1]['best/valid_loss']
+
+    make(
+        losses(4.0, 1.0, 2.0),
+        BestMetric('valid_loss'),
+        Checkpoint('2ba', tmp_path, monitor=best, mode='min'),
+    ).fit(3)
+    assert [e.info['value'] for e in reversed(entries(tmp_path))] == [1.0] * 3
+
+
+def test_without_validation_no_checkpoint_is_best(tmp_path: Path) -> None:
+    x = torch.randn(8, 3)
+    learn = make(Checkpoint(folder=tmp_path, keep_last=1))
+    learn.dls = DataLoaders.from_tensors((x, x[:, :1]), bs=4)
+    learn.fit(3)
+    assert epochs(tmp_path) == [3] and 'value' not in entries(tmp_path)[0].info
+    with pytest.raises(CheckpointError, match='None has a monitored value'):
+        learn.fit(4, resume='best')
+
+
+# -- run after run ---------------------------------------------------------------------------------
+
+
+def test_fits_of_one_learner(tmp_path: Path) -> None:
+    "File numbers continue, each fit deletes only its own files, and a class may be given instead of an instance."
+    learn = make(Checkpoint, path=tmp_path)
+    for _ in range(2):
+        learn.fit(5)
+    folder = tmp_path / 'checkpoints'
+    assert [int(n[:5]) for n in names(folder)][-3:] == [8, 9, 10] and 6 <= len(names(folder)) <= 8
+    assert len({e.info['run'] for e in entries(folder)}) == 2
+    learn.fit(7, resume=True)
+    assert int(names(folder)[-1][:5]) == 12 and len({e.info['run'] for e in entries(folder)}) == 2
+    assert [row['epoch'] for row in learn.history][-7:] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_callback_for_a_single_fit(tmp_path: Path) -> None:
+    learn = make(path=tmp_path)
+    learn.fit(1, cbs=Checkpoint)
+    learn.fit(2, cbs=Checkpoint(), resume=True)
+    assert epochs(tmp_path / 'checkpoints') == [1, 2] and not hasattr(learn, 'checkpoint')
+
+
+def test_checkpoints_of_an_earlier_process_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Checkpoints of an earlier process are kept; a run that resumes or wrote them gets no warning."
+    make(Checkpoint(folder=tmp_path)).fit(2)
+    monkeypatch.setattr(module, '_run_ids', set())
+    make(Checkpoint(folder=tmp_path)).fit(3, resume=True)
+    make(Checkpoint(folder=tmp_path)).fit(1)
+    monkeypatch.setattr(module, '_run_ids', set())
+    with pytest.warns(
+        UserWarning,
+        match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True',
+    ):
+        make(Checkpoint(folder=tmp_path)).fit(1)
+    assert len(names(tmp_path)) == 5
+
+
+@pytest.mark.parametrize('which', [True, 'latest', 'path', 'folder', 'best', 'name'])
+def test_ways_to_resume(which: Any, tmp_path: Path) -> None:
+    straight = make(losses(1.0, 3.0), Checkpoint('3ba', tmp_path, keep_last=None))
+    straight.fit(3)
+    end, there = straight.checkpoint_state(), names(tmp_path)
+    resume = {'path': tmp_path / there[1], 'folder': str(tmp_path), 'name': there[2]}.get(
+        which, which
+    )
+    learn = make(losses(1.0, 3.0), Checkpoint('3ba', tmp_path, keep_last=None))
+    torch.manual_seed(99)
+    learn.fit(3, resume=resume)
+    assert not (found := differences(end, learn.checkpoint_state())), found
+
+
+def test_nothing_there_yet_begins(tmp_path: Path) -> None:
+    learn = make(Checkpoint(folder=tmp_path / 'new'))
+    learn.fit(1, resume=True)
+    assert len(learn.history) == 1 and epochs(tmp_path / 'new') == [1]
+    with pytest.raises(CheckpointError, match='There is no checkpoint'):
+        make(path=tmp_path / 'x').fit(1, resume='latest')
+
+
+def test_a_resume_that_nothing_writes_for_is_reported(tmp_path: Path) -> None:
+    learn = make(path=tmp_path)
+    with pytest.warns(UserWarning, match=r'`Checkpoint\(\)`'):
+        learn.fit(1, resume=True)
+    assert len(learn.history) == 1
+
+
+def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
+    make(Checkpoint('1ba', tmp_path)).fit(1)
+    newest = tmp_path / names(tmp_path)[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    learn = make(Checkpoint('1ba', tmp_path))
+    with pytest.warns(UserWarning, match=f'skipped; .*ba5.ckpt is used.\n.*{newest.name}'):
+        learn.fit(1, resume=True)
+    for p in tmp_path.glob('*.ckpt'):
+        p.write_bytes(b'PK')
+    with pytest.raises(CheckpointError, match='Every checkpoint in'):
+        learn.fit(1, resume=True)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    "Return a function that replaces every write by `f(n, write)`, `n` being the number of the write."
+
+    def install(f: Any) -> None:
+        real, n = module.write_state, [0]
+
+        def save(*args: Any) -> None:
+            n[0] += 1
+            f(n[0], lambda: real(*args))
+
+        monkeypatch.setattr(module, 'write_state', save)
+
+    return install
+
+
+def failing(at: int, error: BaseException) -> Any:
+    def write(n: int, real: Any) -> None:
+        if n == at:
+            raise error
+        real()
+
+    return write
+
+
+def test_an_error_in_the_background_comes_at_the_next_batch(writing: Any, tmp_path: Path) -> None:
+    writing(failing(2, error := OSError(28, 'No space left on device')))
+    threads = threading.active_count()
+
+    def wait_for_the_write(cb: Any) -> None:
+        if (future := cb.learn.checkpoint._writing) is not None:
+            wait([future])
+
+    learn = make(Callback(after_batch=wait_for_the_write), Checkpoint('2ba', tmp_path))
+    with pytest.raises(OSError, match='No space left') as caught:
+        learn.fit(2)
+    assert caught.value is error and batches(tmp_path) == [2] and learn.opt.n_steps == 5
+    assert any('in Checkpoint.batch_checkpoint (epoch 0, batch 4)' in n for n in error.__notes__)
+    assert learn.checkpoint._lock is None and threading.active_count() == threads
+    learn.fit(2, resume=True)
+
+
+@pytest.mark.parametrize('background', [True, False])
+def test_an_error_of_the_last_write_comes_at_the_end(
+    background: bool, writing: Any, tmp_path: Path
+) -> None:
+    writing(failing(1, OSError(28, 'No space left on device')))
+    learn = make(Checkpoint(None, tmp_path, background=background))
+    with pytest.raises(OSError, match='No space left'):
+        learn.fit(1)
+    assert learn.opt.n_steps == N and learn.checkpoint._lock is None
+    learn.fit(1)
+    assert len(names(tmp_path)) == 1
+
+
+def test_the_first_error_stays_and_the_write_is_waited_for(writing: Any, tmp_path: Path) -> None:
+    def slow(n: int, real: Any) -> None:
+        sleep(0.1)
+        real()
+
+    threads = threading.active_count()
+    writing(slow)
+    for error in (ValueError('a bug'), KeyboardInterrupt()):
+
+        def fail(cb: Any, error: BaseException = error) -> None:
+            if cb.training and cb.iter == 1:
+                raise error
+
+        learn = make(Callback(after_loss=fail), Checkpoint('1ba', tmp_path, keep_last=1))
+        with pytest.raises(type(error)):
+            learn.fit(1)
+        assert len(names(tmp_path)) and threading.active_count() == threads
+        assert all(load_state(e.path) for e in entries(tmp_path)) and not list(
+            tmp_path.glob('.*tmp*')
+        )
+
+
+def test_both_go_wrong(writing: Any, tmp_path: Path) -> None:
+    writing(failing(1, OSError(28, 'No space left on device')))
+
+    def fail(cb: Any) -> None:
+        raise ValueError('a bug')
+
+    learn = make(Callback(after_train=fail), Checkpoint('5ba', tmp_path, preemption=False))
+    with pytest.raises(ValueError, match='a bug') as caught:
+        learn.fit(1)
+    assert any('No space left' in n for n in caught.value.__notes__)
+
+
+def test_ctrl_c_in_a_save(writing: Any, tmp_path: Path) -> None:
+    writing(failing(2, KeyboardInterrupt()))
+    learn = make(Checkpoint('1ba', tmp_path, background=False))
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
+    assert batches(tmp_path) == [1] and not list(tmp_path.glob('.*tmp*'))
+    learn.fit(1, resume=True)
+    assert learn.opt.n_steps == N
+
+
+def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> None:
+    order: list[str] = []
+    may_write, has_trained = Event(), Event()
+
+    def slow(n: int, real: Any) -> None:
+        assert (may_write if n == 1 else has_trained).wait(60)
+        real()
+        order.append(f'written {n}')
+
+    def end(cb: Any) -> None:
+        order.append(f'batch {cb.train_iter}')
+        if cb.train_iter == 1:
+            Timer(0.2, may_write.set).start()  # while the second save begins
+        else:
+            has_trained.set()
+
+    writing(slow)
+    late = Callback(batch_checkpoint=end)
+    late.order = 2000
+    make(late, Checkpoint('1ba', tmp_path)).fit(1)
+    assert order[:3] == ['batch 1', 'written 1', 'batch 2'], (
+        'the first returns at once, the second waits for it'
+    )
+
+
+def test_what_is_written_is_the_state_of_its_batch(writing: Any, tmp_path: Path) -> None:
+    "Training continues during a slow write."
+    writing(lambda n, real: (sleep(0.05), real()))
+    kept: dict[int, Any] = {}
+    keep = Callback(
+        batch_checkpoint=lambda cb: kept.update({cb.learn.time.ba: cb.learn.checkpoint_state()})
+    )
+    keep.order = 2000
+    make(keep, Checkpoint('2ba', tmp_path, keep_last=None)).fit(2)
+    for e in entries(tmp_path):
+        if e.info['place'] != 'batch':
+            continue
+        found = [
+            d for d in differences(kept[e.info['ba']], load_state(e.path)[0]) if 'sec' not in d
+        ]
+        assert not found, found
+
+
+def test_the_folder_is_removed_in_the_middle(tmp_path: Path) -> None:
+    folder = tmp_path / 'run'
+
+    def remove(cb: Any) -> None:
+        if cb.epoch == 1:
+            rmtree(folder)
+
+    learn = make(Callback(before_epoch=remove), Checkpoint(folder=folder, background=False))
+    learn.fit(4)
+    assert epochs(folder) == [2, 3, 4] and (folder / '.lock').exists()
+    with pytest.raises(CheckpointError, match='in use'):
+        make(
+            Callback(before_train=lambda cb: make(Checkpoint(folder=folder)).fit(1)),
+            Checkpoint(folder=folder),
+        ).fit(1)
+
+
+# -- beside others ---------------------------------------------------------------------------------
+
+
+def test_a_callback_may_save(tmp_path: Path) -> None:
+    paths: list[Path] = []
+
+    def save(cb: Any) -> None:
+        if cb.training and cb.iter == 2:
+            paths.append(cb.learn.checkpoint.save())
+
+    learn = make(Callback(batch_checkpoint=save), Checkpoint(None, tmp_path))
+    learn.fit(1)
+    assert [p.name for p in paths] == ['00001-ep0-ba3.ckpt'] and all(p.exists() for p in paths)
+    for event in ('after_batch', 'before_epoch', 'after_fit', 'after_validate'):
+        wrong = Callback(**{event: lambda cb: cb.learn.checkpoint.save()})
+        with pytest.raises(CheckpointError, match='batch_checkpoint'):
+            learn.fit(1, cbs=wrong)
+    with pytest.raises(CheckpointError, match='batch_checkpoint'):
+        learn.checkpoint.save()
+
+
+def test_nothing_is_written_outside_of_fits(tmp_path: Path) -> None:
+    learn = make(Checkpoint('1ba', tmp_path / 'run'), path=tmp_path)
+    learn.validate()
+    learn.get_preds()
+    learn.lr_find(num_it=8, show_plot=False)
+    assert learn.check_resume(4)
+    assert not (tmp_path / 'run').exists()
+    nested = Callback(after_batch=lambda cb: cb.learn.validate() if cb.training else None)
+    learn.fit(1, cbs=nested)
+    assert len(names(tmp_path / 'run')) == 3 and learn.checkpoint._lock is None
+
+
+def test_a_copy_of_a_learner(tmp_path: Path) -> None:
+    learn = make(Checkpoint(folder=tmp_path))
+    learn.fit(1)
+    copy = deepcopy(learn)
+    assert copy.checkpoint is not learn.checkpoint and copy.checkpoint.learn is copy
+    for one in (copy, learn):
+        one.fit(2, resume=True)
+    assert torch.equal(copy.model[0].weight, learn.model[0].weight)
+
+
+def test_in_a_thread(tmp_path: Path) -> None:
+    learn = make(Checkpoint('2ba', tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(learn.fit, 2).result(timeout=60)
+    learn.fit(3, resume=True)
+    assert epochs(tmp_path)[-1] == 3
+
+
+def test_it_may_come_and_go_in_the_middle_of_a_fit(tmp_path: Path) -> None:
+    def change(cb: Any) -> None:
+        if cb.epoch == 1:
+            cb.learn.add_cb(Checkpoint('1ba', tmp_path, keep_last=None))
+        if cb.epoch == 2:
+            cb.learn.remove_cb(Checkpoint)
+
+    learn = make(Callback(before_train=change))
+    learn.fit(3)
+    assert batches(tmp_path) == [7, 8, 9, 10], 'its interval begins after its first batch'
+    learn.fit(1, cbs=Checkpoint(folder=tmp_path))  # the folder is free
+
+
+def test_the_interval_continues_after_a_resume(tmp_path: Path) -> None:
+    make(Checkpoint('4ba', tmp_path / 'a', keep_last=None)).fit(4)
+    path = tmp_path / 'a' / names(tmp_path / 'a')[0]
+    make(Checkpoint('4ba', tmp_path / 'b', keep_last=None)).fit(4, resume=path)
+    assert batches(tmp_path / 'b') == batches(tmp_path / 'a')[1:] == [8, 12, 16, 20, 20]
+
+
+def test_the_header_of_a_file(tmp_path: Path) -> None:
+    learn = make(Checkpoint(folder=tmp_path))
+    learn.fit(2)
+    info = entries(tmp_path)[0].info
+    assert info['value'] == learn.history[-1]['valid_loss'] and info['monitor'] == 'valid_loss'
+    assert (info['place'], info['epoch'], info['ba'], info['format']) == ('epoch', 1, 10, 2)
+    tensors = load_file(tmp_path / names(tmp_path)[-1])  # by the library alone
+    assert torch.equal(tensors['model.0.weight'], learn.model[0].weight)
+
+
+def test_an_attribute_of_the_learner_named_like_a_method_of_callbacks(tmp_path: Path) -> None:
+    learn = synth_learner(path=tmp_path)
+    learn.checkpoint_folder = 'runs'  # callbacks have every attribute of the Learner
+    with learn.no_bar(), pytest.warns(UserWarning, match='has no checkpoint'):
+        learn.fit(1, resume=True)
+    with learn.no_bar():
+        learn.fit(1, cbs=Checkpoint())
+        learn.fit(2, cbs=Checkpoint(), resume=True)
+    assert len(learn.history) == 3

@@ -1,0 +1,315 @@
+"""Load weights at an event, and export programs at the end of a fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks import SaveModelCallback
+from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
+from learnkit.core.dtensor import local_shard
+from learnkit.core.errors import (
+    CancelFitException,
+    LearnkitError,
+    ModelError,
+    OptionError,
+    UnknownEventError,
+    WeightsError,
+)
+from learnkit.testing import synth_learner
+from tests.helpers.ranks import run_ranks
+
+
+def learner(path: Path, *cbs: Any, model: nn.Module | None = None) -> Learner:
+    x, y = torch.randn(40, 1, 6, 6), torch.randint(3, (40,))
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    )
+    learn = Learner(
+        DataLoaders.from_tensors((x, y), (x, y), bs=8),
+        model or net,
+        nn.CrossEntropyLoss(),
+        lr=0.01,
+        path=path,
+        cbs=[*cbs],
+    )
+    learn.logger = noop
+    return learn
+
+
+def loaded(path: Path) -> Any:
+    with path.open('rb') as f:
+        return torch.export.load(f).module()
+
+
+def test_the_program_computes_what_the_model_does(tmp_path: Path) -> None:
+    learn = learner(tmp_path, ExportForInference('net', act=_softmax))
+    learn.fit(1)
+    (path,) = learn.export_for_inference.files
+    assert path == tmp_path / 'net.pt2' and list(tmp_path.iterdir()) == [path]
+    program = loaded(path)
+    for n in (1, 2, 7):
+        x = torch.randn(n, 1, 6, 6)
+        with torch.no_grad():
+            assert torch.allclose(program(x), learn.model.eval()(x).softmax(1), atol=1e-6)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(1)
+
+
+def test_onnx_computes_the_same_at_any_batch_size(tmp_path: Path) -> None:
+    pytest.importorskip('onnxscript')
+    runtime = pytest.importorskip('onnxruntime')
+    learn = learner(tmp_path, ExportForInference('net.onnx', formats=('onnx', 'torch.export')))
+    learn.fit(1)
+    assert [p.name for p in learn.export_for_inference.files] == ['net.onnx', 'net.pt2']
+    session = runtime.InferenceSession(str(tmp_path / 'net.onnx'))
+    for n in (1, 5):
+        x = torch.randn(n, 1, 6, 6)
+        got = torch.tensor(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        with torch.no_grad():
+            assert torch.allclose(got, learn.model.eval()(x), atol=1e-5)
+
+
+def test_the_best_weights_are_exported_where_they_are_loaded(tmp_path: Path) -> None:
+    learn = learner(tmp_path, ExportForInference(), SaveModelCallback())
+    learn.fit(3, lr=0.5)
+    best = torch.load(tmp_path / 'models' / 'model.pth', weights_only=True)
+    best = best.get('model', best)
+    program = loaded(tmp_path / 'export.pt2')
+    for name, value in program.named_parameters():
+        assert torch.equal(value, best[name])
+
+
+def test_training_is_what_it_was_without(tmp_path: Path) -> None:
+    def weights(*cbs: Callback) -> list[Tensor]:
+        torch.manual_seed(0)
+        learn = learner(tmp_path, *cbs)
+        learn.fit(1)
+        return [*learn.model.state_dict().values()]
+
+    assert all(map(torch.equal, weights(), weights(ExportForInference())))
+
+
+class Named(nn.Module):
+    "A model that takes the entries of a batch as keyword arguments."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lin = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        return self.lin(self.emb(ids).mean(1)) * scale[:, None]
+
+
+@pytest.mark.parametrize('formats', ['torch.export', 'onnx'])
+def test_batches_of_named_entries(tmp_path: Path, formats: str) -> None:
+    if formats == 'onnx':
+        pytest.importorskip('onnxscript')
+    data = {
+        'ids': torch.randint(9, (16, 5)),
+        'scale': torch.rand(16),
+        'labels': torch.randint(3, (16,)),
+    }
+    learn = Learner(
+        DataLoaders.from_tensors(data, bs=8),
+        Named(),
+        nn.CrossEntropyLoss(),
+        path=tmp_path,
+        cbs=ExportForInference(formats=formats),
+    )
+    learn.logger = noop
+    learn.fit(1)
+    assert learn.export_for_inference.files[0].exists()
+
+
+class Unsteady(nn.Module):
+    "A model whose exported program differs from the model."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.lin(x.flatten(1))
+        return out if torch.compiler.is_exporting() else out + 1
+
+
+def test_a_file_that_computes_something_else_is_not_kept(tmp_path: Path) -> None:
+    learn = learner(tmp_path, ExportForInference(), model=Unsteady())
+    with pytest.raises(ModelError, match='does not compute what the model does'):
+        learn.fit(1)
+    assert learn.time.ep == 1 and not list(tmp_path.iterdir())
+
+
+def test_other_shapes_are_found_too() -> None:
+    case: Any = (torch.ones(3),), {}, torch.ones(3)
+    with pytest.raises(ModelError, match='it wrote'):
+        _compare('it', lambda args, kwargs: args[0][:1], [case])
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x.flatten(1)) if x.sum() > 0 else self.lin(-x.flatten(1))
+
+
+def test_a_model_that_cannot_be_exported_is_reported_before_training(tmp_path: Path) -> None:
+    learn = learner(tmp_path, ExportForInference(), model=Branching())
+    with pytest.raises(ModelError, match='cannot be exported'):
+        learn.fit(1)
+    assert learn.time.ba == 0
+
+
+@pytest.mark.parametrize(
+    'wrong', [{'formats': 'onx'}, {'formats': ()}, {'fname': ''}, {'formats': ('onnx', 'torch')}]
+)
+def test_bad_options_are_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError):
+        ExportForInference(**wrong)
+
+
+def test_a_path_that_cannot_be_written_is_reported_before_training(tmp_path: Path) -> None:
+    (tmp_path / 'taken').write_text('')
+    learn = learner(tmp_path, ExportForInference('taken/net'))
+    with pytest.raises(OptionError, match='cannot be written'):
+        learn.fit(1)
+    assert learn.time.ba == 0
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def test_weights_are_loaded_at_each_such_event_of_a_fit(tmp_path: Path) -> None:
+    for at, epochs_kept in (('before_fit', 2), ('before_epoch', 1)):
+        torch.manual_seed(0)
+        learn = synth_learner(lr=0.1, path=tmp_path, cbs=LoadWeights('start', at=at))
+        learn.save('start', with_opt=False)
+        starts: list[float] = []
+        learn.add_cb(
+            Callback(before_train=lambda cb, starts=starts: starts.append(cb.learn.model.a.item()))
+        )
+        first = learn.model.a.item()
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(2)
+            learn.fit(1)
+        assert [s == first for s in starts] == [True, epochs_kept == 1, True]
+        now = learn.model.a.item()
+        learn.validate()
+        assert learn.model.a.item() == now != first
+
+
+def test_what_cannot_be_loaded_is_reported_before_training(tmp_path: Path) -> None:
+    learn = synth_learner(path=tmp_path, cbs=LoadWeights('nothing', at='after_fit'))
+    with pytest.raises(WeightsError, match='there is no file'):
+        learn.fit(1)
+    assert learn.time.ba == 0
+    with pytest.raises(UnknownEventError, match='before_fit'):
+        LoadWeights('a', at='befor_fit')
+    with pytest.raises(OptionError):
+        LoadWeights('')
+    torch.save({'c': torch.ones(1)}, tmp_path / 'other.pth')
+    learn = synth_learner(path=tmp_path, cbs=LoadWeights(tmp_path / 'other'))
+    with pytest.raises(WeightsError):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize('at', ['after_create', 'close', 'before_predict', 'after_load', 'cleanup'])
+def test_weights_are_not_loaded_at_events_outside_a_fit(at: str) -> None:
+    with pytest.raises(OptionError, match="from 'before_fit' to 'after_fit'"):
+        LoadWeights('w', at=at)
+
+
+def test_a_fit_that_was_cancelled_before_it_began_leaves_the_export(tmp_path: Path) -> None:
+    def cancel(cb: Callback) -> None:
+        if cb.fitting:
+            raise CancelFitException
+
+    learn = learner(tmp_path, ExportForInference('net'))
+    learn.fit(1)
+    before = (tmp_path / 'net.pt2').stat().st_mtime_ns
+    learn.fit(1, cbs=Callback(before_fit=cancel))
+    assert (tmp_path / 'net.pt2').stat().st_mtime_ns == before
+
+
+def test_an_export_that_came_in_the_middle_of_the_fit(tmp_path: Path) -> None:
+    learn = learner(
+        tmp_path,
+        Callback(after_epoch=lambda cb: cb.epoch or cb.learn.add_cb(ExportForInference('net'))),
+    )
+    learn.fit(2)
+    assert (tmp_path / 'net.pt2').exists()
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def exported(rank: int, folder: Path) -> tuple[list[str], Tensor]:
+    torch.manual_seed(1)
+    learn = learner(folder / str(rank), ExportForInference('net'))
+    with learn.no_bar(), learn.distributed('ddp', timeout='30s'):
+        learn.fit(2)
+    with torch.no_grad():
+        out = learn.model.eval()(torch.ones(2, 1, 6, 6))
+    return list(map(str, learn.export_for_inference.files)), out
+
+
+@pytest.mark.dist
+def test_of_several_processes_the_first_exports(tmp_path: Path) -> None:
+    (files, first), (none, second) = run_ranks(exported, 2, tmp_path)
+    assert (
+        files == [str(tmp_path / '0' / 'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')]
+        and none == []
+    )
+    program = loaded(Path(files[0]))
+    assert torch.equal(first, second) and torch.allclose(
+        program(torch.ones(2, 1, 6, 6)), first, atol=1e-6
+    )
+
+
+def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
+    "Fit with an export that fails; return whether the weights are unchanged, and the error."
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    learn = learner(folder, ExportForInference('taken/net'), model=net)
+    with learn.no_bar(), learn.distributed(strategy, timeout='30s'):
+        before = {name: local_shard(p).clone() for name, p in learn.model.named_parameters()}
+        with pytest.raises(LearnkitError) as e:
+            learn.fit(1)
+        # a failed run has closed its process group
+        after = [local_shard(p) for p in learn.model.parameters()]
+    return all(map(torch.equal, before.values(), after)), f'{type(e.value).__name__}: {e.value}'
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ('strategy', 'messages'),
+    [
+        ('ddp', ['OptionError: .*cannot be written', 'DistributedError: .*cannot be written']),
+        ('fsdp', ['DistributedError: ExportForInference: .*learn.export'] * 2),
+    ],
+)
+def test_what_cannot_be_exported_is_reported_by_all_before_training(
+    tmp_path: Path, strategy: str, messages: list[str]
+) -> None:
+    (tmp_path / 'taken').touch()
+    for (same, message), expected in zip(
+        run_ranks(refused, 2, tmp_path, strategy), messages, strict=True
+    ):
+        assert same and re.match(expected, message, re.DOTALL), message

@@ -1,0 +1,194 @@
+"""Images of inputs, outputs and segmentations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks.images import ImageVisualizer, as_pictures, class_colors
+from learnkit.core.errors import BatchError, OptionError, TimeError
+from learnkit.loggers import Logger
+from learnkit.testing import synth_learner
+
+
+class Taker(Callback):
+    "An object that takes images and is not a logger of the package."
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, str, Tensor]] = []
+
+    def log_images(self, step: int, name: str, images: Tensor) -> None:
+        self.taken.append((step, name, images))
+
+
+class Segmenter(nn.Module):
+    def __init__(self, n_out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, n_out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+def learner(*cbs: Any, n_out: int = 3, seed: int = 0, **kwargs: Any) -> Learner:
+    torch.manual_seed(seed)
+    x, y = torch.rand(24, 1, 6, 5), torch.randint(3, (24, 6, 5))
+    y[:, 0] = -100
+    targ, loss = (x, nn.MSELoss()) if n_out == 1 else (y, nn.CrossEntropyLoss())
+    dls = DataLoaders.from_tensors(
+        (x, targ), {'day': (x[:8], targ[:8]), 'night': (x[8:], targ[8:])}, bs=4, shuffle=False
+    )
+    learn = Learner(dls, Segmenter(n_out), loss, lr=0.1, cbs=[*cbs], **kwargs)
+    learn.logger = noop
+    return learn
+
+
+def test_inputs_are_shown_first_and_after_each_interval_and_in_each_evaluation() -> None:
+    learn = learner(ImageVisualizer('4ba', n=2), Taker())
+    learn.fit(2)  # 6 batches an epoch
+    x = learn.dls.train.tensors[0]
+    assert [(step, name) for step, name, _ in learn.taker.taken] == [
+        (1, 'images/train/input'),
+        (5, 'images/train/input'),
+        (6, 'images/day/input'),
+        (6, 'images/night/input'),
+        (9, 'images/train/input'),
+        (12, 'images/day/input'),
+        (12, 'images/night/input'),
+    ]
+    first, second, day, night = [images for _, _, images in learn.taker.taken[:4]]
+    for got, at in ((first, 0), (second, 16), (day, 0), (night, 8)):
+        assert torch.equal(got, x[at : at + 2])
+    assert torch.equal(learn.image_visualizer.images['images/night/input'], x[8:10])
+    learn.validate()
+    learn.get_preds()
+    assert len(learn.taker.taken) == 7
+
+
+def test_epochs_and_outputs() -> None:
+    outputs: list[Tensor] = []
+    learn = learner(ImageVisualizer('1ep', n=3, mode='output'), Taker(), n_out=1, metrics=[])
+
+    def keep(cb: Callback) -> None:
+        if cb.training and cb.iter == 0:
+            outputs.append(cb.learn.pred.detach())
+
+    learn.add_cb(Callback(after_pred=keep))
+    learn.fit(2)
+    shown = [images for _, name, images in learn.taker.taken if name == 'images/train/output']
+    assert len(shown) == 2
+    for got, pred in zip(shown, outputs, strict=True):
+        assert got.shape == (3, 1, 6, 5) and torch.allclose(got, as_pictures(pred[:3]))
+
+
+def test_segmentations_have_the_colors_of_their_classes() -> None:
+    learn = learner(ImageVisualizer(n=4, mode='segment'))
+    learn.fit(1, lr=0.0)
+    images, (x, y) = learn.image_visualizer.images, next(iter(learn.dls.train))
+    with torch.no_grad():
+        predicted = learn.model(x).argmax(1)
+    palette = class_colors(torch.arange(3)[None, None])[0, :, 0].T
+    for name, classes in (('prediction', predicted), ('target', y)):
+        colors = images[f'images/train/{name}'].permute(0, 2, 3, 1)
+        assert colors.shape == (4, 6, 5, 3)
+        for k in range(3):
+            assert torch.equal(colors[classes == k], palette[k].expand((classes == k).sum(), 3))
+    assert (images['images/train/target'][:, :, 0] == 0.5).all()  # what is ignored
+    assert torch.equal(images['images/train/input'], x)
+    assert (torch.pdist(class_colors(torch.arange(20)[None, None])[0, :, 0].T) > 0.05).all()
+
+
+def test_one_hot_targets_and_a_single_score() -> None:
+    x, masks = torch.rand(8, 1, 4, 4), (torch.rand(8, 1, 4, 4) > 0.5).float()
+    learn = Learner(
+        DataLoaders.from_tensors((x, masks), bs=8, shuffle=False),
+        Segmenter(1),
+        nn.BCEWithLogitsLoss(),
+        lr=0.0,
+        cbs=ImageVisualizer(mode='segment'),
+    )
+    learn.logger = noop
+    learn.fit(1)
+    images = learn.image_visualizer.images
+    white = class_colors(torch.ones(1, 1, 1))[0, :, 0, 0]
+    for name, on in (('target', masks[:, 0] > 0), ('prediction', learn.model(x)[:, 0] > 0)):
+        assert torch.equal((images[f'images/train/{name}'] == white[:, None, None]).all(1), on)
+
+
+def test_of_a_batch_in_pieces_inputs_and_outputs_belong_together() -> None:
+    learn = learner(ImageVisualizer(n=8, mode='output'), n_out=1, microbatch=3)  # pieces of 3 and 1
+    learn.model.conv.weight.data.fill_(1.0)
+    learn.model.conv.bias.data.fill_(0.0)
+    learn.fit(1, lr=0.0)
+    images = learn.image_visualizer.images
+    assert torch.equal(images['images/train/input'], learn.dls.train.tensors[0][3:4])
+    assert torch.allclose(images['images/train/output'], images['images/train/input'])
+
+
+def test_loggers_get_bytes_at_their_steps() -> None:
+    class Kept(Logger):
+        got: list[Any] = []
+
+        def log_images(self, step: int, name: str, images: Any) -> None:
+            self.got.append((step, name, images))
+
+    learn = learner(ImageVisualizer('4ba', n=2), Kept())
+    learn.fit(1)
+    assert [got[:2] for got in learn.kept.got[:2]] == [
+        (1, 'images/train/input'),
+        (5, 'images/train/input'),
+    ]
+    image = learn.kept.got[0][2]
+    assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
+    expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()
+    assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
+
+
+def test_pictures() -> None:
+    x = torch.randn(2, 3, 4, 4) * 5
+    assert torch.allclose(as_pictures(x), (x - x.min()) / (x.max() - x.min()))
+    assert torch.equal(
+        as_pictures(torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)), torch.full((1, 3, 2, 2), 0.2)
+    )
+    seven = torch.rand(1, 7, 2, 2)
+    assert torch.allclose(as_pictures(seven)[0, 0], seven[0].mean(0))
+    assert as_pictures(torch.rand(2, 5, 6)).shape == (2, 1, 5, 6)
+    assert as_pictures(torch.tensor([[[0.5, float('nan')]]])).isfinite().all()
+
+
+def test_it_draws_what_it_has(tmp_path: Path) -> None:
+    learn = learner(ImageVisualizer(n=3, mode='segment'))
+    with pytest.raises(OptionError, match='no images yet'):
+        learn.image_visualizer.show()
+    learn.fit(1)
+    fig = learn.image_visualizer.show().figure
+    fig.savefig(tmp_path / 'images.png')
+    assert len(fig.axes) == 27 and (tmp_path / 'images.png').stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'error'),
+    [
+        ({'mode': 'segmentation'}, OptionError),
+        ({'n': 0}, OptionError),
+        ({'every': 0}, TimeError),
+        ({'every': '5 parsecs'}, TimeError),
+        ({'every': '1iter'}, TimeError),
+    ],
+)
+def test_bad_options_are_refused(wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ImageVisualizer(**wrong)
+
+
+def test_data_without_images_are_reported_before_the_first_step() -> None:
+    learn = synth_learner(cbs=ImageVisualizer())
+    with pytest.raises(BatchError, match='no images'):
+        learn.fit(1)
+    assert learn.opt.n_steps == 0

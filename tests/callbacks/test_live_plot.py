@@ -1,0 +1,177 @@
+"""The live plot of the losses; `tests/learner/test_learner_jupyter.py` tests it in a real kernel."""
+
+from __future__ import annotations
+
+import base64
+import io
+from itertools import pairwise
+from math import inf, nan
+from time import perf_counter, sleep
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import DataLoaders, ShowGraph
+from learnkit.callbacks import live_plot as graph
+from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, describe_losses, thin_losses
+from learnkit.testing import synth_dls, synth_learner
+from tests.helpers.libraries import require
+
+plt = require('matplotlib.pyplot')
+
+
+class Outputs:
+    "An output area that records what is displayed."
+
+    def __init__(self) -> None:
+        self.handle, self.shown = None, list[dict[str, Any]]()
+
+    def show(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
+        self.handle = self  # type: ignore[assignment]
+        self.shown.append(data)
+
+
+@pytest.fixture
+def areas(monkeypatch: pytest.MonkeyPatch) -> list[Outputs]:
+    "Draw as in a notebook, and return the output areas."
+    made: list[Outputs] = []
+
+    def make() -> Outputs:
+        made.append(Outputs())
+        return made[-1]
+
+    monkeypatch.setattr(graph, 'in_notebook', lambda: True)
+    monkeypatch.setattr(graph, 'DisplayHandle', make)
+    return made
+
+
+def test_outside_of_a_notebook_a_message_names_the_alternative_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    learn = synth_learner(cbs=ShowGraph())
+    with learn.no_logging():
+        learn.fit(1)
+        learn.fit(1)
+    assert capsys.readouterr().out.count('learn.recorder.plot_loss()') == 1
+
+
+def test_validation_losses_match_every_evaluation() -> None:
+    learn = synth_learner(n_train=10, cbs=ShowGraph(), eval_every='4ba')
+    with learn.no_logging():
+        learn.fit(2)
+    expected = [[e['ba'], e['valid_loss']] for e in learn.recorder.evaluations]
+    assert [step for step, _ in expected] == [4, 8, 12, 16, 20]
+    assert learn.show_graph.valid_losses == {'valid': expected}
+    with learn.no_logging():
+        learn.fit(1)  # another fit begins anew
+    assert [step for step, _ in learn.show_graph.valid_losses['valid']] == [4, 8, 10]
+
+
+def test_loaders_have_a_line_each(areas: list[Outputs]) -> None:
+    dls = synth_dls()
+    learn = synth_learner(
+        dls=DataLoaders(dls.train, {'day': dls.valid, 'night': dls.valid}), cbs=ShowGraph()
+    )
+    with learn.no_logging():
+        learn.fit(2)
+    lines = learn.show_graph.valid_losses
+    assert list(lines) == ['day', 'night'] and [step for step, _ in lines['day']] == [10, 20]
+    assert lines['night'][-1][1] == learn.history[-1]['night/loss']
+
+
+def test_a_picture_is_shown_once_it_is_over_and_no_figure_is_left(areas: list[Outputs]) -> None:
+    before = plt.get_fignums()
+    learn = synth_learner(cbs=ShowGraph())
+    with learn.no_logging():
+        learn.fit(2)
+        loss = learn.recorder.smooth_loss.smooth[-1]
+        learn.validate()
+        learn.get_preds()
+        learn.fit(0)
+    [shown], [] = (area.shown for area in areas)
+    image = plt.imread(io.BytesIO(base64.b64decode(shown['image/png'])))
+    # transparent ground
+    assert image.shape[2] == 4 and image[..., 3].min() == 0 and image[..., 3].max() == 1
+    assert shown['text/plain'] == (
+        f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
+    )
+    assert plt.get_fignums() == before and learn.show_graph._graph is None
+
+
+def test_what_was_trained_before_an_error_is_drawn(areas: list[Outputs]) -> None:
+    learn = synth_learner(cbs=ShowGraph())
+
+    def stop(cb: Any) -> None:
+        if cb.iter == 7:
+            raise KeyboardInterrupt
+
+    with learn.no_logging(), pytest.raises(KeyboardInterrupt):
+        learn.fit(1, cbs=graph.Callback(after_batch=stop))
+    assert [d['text/plain'].split(':')[0] for d in areas[0].shown] == ['loss after 7 steps']
+
+
+def test_no_bar_means_no_graph(areas: list[Outputs]) -> None:
+    learn = synth_learner(cbs=ShowGraph())
+    with learn.no_bar():
+        learn.fit(1)
+    assert areas == [] and ShowGraph in map(type, learn.cbs)
+
+
+def test_drawing_takes_a_fiftieth_of_the_time(areas: list[Outputs]) -> None:
+    class Slow(LossGraph):
+        def draw(self, losses: Any, valid: Any, is_over: bool = False) -> bool:
+            sleep(0.04)
+            return False
+
+    learn = synth_learner(cbs=ShowGraph())
+    cb = learn.show_graph
+    cb._graph = Slow()
+    began = perf_counter()
+    cb._draw()
+    took_s = perf_counter() - began
+    assert cb._due - began >= 2.0 and cb._due - perf_counter() <= 50 * took_s
+    cb.after_batch()  # is not due
+    assert areas[0].shown == []
+
+
+def test_a_large_number_of_losses_is_thinned() -> None:
+    points = thin_losses([float(i) for i in range(1_000_003)])
+    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.0]
+    assert {b[0] - a[0] for a, b in pairwise(points)} == {1000}
+    assert (
+        thin_losses([5.0]) == [[1, 5.0]]
+        and thin_losses([]) == []
+        and len(thin_losses([1.0] * 100)) == 95
+    )
+
+
+def test_losses_that_are_not_finite_leave_gaps(areas: list[Outputs]) -> None:
+    picture = LossGraph()
+    assert picture.draw([1.0, nan, inf, 2.0], {'valid': [[2, inf], [4, 1.0]]})
+    assert not picture.draw([nan], {}) and len(areas[0].shown) == 2
+    assert describe_losses([], {'valid': [[0, nan]]}) == 'loss after 0 steps: valid nan'
+
+
+def test_it_reads_losses_without_waiting_for_them() -> None:
+    learn = synth_learner()
+    with learn.no_logging():
+        learn.fit(1)
+    smooth = learn.recorder.smooth_loss
+    assert smooth.arrived == smooth.smooth and len(smooth.arrived) == 10
+    smooth.reset()
+    assert smooth.arrived == []
+
+
+def test_the_bar_draws_what_fastais_graph_sends_it(areas: list[Outputs]) -> None:
+    learn = synth_learner()
+    bar = learn.progress.mbar
+    for n in (1, 2):
+        steps = [10 * i for i in range(1, n + 1)]
+        losses = [torch.tensor(3.0 / i) for i in range(1, 10 * n + 1)]
+        bar.update_graph([(range(len(losses)), losses), (steps, [2.0] * n)], (0, 20), (0, 3.0))
+    (area,) = areas
+    assert [shown['text/plain'] for shown in area.shown] == [
+        'loss after 10 steps: train 0.3000, valid 2.0000',
+        'loss after 20 steps: train 0.1500, valid 2.0000',
+    ]

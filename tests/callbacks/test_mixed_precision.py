@@ -1,0 +1,398 @@
+"""Autocast of the forward pass: the numbers of a plain loop, float32 for callbacks, and no autocast elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import Callback, CancelBatchException, CancelFitException, Learner, Recorder
+from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
+from learnkit.engine.events import EVENTS
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def data(n: int = 4, seed: int = 1) -> Batches:
+    gen = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(8, 6, generator=gen), torch.randint(3, (8,), generator=gen)) for _ in range(n)
+    ]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def learner(
+    *cbs: Any, model: nn.Module | None = None, loss_func: Any = None, **kwargs: Any
+) -> Learner:
+    options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
+    learn = Learner(
+        (data(), data(2, seed=2)),
+        model or net(),
+        loss_func or nn.CrossEntropyLoss(),
+        cbs=list(cbs),
+        **options,
+    )
+    learn.logger = noop
+    return learn
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [t.detach().clone() for t in model.state_dict().values()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def is_on() -> bool:
+    return torch.is_autocast_enabled('cpu')
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_bf16_is_a_plain_autocast_loop_bit_for_bit() -> None:
+    model, losses = net(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        model.train()
+        for x, y in data():
+            with torch.autocast('cpu', dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(x).float(), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        model.eval()
+        with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+            losses.append(sum(F.cross_entropy(model(x).float(), y) for x, y in data(2, seed=2)) / 2)
+
+    learn = learner(MixedPrecision('bf16'))
+    learn.fit(2)
+    assert same(state(learn.model), state(model))
+    assert [row['valid_loss'] for row in learn.history] == pytest.approx(
+        [loss.item() for loss in losses], rel=1e-6
+    )
+
+
+def test_bf16_differs_from_float32_and_still_learns() -> None:
+    plain, half = learner(), learner().to_bf16()
+    plain.fit(10)
+    half.fit(10)
+    assert not same(state(plain.model), state(half.model))
+    first, last = half.history[0]['train_loss'], half.history[-1]['train_loss']
+    assert last < 0.8 * first and last == pytest.approx(plain.history[-1]['train_loss'], rel=0.05)
+
+
+def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_float32() -> None:
+    learn = learner(MixedPrecision('bf16'))
+    preds, _ = learn.get_preds(act=noop)
+    model = net().eval()
+    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+        expected = torch.cat([model(x) for x, _ in data(2, seed=2)])
+    assert expected.dtype == torch.bfloat16
+    assert preds.dtype == torch.float32 and torch.equal(preds, expected.float())
+
+
+# -- what others see -------------------------------------------------------------------------------
+
+
+class Seen(Callback):
+    "Record the dtype of the predictions."
+
+    def __init__(self, order: float) -> None:
+        self.order, self.types = order, set[Any]()
+
+    def after_pred(self) -> None:
+        self.types.add(self.learn.pred.dtype)
+
+
+@pytest.mark.parametrize(
+    ('mode', 'dtype'), [('bf16', torch.bfloat16), (AMPMode.FP16, torch.float16)]
+)
+def test_the_model_gives_half_and_what_comes_after_sees_float32(
+    mode: str, dtype: torch.dtype
+) -> None:
+    first, later, types = Seen(9), Seen(10), set()
+
+    def loss_func(pred: Tensor, y: Tensor) -> Tensor:
+        # a product in the loss is computed in half precision
+        types.update([pred.dtype, (pred @ pred.T).dtype])
+        return F.cross_entropy(pred, y)
+
+    def metric(pred: Tensor, y: Tensor) -> Tensor:
+        types.add(pred.dtype)
+        return pred.mean()
+
+    learner(MixedPrecision(mode), first, later, loss_func=loss_func, metrics=metric).fit(1)
+    assert first.types == {dtype} and later.types == {torch.float32}
+    assert types == {torch.float32, dtype}
+
+
+@dataclass
+class Output:
+    "A structure of outputs."
+
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class Nested(nn.Module):
+    "Returns halves, doubles, integers and an object that is not a tensor, in one structure."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.layer(x)
+        named = {'half': [out * 2], 'double': out.double(), 'count': torch.arange(3), 'name': 'net'}
+        return out, named, Output(out, {})
+
+
+def test_nested_predictions_become_float32_where_they_are_half() -> None:
+    seen: list[Any] = []
+    learn = learner(
+        MixedPrecision('bf16'),
+        model=Nested(),
+        loss_func=lambda pred, y: F.cross_entropy(pred[0], y),
+    )
+    learn.add_cb(Callback(after_loss=lambda cb: seen.append(cb.pred)))
+    learn.fit(1)
+    out, named, record = seen[0]
+    assert out.dtype == named['half'][0].dtype == record.logits.dtype == torch.float32
+    assert (
+        named['double'].dtype == torch.float64
+        and named['count'].dtype == torch.int64
+        and named['name'] == 'net'
+    )
+
+
+class OwnLoss(nn.Module):
+    "Computes its loss in `forward`, in half precision."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {'loss': self.layer(x)[0, 0] ** 2}
+
+
+def test_a_loss_in_half_precision_is_reported_in_float32() -> None:
+    types: list[Any] = []
+    note = Callback(after_batch=lambda cb: types.append((cb.loss.dtype, cb.loss_grad.dtype)))
+    learn = Learner([x for x, _ in data()], OwnLoss(), cbs=[MixedPrecision('bf16'), note], lr=0.01)
+    learn.logger = noop
+    before = state(learn.model)
+    learn.fit(1)
+    assert types == [(torch.float32, torch.float32)] * 4 and not same(state(learn.model), before)
+
+
+def test_a_batch_without_targets_has_no_loss_and_trains() -> None:
+    learn = learner(MixedPrecision('bf16'))
+    preds, targs = learn.get_preds(dl=[x for x, _ in data()])
+    assert preds.dtype == torch.float32 and targs is None
+    learn.one_batch(0, data()[0][0])  # by hand, when no loss has ever been computed
+    assert learn.pred.dtype == torch.float32 and learn.loss is None
+
+
+# -- autocast is on for the forward pass, and off everywhere else ----------------------------------
+
+
+def test_autocast_is_on_from_the_model_to_the_loss_alone() -> None:
+    seen: dict[str, set[bool]] = {}
+
+    class Everywhere(Callback):
+        def run_event(self, event: str) -> None:
+            seen.setdefault(event, set()).add(is_on())
+
+    learner(MixedPrecision('bf16'), Everywhere).fit(2)
+    assert {event for event, on in seen.items() if True in on} == {'after_pred'}
+    assert seen['after_pred'] == {True} and len(seen) > 20 and not is_on()
+
+
+FIRED = [
+    e
+    for e in EVENTS
+    if e.startswith(('before_', 'after_'))
+    and 'cancel' not in e
+    and 'iteration' not in e
+    and 'load' not in e
+    and 'predict' not in e
+    and e not in ('after_create', 'after_error')
+]
+
+
+@pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize('event', FIRED)
+def test_autocast_is_left_when_a_callback_raises(event: str, error: type[BaseException]) -> None:
+    def fail(cb: Callback) -> None:
+        raise error('here')
+
+    bad = Callback(**{event: fail})
+    learn = learner(MixedPrecision('bf16'), bad)
+    with pytest.raises(error):
+        learn.fit(1)
+    assert not is_on()
+    learn.remove_cb(bad)
+    before = state(learn.model)
+    learn.fit(1)
+    assert not same(state(learn.model), before) and not is_on()
+
+
+@pytest.mark.parametrize('where', ['model', 'loss'])
+def test_autocast_is_left_when_the_model_or_the_loss_raises(where: str) -> None:
+    def fail(*args: Any) -> Tensor:
+        raise ValueError('here')
+
+    learn = learner(MixedPrecision('bf16'), loss_func=fail if where == 'loss' else None)
+    if where == 'model':
+        learn.model[0].register_forward_hook(fail)
+    with pytest.raises(ValueError, match='here'):
+        learn.fit(1)
+    assert not is_on()
+
+
+@pytest.mark.parametrize('cancel', [CancelBatchException, CancelFitException])
+def test_autocast_is_left_when_a_batch_is_cancelled(cancel: type[Exception]) -> None:
+    def fail(cb: Callback) -> None:
+        raise cancel
+
+    learner(
+        MixedPrecision('bf16'), Callback(after_pred=fail), Callback(before_train=lambda cb: is_on())
+    ).fit(1)
+    assert not is_on()
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'after_batch'])
+def test_a_validation_in_the_middle_of_training_changes_nothing(event: str) -> None:
+    plain = learner(MixedPrecision('bf16'))
+    plain.fit(1)
+
+    def check(cb: Callback) -> None:
+        if not cb.training:
+            return
+        on = is_on()
+        values.append(cb.learn.validate()[0])
+        assert is_on() == on
+
+    values: list[float] = []
+    learn = learner(MixedPrecision('bf16'), Callback(**{event: check}))
+    learn.fit(1)
+    assert same(state(learn.model), state(plain.model)) and len(values) == 4 and not is_on()
+
+
+# -- with the rest ---------------------------------------------------------------------------------
+
+
+def test_the_methods_add_replace_and_remove() -> None:
+    learn = learner()
+    assert learn.to_bf16() is learn and learn.to_bf16() is learn
+    assert [cb.amp_mode for cb in learn.cbs if isinstance(cb, MixedPrecision)] == ['bf16']
+    assert learn.to_fp16(init_scale=8.0, growth_interval=5) is learn
+    [cb] = [cb for cb in learn.cbs if isinstance(cb, MixedPrecision)]
+    assert cb is learn.mixed_precision and cb.amp_mode is AMPMode.FP16 and cb.scales
+    assert cb.scaler.get_scale() == 8 and cb.scaler.get_growth_interval() == 5
+    assert learn.to_fp32() is learn and learn.to_fp32() is learn
+    assert not any(isinstance(cb, MixedPrecision) for cb in learn.cbs)
+
+    plain = learner()
+    learn.fit(1)
+    plain.fit(1)
+    assert same(state(learn.model), state(plain.model))
+
+
+def test_a_bad_option_leaves_the_callback_that_is_there() -> None:
+    learn = learner().to_bf16()
+    with pytest.raises(ValueError, match='growth_factor=1'):
+        learn.to_fp16(growth_factor=1)
+    assert learn.mixed_precision.amp_mode == 'bf16'
+
+
+def test_the_ordinary_step_runs_when_the_whole_step_was_compiled() -> None:
+    learn = learner(MixedPrecision('bf16')).compile(step=True, backend='eager')
+    learn.fit(1)
+    assert 'MixedPrecision.forward_context' in learn.explain_step()
+    plain = learner(MixedPrecision('bf16'))
+    plain.fit(1)
+    assert same(state(learn.model), state(plain.model))
+
+
+def test_an_optimizer_with_closure_works_in_bf16() -> None:
+    learn = learner(MixedPrecision('bf16'), opt_func=torch.optim.LBFGS, lr=0.1)
+    learn.fit(1)
+    assert learn.opt.n_steps == 4 and learn.history[0]['train_loss'] > 0
+
+
+def test_a_copy_of_a_learner_trains_separately() -> None:
+    learn = learner(MixedPrecision('fp16'))
+    learn.fit(1)
+    other = copy.deepcopy(learn)
+    other.fit(1)
+    assert (
+        other.mixed_precision.learn is other
+        and other.mixed_precision.scaler is not learn.mixed_precision.scaler
+    )
+    learn.fit(1)
+    assert same(state(learn.model), state(other.model))
+
+
+def test_it_watches_and_changes_nothing_in_the_recorder() -> None:
+    plain, half = learner(), learner(MixedPrecision('bf16'))
+    for learn in (plain, half):
+        learn.fit(1)
+    assert [*plain.history[0]] == [*half.history[0]] and len(half.recorder.lrs) == 4
+    assert any(isinstance(cb, Recorder) for cb in half.cbs)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+def on_gpu(*cbs: Any) -> Learner:
+    learn = learner(*cbs, model=net().cuda())
+    learn.dls.device = torch.device('cuda')
+    return learn
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize('mode', ['bf16', 'fp16'])
+def test_training_on_a_gpu_learns_and_leaves_tf32_alone(mode: str) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    learn = on_gpu(MixedPrecision(mode))
+    learn.fit(10)
+    assert learn.history[-1]['train_loss'] < 0.8 * learn.history[0]['train_loss']
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert not torch.is_autocast_enabled('cuda') and learn.get_preds()[0].dtype == torch.float32
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(('mode', 'n'), [('bf16', 0), ('fp16', 1)])
+def test_the_host_waits_for_the_gpu_only_to_ask_whether_to_step(mode: str, n: int) -> None:
+    def watch(mode: str) -> Callable[[Callback], None]:
+        return lambda cb: torch.cuda.set_sync_debug_mode(mode) if cb.training else None
+
+    first, last = Callback(before_pred=watch('warn')), Callback(after_step=watch('default'))
+    first.order, last.order = -100, 100
+    learn = on_gpu(MixedPrecision(mode), first, last)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        try:
+            learn.fit(1)  # libraries are loaded
+            found.clear()
+            learn.fit(1)
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
+    assert sum('synchronizing CUDA operation' in str(w.message) for w in found) == n * 4

@@ -1,0 +1,492 @@
+"""Loss scaling for fp16 on the CPU: the numbers of a plain loop with torch's scaler, also after cancels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import (
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    Learner,
+    ModelError,
+    OptimizerError,
+)
+from learnkit.callbacks.mixed_precision import MixedPrecision
+from learnkit.core.errors import OptionError
+
+Batches = list[tuple[Tensor, Tensor]]
+Maker = Callable[..., Any]
+
+# overflows at first, and grows soon after: both happen within ten steps
+SCALER = {'init_scale': 2.0**22, 'growth_factor': 4.0, 'backoff_factor': 0.25, 'growth_interval': 3}
+SGD = partial(torch.optim.SGD, momentum=0.9)
+
+
+def data(n: int = 10) -> Batches:
+    gen = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=gen), torch.randint(3, (8,), generator=gen)) for _ in range(n)
+    ]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def learner(*cbs: Any, batches: Batches | None = None, **kwargs: Any) -> Learner:
+    options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
+    learn = Learner(
+        data() if batches is None else batches,
+        net(),
+        nn.CrossEntropyLoss(),
+        cbs=list(cbs),
+        **options,
+    )
+    learn.logger = noop
+    return learn
+
+
+def after(order: float, **handlers: Any) -> Callback:
+    cb = Callback(**handlers)
+    cb.order = order
+    return cb
+
+
+class Loop:
+    "Train in a plain loop with autocast and torch's scaler."
+
+    def __init__(self, *makers: Maker, **scaler: Any) -> None:
+        self.model = net()
+        self.scaler = torch.amp.GradScaler('cpu', **{**SCALER, **scaler})
+        params = list(self.model.parameters())
+        parts = [params] if len(makers) < 2 else [params[:2], params[2:]]
+        self.opts = [make(part, lr=0.1) for make, part in zip(makers or [SGD], parts, strict=True)]
+        self.scales: list[float] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast('cpu', dtype=torch.float16):
+            return F.cross_entropy(self.model(x).float(), y)
+
+    def backward(self, *batches: tuple[Tensor, Tensor]) -> None:
+        for b in batches:
+            self.scaler.scale(self.loss(*b)).backward()
+
+    def step(self, clip: float | None = None) -> None:
+        for opt in self.opts:
+            self.scaler.unscale_(opt)
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        finite = all(
+            v.item() == 0 for o in self.opts for v in self.scaler._found_inf_per_device(o).values()
+        )
+        for opt in self.opts:
+            if finite:
+                self.scaler.step(opt)  # several optimizers step together or not at all
+        self.update()
+        self.zero_grad()
+
+    def update(self) -> None:
+        self.scaler.update()
+        self.scales.append(self.scaler.get_scale())
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def equals(self, learn: Learner) -> bool:
+        return (
+            same(state(self.model), state(learn.model))
+            and self.scaler.state_dict() == learn.mixed_precision.scaler.state_dict()
+        )
+
+
+# -- against torch's scaler in a plain loop --------------------------------------------------------
+
+OPTS: dict[str, tuple[Maker, ...]] = {
+    'sgd': (SGD,),
+    'adam': (torch.optim.Adam,),
+    'fused adam': (partial(torch.optim.Adam, fused=True),),
+    'two': (SGD, partial(torch.optim.AdamW, fused=True)),
+}
+
+
+@pytest.mark.parametrize('makers', OPTS.values(), ids=OPTS)
+def test_weights_and_scale_match_a_plain_loop_bit_for_bit(makers: tuple[Maker, ...]) -> None:
+    hand, scales = Loop(*makers), []
+    for b in data() * 2:
+        hand.backward(b)
+        hand.step()
+    assert any(a > b for a, b in zip(hand.scales, hand.scales[1:], strict=False)), 'no overflow'
+    assert any(a < b for a, b in zip(hand.scales, hand.scales[1:], strict=False)), 'no growth'
+
+    def two(params: list[Any], lr: float) -> list[Any]:
+        return [
+            make(part, lr=lr) for make, part in zip(makers, (params[:2], params[2:]), strict=True)
+        ]
+
+    learn = learner(
+        MixedPrecision('fp16', **SCALER), opt_func=makers[0] if len(makers) == 1 else two
+    )
+    learn.add_cb(
+        Callback(after_step=lambda cb: scales.append(cb.mixed_precision.scaler.get_scale()))
+    )
+    learn.fit(2)
+    skipped = sum(
+        a > b for a, b in zip([SCALER['init_scale'], *hand.scales], hand.scales, strict=False)
+    )
+    assert hand.equals(learn) and scales == hand.scales
+    assert (
+        learn.mixed_precision.n_skipped == skipped > 1
+        and learn.time.st == learn.opt.n_steps == 20 - skipped
+    )
+
+
+class Clip(Callback):
+    "Clip right after mixed precision, and record the norms."
+
+    order, run_valid = MixedPrecision.order + 1, False
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def before_step(self) -> None:
+        self.norms.append(nn.utils.clip_grad_norm_(self.learn.model.parameters(), 0.1).item())
+
+
+def test_gradients_are_unscaled_once_before_they_are_clipped_and_never_infinite_then() -> None:
+    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER), Clip)
+    for b in data() * 2:
+        hand.backward(b)
+        hand.step(clip=0.1)
+    learn.fit(2)
+    assert hand.equals(learn) and len(learn.clip.norms) == 20 - learn.mixed_precision.n_skipped
+    assert all(0 < norm < 10 for norm in learn.clip.norms)
+
+
+class Accumulate(Callback):
+    "Step after every `n` batches."
+
+    order, run_valid = 6, False
+
+    def __init__(self, n: int) -> None:
+        self.n_to_add, self.n_added = n, 0
+
+    def before_step(self) -> None:
+        self.n_added += 1
+        if self.n_added % self.n_to_add:
+            raise CancelBatchException
+
+
+def test_accumulated_gradients_have_one_scale_and_are_unscaled_once() -> None:
+    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER), Accumulate(2), Clip)
+    for i in range(0, 20, 2):
+        hand.backward(*(data() * 2)[i : i + 2])
+        hand.step(clip=0.1)
+    learn.fit(2)
+    assert hand.equals(learn) and len(hand.scales) == 10 and learn.mixed_precision.n_skipped > 0
+
+
+def test_microbatches_are_each_scaled_and_unscaled_together() -> None:
+    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER), microbatch=3)
+    for x, y in data():
+        for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
+            n = len(x[part])
+            hand.scaler.scale(hand.loss(x[part], y[part]) * (n / 8)).backward()
+        hand.step()
+    learn.fit(1)
+    assert hand.equals(learn) and learn.mixed_precision.n_skipped > 0
+
+
+def test_the_reported_loss_is_never_scaled() -> None:
+    hand, losses = Loop(), []
+    expected = [hand.loss(*b).item() for b in data()]
+    note = {
+        e: lambda cb: losses.append(cb.loss.item())
+        for e in ('after_loss', 'after_backward', 'after_batch')
+    }
+    learner(MixedPrecision('fp16', **SCALER), Callback(**note), lr=0.0).fit(1)
+    assert losses == [loss for loss in expected for _ in range(3)]
+
+
+# -- what others cancel ----------------------------------------------------------------------------
+
+
+def cancelling(
+    event: str, order: float, error: type[Exception], batches: tuple[int, ...] = (4, 7)
+) -> Callback:
+    def cancel(cb: Callback) -> None:
+        if cb.training and cb.iter in batches:
+            raise error
+
+    return after(order, **{event: cancel})
+
+
+@pytest.mark.parametrize('order', [0, 20])
+def test_a_cancelled_backward_pass_takes_no_step_and_leaves_the_scale(order: float) -> None:
+    hand = Loop()
+    for i, b in enumerate(data()):
+        if i in (4, 7):
+            continue
+        hand.backward(b)
+        hand.step()
+    learn = learner(
+        MixedPrecision('fp16', **SCALER),
+        cancelling('before_backward', order, CancelBackwardException),
+    )
+    learn.fit(1)
+    assert hand.equals(learn)
+
+
+@pytest.mark.parametrize('order', [0, 20])
+def test_a_cancelled_step_drops_the_gradients(order: float) -> None:
+    hand = Loop()
+    for i, b in enumerate(data()):
+        hand.backward(b)
+        if i not in (4, 7):
+            hand.step()
+        elif order:  # after it was found that the gradients are finite
+            hand.scaler.unscale_(hand.opts[0])
+            hand.update()
+        hand.zero_grad()
+    learn = learner(
+        MixedPrecision('fp16', **SCALER), cancelling('before_step', order, CancelStepException)
+    )
+    learn.fit(1)
+    assert hand.equals(learn)
+
+
+@pytest.mark.parametrize('event', ['before_step', 'after_step'])
+def test_gradients_that_were_unscaled_and_kept_are_scaled_again_with_the_next(event: str) -> None:
+    # without overflow, and never the same for two batches
+    scaler = {'init_scale': 16.0, 'growth_factor': 2.0, 'growth_interval': 1}
+    hand = Loop(**scaler)
+    for i, b in enumerate(data()):
+        kept = [p.grad for p in hand.model.parameters()]
+        hand.zero_grad()
+        hand.backward(b)
+        hand.scaler.unscale_(hand.opts[0])
+        # scales are powers of two: to add before or after unscaling is the same
+        if kept[0] is not None:
+            for p, grad in zip(hand.model.parameters(), kept, strict=True):
+                p.grad += grad
+        if i not in (4, 7) or event == 'after_step':
+            hand.scaler.step(hand.opts[0])
+        hand.update()
+        if i not in (4, 7):
+            hand.zero_grad()
+    learn = learner(
+        MixedPrecision('fp16', **{**SCALER, **scaler}), cancelling(event, 20, CancelBatchException)
+    )
+    learn.fit(1)
+    assert hand.equals(learn) and learn.mixed_precision.n_skipped == 0
+
+
+CANCELS = {
+    e: c
+    for c, e in ((CancelBackwardException, 'before_backward'), (CancelStepException, 'before_step'))
+}
+ANYWHERE = [
+    (CancelBatchException, e)
+    for e in (
+        'before_batch',
+        'before_pred',
+        'after_pred',
+        'after_loss',
+        'before_backward',
+        'after_backward',
+        'before_step',
+        'after_step',
+    )
+]
+ODD = [
+    *((c, e) for e, c in CANCELS.items()),
+    *ANYWHERE,
+    *(
+        (c, e)
+        for c in (CancelTrainException, CancelEpochException, CancelFitException)
+        for e in ('before_backward', 'after_backward', 'before_step', 'after_step')
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ('order', 'microbatch'),
+    [
+        (0, 5),
+        (8, None),
+        (20, 5),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, None), (8, 5), (20, None))),
+    ],
+)
+@pytest.mark.parametrize(('error', 'event'), ODD, ids=lambda o: getattr(o, '__name__', o))
+def test_no_sequence_makes_the_scaler_raise(
+    error: type[Exception], event: str, order: float, microbatch: int | None
+) -> None:
+    learn = learner(
+        MixedPrecision('fp16', **SCALER),
+        cancelling(event, order, error),
+        Accumulate(2),
+        Clip,
+        microbatch=microbatch,
+    )
+    learn.fit(2)
+    learn.fit(1)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize(
+    'event', ['before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch']
+)
+def test_after_an_exception_the_next_fit_matches_a_new_learner(event: str) -> None:
+    def fail(cb: Callback) -> None:
+        if cb.iter == 5:
+            raise KeyboardInterrupt
+
+    bad = after(20, **{event: fail})
+    learn = learner(MixedPrecision('fp16', **SCALER), bad)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
+    learn.remove_cb(bad)
+    other = learner(MixedPrecision('fp16', **SCALER))
+    other.model.load_state_dict(learn.model.state_dict())
+    other.mixed_precision.load_state_dict(learn.mixed_precision.state_dict())
+    learn.fit(1, reset_opt=True)
+    other.fit(1)
+    assert same(state(learn.model), state(other.model))
+
+
+# -- over fits and checkpoints ---------------------------------------------------------------------
+
+
+def test_the_next_fit_continues_with_the_scale_that_was_reached() -> None:
+    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER))
+    for b in data() * 2:
+        hand.backward(b)
+        hand.step()
+    learn.fit(1)
+    skipped = learn.mixed_precision.n_skipped
+    learn.validate(dl=data(2))
+    learn.fit(1)
+    assert hand.equals(learn) and learn.mixed_precision.n_skipped >= skipped > 0
+
+
+def reloaded(sd: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(sd, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_run_resumed_between_two_accumulated_batches_is_exact() -> None:
+    whole = learner(MixedPrecision('fp16', **SCALER), Accumulate(2))
+    kept: dict[str, Any] = {}
+
+    def keep(cb: Callback) -> None:
+        grads = [p.grad for p in cb.model.parameters()]
+        if cb.iter == 6:
+            kept.update(
+                reloaded(
+                    {
+                        'model': cb.model.state_dict(),
+                        'opt': cb.opt.state_dict(),
+                        'grads': grads,
+                        'scaler': cb.mixed_precision.state_dict(),
+                    }
+                )
+            )
+
+    whole.add_cb(Callback(after_batch=keep))
+    whole.fit(1)
+    assert kept['scaler']['is_scaled'] and kept['scaler']['n_skipped'] > 0
+
+    def put(cb: Callback) -> None:
+        cb.model.load_state_dict(kept['model'])
+        cb.opt.load_state_dict(kept['opt'])
+        cb.mixed_precision.load_state_dict(kept['scaler'])
+        for p, grad in zip(cb.model.parameters(), kept['grads'], strict=True):
+            p.grad = grad
+        cb.accumulate.n_added = 7
+
+    rest = learner(
+        MixedPrecision('fp16'), Accumulate(2), Callback(before_train=put), batches=data()[7:]
+    )
+    rest.fit(1)
+    assert same(state(rest.model), state(whole.model))
+    assert rest.mixed_precision.state_dict() == whole.mixed_precision.state_dict()
+
+
+def test_bf16_has_no_state_and_ignores_the_state_of_a_scaler() -> None:
+    fp16, bf16 = MixedPrecision('fp16'), MixedPrecision('bf16')
+    assert bf16.state_dict() is None and not bf16.scales and fp16.scales
+    bf16.load_state_dict(fp16.state_dict())
+    learner(bf16).fit(1)
+    assert bf16.n_skipped == 0
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+BAD = [
+    ({'amp_mode': 'fp32'}, "amp_mode='fp32': give 'fp16' or 'bf16'"),
+    ({'amp_mode': 'bf161'}, 'Did you mean `bf16`'),
+    ({'init_scale': 0}, 'init_scale=0: give a number above 0'),
+    ({'init_scale': '8'}, "init_scale='8'"),
+    ({'init_scale': float('nan')}, 'init_scale=nan'),
+    ({'growth_factor': 1}, 'growth_factor=1: .*above 1'),
+    ({'backoff_factor': 1.0}, 'backoff_factor=1.0: .*above 0 and below 1'),
+    ({'growth_interval': 0}, 'interval=0'),
+    ({'growth_interval': 2.5}, 'growth_interval=2.5: give a whole number'),
+]
+
+
+@pytest.mark.parametrize(('options', 'message'), BAD)
+def test_options_that_make_no_scaler_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        MixedPrecision(**options)
+
+
+def test_weights_in_fp16_are_refused_before_anything_changes() -> None:
+    learn = learner(MixedPrecision('fp16'))
+    learn.model.half()
+    before = state(learn.model)
+    with pytest.raises(ModelError, match=r'weights in float16.*model.float\(\)'):
+        learn.fit(1)
+    assert same(state(learn.model), before)
+
+
+def test_an_optimizer_with_closure_is_refused_with_fp16() -> None:
+    learn = learner(MixedPrecision('fp16'), opt_func=torch.optim.LBFGS)
+    before = state(learn.model)
+    with pytest.raises(OptimizerError, match=r'several times a step.*bf16'):
+        learn.fit(1)
+    assert same(state(learn.model), before)
+
+
+def test_a_loss_that_stays_infinite_is_reported() -> None:
+    spoil = Callback(before_batch=lambda cb: cb.xb[0].fill_(float('inf')))
+    learn = learner(MixedPrecision('fp16', init_scale=2.0), spoil)
+    before = state(learn.model)
+    with pytest.warns(UserWarning, match=r'not finite .* 0\.5'):
+        learn.fit(1)
+    assert same(state(learn.model), before) and learn.mixed_precision.n_skipped == 10

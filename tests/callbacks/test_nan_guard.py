@@ -1,0 +1,188 @@
+"""The guard against NaN and infinity keeps both out of the weights and the recorded losses."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks.nan_guard import GuardNonFinite, TerminateOnNaNCallback
+from learnkit.core.errors import LossError, OptionError
+from learnkit.testing import synth_learner
+
+BAD = [math.nan, math.inf, -math.inf]
+
+
+def learner(bad_at: int | None, value: float = math.nan, cbs: Any = (), **kwargs: Any) -> Learner:
+    "Return a Learner on eight batches of four samples, one with a bad input."
+    torch.manual_seed(0)
+    x = torch.randn(32, 2)
+    y = x.sum(1, keepdim=True)
+    if bad_at is not None:
+        x[4 * bad_at + 2, 1] = value
+    dls = DataLoaders.from_tensors((x, y), (x[:4], y[:4]), bs=4, shuffle=False)
+    learn = Learner(
+        dls, nn.Linear(2, 1), nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs
+    )
+    learn.logger = noop
+    return learn
+
+
+def weights(learn: Learner) -> list[Tensor]:
+    return [p.detach().clone() for p in learn.model.parameters()]
+
+
+class Snapshots(Callback):
+    "Record the weights after each batch."
+
+    order = 80
+
+    def __init__(self) -> None:
+        self.kept: list[list[Tensor]] = []
+
+    def after_step(self) -> None:
+        self.kept.append(weights(self.learn))
+
+
+@pytest.mark.parametrize('value', BAD)
+@pytest.mark.parametrize('make', [TerminateOnNaNCallback, partial(GuardNonFinite, 'stop')])
+def test_stop_ends_the_fit_before_the_step(make: Any, value: float) -> None:
+    learn = learner(3, value, [make(), Snapshots()])
+    learn.fit(2)
+    assert learn.opt.n_steps == 3 == len(learn.recorder.losses) and not learn.history
+    assert all(map(torch.equal, weights(learn), learn.snapshots.kept[-1]))
+    assert all(loss.isfinite() for loss in learn.recorder.losses)
+
+
+def test_a_rate_that_is_too_high_ends_early_and_records_no_nan() -> None:
+    learn = synth_learner(lr=100.0, cbs=TerminateOnNaNCallback())
+    learn.logger = noop
+    learn.fit(10)
+    assert len(learn.recorder.losses) < 100 and all(
+        loss.isfinite() for loss in learn.recorder.losses
+    )
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_skip_is_training_without_that_batch() -> None:
+    learn = learner(3, cbs=GuardNonFinite('skip'))
+    match = r'loss is nan at batch 3 of epoch 0. Not finite: input 0 in sample 14 of the data'
+    with pytest.warns(UserWarning, match=match):
+        learn.fit(2)
+    assert learn.guard_non_finite.n_skipped == 2 and learn.opt.n_steps == 14 == len(
+        learn.recorder.losses
+    )
+
+    clean = learner(None)
+    batches = [b for i, b in enumerate(clean.dls.train) if i != 3]
+    other = Learner(
+        DataLoaders(batches), clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1
+    )
+    other.logger = noop
+    other.fit(2)
+    assert all(map(torch.equal, weights(learn), weights(other)))
+
+
+def test_raise_names_the_batch_and_what_is_not_finite() -> None:
+    learn = learner(2, math.inf, GuardNonFinite('raise'))
+    with pytest.raises(LossError, match=r'batch 2 of epoch 0.* input 0 in sample 10 of'):
+        learn.fit(1)
+    assert learn.opt.n_steps == 2
+    learn = learner(None, cbs=GuardNonFinite('raise'))
+    learn.model.bias.data.fill_(math.nan)
+    with pytest.raises(LossError, match=r'Not finite: parameter bias\.'):
+        learn.fit(1)
+
+
+class BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * math.nan  # type: ignore[override]
+
+
+def spoil(cb: Any) -> None:
+    if cb.training and cb.iter == 4:
+        cb.learn.loss_grad = BadGradient.apply(cb.learn.loss_grad)
+
+
+@pytest.mark.parametrize('policy', ['stop', 'skip', 'raise'])
+def test_gradients_are_looked_at_when_asked(policy: str) -> None:
+    learn = learner(
+        None, cbs=[GuardNonFinite(policy, grads=True), Callback(after_loss=spoil), Snapshots()]
+    )
+    match = 'gradient of weight, bias is not finite at batch 4 of epoch 0'
+    if policy == 'stop':
+        learn.fit(1)
+    elif policy == 'raise':
+        with pytest.raises(LossError, match=match):
+            learn.fit(1)
+    else:
+        with pytest.warns(UserWarning, match=match):
+            learn.fit(1)
+        assert len(learn.recorder.losses) == 8  # the loss itself was fine
+    assert learn.opt.n_steps == (7 if policy == 'skip' else 4)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_large_gradients_are_finite() -> None:
+    learn = synth_learner(lr=0.0, cbs=GuardNonFinite('raise', grads=True))
+    learn.logger = noop
+    learn.add_cb(
+        Callback(
+            before_backward=lambda cb: setattr(cb.learn, 'loss_grad', cb.learn.loss_grad * 1e36)
+        )
+    )
+    learn.fit(1)
+
+
+def test_checks_at_an_interval_find_it_late_and_name_its_batch() -> None:
+    learn = learner(2, cbs=GuardNonFinite('raise', every=4))
+    with pytest.raises(LossError, match=r'not finite at batch 2 of epoch 0 \(seen at batch 3\)'):
+        learn.fit(1)
+    learn = learner(7, cbs=GuardNonFinite('raise', every=5))
+    with pytest.raises(LossError, match='not finite at batch 7'):
+        learn.fit(1)
+    assert learn.guard_non_finite._unchecked == []
+
+
+def test_microbatches_are_skipped_as_one_batch() -> None:
+    learn = learner(3, cbs=GuardNonFinite('skip'), microbatch=3)
+    with pytest.warns(UserWarning, match='batch 3'):
+        learn.fit(1)
+    plain = learner(3, cbs=GuardNonFinite('skip'))
+    with pytest.warns(UserWarning, match='batch 3'):
+        plain.fit(1)
+    assert learn.opt.n_steps == 7
+    for a, b in zip(weights(learn), weights(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
+    learn, plain = learner(None, cbs=GuardNonFinite('raise', grads=True)), learner(None)
+    for it in (learn, plain):
+        it.fit(2)
+    assert all(map(torch.equal, weights(learn), weights(plain)))
+    learn.validate(dl=[(torch.full((1, 2), math.nan), torch.zeros(1, 1))])
+
+
+@pytest.mark.parametrize(
+    ('options', 'match'),
+    [
+        ({'policy': 'stopp'}, 'Did you mean `stop`'),
+        ({'every': 0}, 'every=0'),
+        ({'policy': 'skip', 'every': 2}, 'every=2'),
+    ],
+)
+def test_options_that_cannot_work(options: Any, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        GuardNonFinite(**options)

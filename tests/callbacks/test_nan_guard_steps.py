@@ -1,0 +1,181 @@
+"""The guard at the end of a step: with SAM, a scaler, accumulation, microbatches and losses that arrive late."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from learnkit import Callback, Learner
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.nan_guard import GuardNonFinite
+from learnkit.callbacks.sam import SAM
+from learnkit.core.errors import LossError
+
+
+def learner(*cbs: Any, **kwargs: Any) -> Learner:
+    gen = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(8)
+    ]
+    torch.manual_seed(4)
+    learn = Learner(
+        batches, nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs
+    )
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    return learn
+
+
+def spoil_loss(cb: Any) -> None:
+    "Make the loss of SAM's second pass not finite."
+    if cb.learn.run.repeating and cb.iter == 3:
+        cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+
+
+def spoil_gradient(cb: Any) -> None:
+    if cb.learn.run.repeating and cb.iter == 3:
+        cb.learn.model.weight.grad[0, 0] = math.nan
+
+
+@pytest.mark.parametrize('event', ['after_loss', 'after_backward'])
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_nothing_of_sams_second_pass_reaches_the_weights(
+    event: str, microbatch: int | None
+) -> None:
+    spoil = spoil_loss if event == 'after_loss' else spoil_gradient
+    guard = GuardNonFinite('skip', grads=event == 'after_backward')
+    learn = learner(SAM(), guard, Callback(**{event: spoil}), microbatch=microbatch)
+    with pytest.warns(UserWarning, match='at batch 3'):
+        learn.fit(1)
+    assert guard.n_skipped == 1 and learn.opt.n_steps == 7 and learn.model.weight.isfinite().all()
+    assert learn.recorder.losses[-1].isfinite()
+
+
+def test_a_line_search_may_probe() -> None:
+    def spoil(cb: Any) -> None:
+        if cb.learn.run.repeating and cb.iter == 3:
+            cb.learn.loss_grad = cb.learn.loss_grad * math.inf
+
+    guard = GuardNonFinite('raise', grads=True)
+    gen = torch.Generator().manual_seed(1)
+    learn = Learner(
+        [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],
+        nn.Linear(3, 2),
+        F.mse_loss,
+        opt_func=torch.optim.LBFGS,
+        lr=0.1,
+        cbs=[guard, Callback(after_loss=spoil)],
+    )
+    learn.remove_cb(learn.progress)
+    learn.fit(1)
+
+
+def test_a_gradient_that_overflows_in_fp16_is_the_scalers() -> None:
+    guard = GuardNonFinite('skip', grads=True)
+    learn = learner(guard).to_fp16(init_scale=2.0**120)
+    learn.fit(4)
+    scaler = learn.mixed_precision
+    assert guard.n_skipped == 0 and scaler.n_skipped > 8 and scaler.scaler.get_scale() < 2.0**112
+
+
+def test_gradients_are_looked_at_once_a_step() -> None:
+    looks: list[int] = []
+
+    class Counting(GuardNonFinite):
+        def before_step(self) -> None:
+            looks.append(self.learn.iter)
+            super().before_step()
+
+    learner(GradientAccumulation(16), Counting(grads=True)).fit(1)
+    assert looks == [3, 7]
+
+
+def late_loss(bad: int) -> Callback:
+    def spoil(cb: Any) -> None:
+        if cb.iter == bad:
+            cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+
+    return Callback(after_loss=spoil)
+
+
+@pytest.mark.parametrize('microbatch', [None, 2])
+def test_every_counts_batches(microbatch: int | None) -> None:
+    learn = learner(GuardNonFinite('raise', every=3), late_loss(1), microbatch=microbatch)
+    with pytest.raises(LossError, match=r'at batch 1 of epoch 0 \(seen at batch 2\)'):
+        learn.fit(1)
+
+
+class OneLate:
+    "Delivers device results one batch late."
+
+    def __init__(self) -> None:
+        self.pending: list[Any] = []
+
+    def put(self, b: Any) -> list[Any]:
+        arrived, self.pending = self.pending, [b]
+        return arrived
+
+    def flush(self) -> list[Any]:
+        arrived, self.pending = self.pending, []
+        return arrived
+
+
+class OnDevice(GuardNonFinite):
+    "The guard with losses that seem to be on a device."
+
+    def _start(self) -> None:
+        super()._start()
+        self._transfer = OneLate()  # type: ignore[assignment]
+
+    def _is_late(self, device: str) -> bool:
+        return super()._is_late('cuda')
+
+
+@pytest.mark.parametrize(('bad', 'seen'), [(1, 2), (7, 7)])
+@pytest.mark.parametrize('microbatch', [None, 2])
+def test_on_a_device_a_loss_is_seen_one_batch_late(
+    bad: int, seen: int, microbatch: int | None
+) -> None:
+    learn = learner(OnDevice('raise', grads=False), late_loss(bad), microbatch=microbatch)
+    with pytest.raises(LossError, match=rf'at batch {bad} of epoch 0 \(seen at batch {seen}\)'):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize('grads', [False, True])
+@pytest.mark.parametrize(('policy', 'every'), [('skip', None), ('stop', 1)])
+def test_on_a_device_skip_and_every_one_look_before_the_step(
+    policy: str, every: int | None, grads: bool
+) -> None:
+    learn = learner(OnDevice(policy, grads, every), late_loss(1))
+    if policy == 'skip':
+        with pytest.warns(UserWarning, match='at batch 1'):
+            learn.fit(1)
+    else:
+        learn.fit(1)
+    assert (
+        learn.opt.n_steps == (7 if policy == 'skip' else 1) and learn.model.weight.isfinite().all()
+    )
+
+
+@pytest.mark.parametrize('microbatch', [None, 2])
+@pytest.mark.parametrize('n_acc', [4, 12])
+def test_on_a_device_losses_are_looked_at_with_the_gradients(
+    microbatch: int | None, n_acc: int
+) -> None:
+    learn = learner(OnDevice(), GradientAccumulation(n_acc), late_loss(4), microbatch=microbatch)
+    pattern = 'The loss function gave' if n_acc == 4 else r'\(seen at batch 5'
+    with pytest.raises(LossError, match=rf'at batch 4 of epoch 0\.? {pattern}'):
+        learn.fit(1)
+    assert learn.opt.n_steps == (4 if n_acc == 4 else 1) and learn.model.weight.isfinite().all()
+
+
+def test_on_a_device_a_step_that_the_scaler_skipped_is_looked_at_too() -> None:
+    learn = learner(OnDevice(), late_loss(1)).to_fp16(init_scale=16.0)
+    with pytest.raises(LossError, match='at batch 1 of epoch 0'):
+        learn.fit(1)
+    assert learn.iter == 1

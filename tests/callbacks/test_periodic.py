@@ -1,0 +1,308 @@
+"""Passes over other data at an interval, tracking between them, and observers that change no number."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnkit import Callback, DataLoaders, Learner, Periodic
+from learnkit.callbacks import GradientAccumulation
+from learnkit.callbacks.best_metric import BestMetric
+from learnkit.callbacks.dataset import DatasetStats, ParamCount
+from learnkit.callbacks.images import ImageVisualizer
+from learnkit.callbacks.mlperf import MLPerf
+from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
+from learnkit.callbacks.periodic import PeriodicData
+from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
+from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
+
+
+def data(workers: int = 0) -> DataLoaders:
+    x, y = torch.randn(44, 1, 4, 4), torch.randint(3, (44,))
+    if not workers:
+        return DataLoaders.from_tensors(
+            (x[:24], y[:24]),
+            {'valid': (x[24:34], y[24:34]), 'test': (x[34:], y[34:])},
+            bs=4,
+            seed=0,
+        )
+    options: Any = {'batch_size': 4, 'num_workers': workers, 'persistent_workers': True}
+    sets = [TensorDataset(x[a:b], y[a:b]) for a, b in ((0, 24), (24, 34), (34, 44))]
+    return DataLoaders(
+        DataLoader(sets[0], shuffle=True, **options),
+        {'valid': DataLoader(sets[1], **options), 'test': DataLoader(sets[2], **options)},
+    )
+
+
+def learner(*cbs: Any, workers: int = 0, path: Any = '.', **kwargs: Any) -> Learner:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.Flatten(),
+        nn.Dropout(0.4),
+        nn.Linear(48, 3),
+    )
+    learn = Learner(
+        data(workers), model, nn.CrossEntropyLoss(), lr=0.05, path=path, cbs=[*cbs], **kwargs
+    )
+    learn.logger = noop
+    return learn
+
+
+def test_results_match_get_preds_with_an_uneven_last_batch() -> None:
+    learn = learner(PeriodicData('1ep', 'test'))  # 10 samples, by 4
+    learn.fit(2)
+    preds, targs = learn.get_preds(dl='test', act=noop)
+    results = learn.periodic_data.results
+    assert (
+        torch.equal(results['preds'], preds)
+        and torch.equal(results['targs'], targs)
+        and len(preds) == 10
+    )
+
+
+class Errors(PeriodicData):
+    "Computes nested results of several kinds."
+
+    calls: list[tuple[int, Any]] = []
+
+    def on_batch(self, batch: Any) -> Any:
+        assert not torch.is_grad_enabled() and not self.model.training and not self.training
+        assert batch[0] is self.xb[0] and self.phase == 'valid'
+        losses = nn.functional.cross_entropy(self.model(self.x), self.y, reduction='none')
+        return {
+            'losses': losses,
+            'mean': losses.mean(),
+            'of': (self.y, [self.x.flatten(1)]),
+            'names': ['a'] * len(losses),
+        }
+
+    def process_results(self, results: Any) -> float:
+        loss = results['losses'].mean().item()
+        self.learn.log('own', loss)
+        self.calls.append((self.learn.time.ba, results))
+        return loss
+
+
+def test_nested_results_at_every_interval_and_what_they_are_logged_as() -> None:
+    for dl, column in ((None, 'valid_own'), ('test', 'test/own'), (data()['test'], 'errors/own')):
+        learn = learner(cb := Errors('4ba', dl))
+        cb.calls = []
+        learn.fit(2)
+        assert [ba for ba, _ in cb.calls] == [4, 8, 12]
+        results = cb.calls[-1][1]
+        assert [
+            results['losses'].shape,
+            results['mean'].shape,
+            results['of'][1][0].shape,
+            len(results['names']),
+        ] == [(10,), (3,), (10, 16), 10]
+        assert results['losses'][:4].mean() == pytest.approx(results['mean'][0].item(), rel=1e-6)
+        rows = [row[column] for row in learn.history]
+        each = [r['losses'].mean().item() for _, r in cb.calls]
+        assert rows == pytest.approx([each[0], (each[1] + each[2]) / 2])
+        assert cb.results == each[-1]
+
+
+def test_the_pass_gives_the_loss_of_an_evaluation_at_that_place() -> None:
+    learn = learner(Errors('1ep', 'test'))
+    learn.fit(3)
+    assert [row['test/own'] for row in learn.history] == pytest.approx(
+        [row['test/loss'] for row in learn.history]
+    )
+
+
+def test_as_functions_and_in_other_units() -> None:
+    seen: list[int] = []
+
+    def count(learn: Any, xb: Any, yb: Any) -> Any:
+        return {'n': torch.tensor(len(xb[0]))}
+
+    cb = PeriodicData(
+        '8sp',
+        'valid',
+        on_batch=count,
+        process_results=lambda learn, r: seen.append(int(r['n'].sum())),
+    )
+    learn = learner(cb)
+    learn.fit(1)
+    assert seen == [10, 10, 10]
+    learn = learner(
+        PeriodicData('2st', on_batch=lambda learn, xb, yb: None, process_results=lambda learn, r: r)
+    )
+    learn.fit(1)
+    assert learn.periodic_data.results is None
+
+
+@pytest.mark.parametrize(
+    ('workers', 'dl'),
+    [(0, 'train'), (0, 'test'), (1, 'train'), pytest.param(1, 'test', marks=pytest.mark.full)],
+)
+def test_nothing_of_the_training_is_disturbed(workers: int, dl: str) -> None:
+    def weights(*cbs: Callback) -> list[Tensor]:
+        learn = learner(*cbs, workers=workers)
+        learn.fit(2)
+        for loader in learn.dls:
+            loader._iterator = None  # workers that the garbage collector has to end take 5 s
+        return [*learn.model.state_dict().values()]
+
+    class Draws(PeriodicData):
+        def on_batch(self, batch: Any) -> Any:
+            return torch.rand(1) + random.random() + np.random.rand()
+
+    assert all(map(torch.equal, weights(), weights(Draws('1ba', dl), PeriodicData('2ba', dl))))
+
+
+def test_the_state_is_restored_also_after_an_error() -> None:
+    states: list[Any] = []
+
+    class Fails(PeriodicData):
+        def on_batch(self, batch: Any) -> Any:
+            raise RuntimeError('boom')
+
+        def on_every(self) -> None:
+            before = self._state()
+            try:
+                super().on_every()
+            finally:
+                states.append((before, self._state()))
+
+        def _state(self) -> Any:
+            learn = self.learn
+            return (
+                learn.training,
+                learn.phase,
+                learn.dl_name,
+                learn.iter,
+                learn.n_iter,
+                learn.dl,
+                learn.xb,
+                learn.pred,
+                [m.training for m in learn.model.modules()],
+                torch.get_rng_state().tolist(),
+            )
+
+    learn = learner(Fails('2ba'))
+    with pytest.raises(RuntimeError, match='boom'):
+        learn.fit(1)
+    ((before, after),) = states
+    assert all(a is b or a == b for a, b in zip(before, after, strict=True))
+
+
+def test_mixed_precision_is_entered() -> None:
+    learn = learner(PeriodicData('1ep')).to_bf16()
+    learn.fit(1)
+    assert learn.periodic_data.results['preds'].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ('make', 'error'),
+    [
+        (lambda: PeriodicData('0ba'), TimeError),
+        (lambda: PeriodicData('5 parsecs'), TimeError),
+        (lambda: PeriodicData(dl=3), LoaderError),
+        (lambda: PeriodicData(dl=[]), EmptyLoaderError),
+        (lambda: PeriodicData(on_batch=3), CallbackError),
+    ],
+)
+def test_bad_options_are_refused(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+@pytest.mark.parametrize('dl', ['tset', iter([(torch.zeros(1, 1, 4, 4), torch.zeros(1))])])
+def test_loaders_that_cannot_be_run_are_reported_before_training(dl: Any) -> None:
+    learn = learner(PeriodicData(dl=dl))
+    with pytest.raises(LoaderError):
+        learn.fit(1)
+    assert learn.time.ba == 0
+
+
+# ------------------------------------------------------------------------- tracking between periods
+
+
+class Tracks(Periodic):
+    "Works like ksuit's periodic callbacks: collect at each microbatch and step, act at the end of each period."
+
+    at_eval = True
+
+    def __init__(self, every: str) -> None:
+        super().__init__(every)
+        self.losses: list[Tensor] = []
+        self.n_batches, self.n_updates, self.counts_seen = 0, 0, []  # type: int, int, list[Any]
+
+    def after_backward(self) -> None:
+        self.losses.append(self.learn.loss)  # track_after_accumulation_step
+
+    def after_step(self) -> None:
+        self.n_updates += 1  # track_after_update_step
+
+    def after_batch(self) -> None:
+        self.n_batches += 1
+
+    def on_every(self) -> None:
+        self.counts_seen.append(
+            (len(self.losses), self.n_batches, self.n_updates, self.learn.fitting)
+        )
+        self.losses, self.n_batches, self.n_updates = [], 0, 0
+
+
+def test_tracking_at_each_microbatch_batch_and_step_and_at_evaluation() -> None:
+    learn = learner(Tracks('3ba'), microbatch=2)  # batches of 4: two microbatches
+    learn.fit(1)
+    assert learn.tracks.counts_seen == [(6, 3, 3, True), (6, 3, 3, True)]
+    learn.validate()
+    assert learn.tracks.counts_seen[2:] == [(0, 0, 0, False)]
+    learn = learner(Tracks('1ep'), GradientAccumulation(8))  # a step every two batches
+    learn.fit(2)
+    assert [counts_seen[:3] for counts_seen in learn.tracks.counts_seen] == [(6, 6, 3), (6, 6, 3)]
+
+
+def test_a_pass_at_evaluation() -> None:
+    learn = learner(cb := PeriodicData('5ep', 'test'))
+    learn.validate()
+    assert cb.results is None
+    cb.at_eval = True
+    learn.validate()
+    assert torch.equal(cb.results['preds'], learn.get_preds(dl='test', act=noop)[0])
+
+
+# ---------------------------------------------------------------------------------------- observers
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        ParamCount,
+        DatasetStats,
+        OOMObserver,
+        MemorySnapshot,
+        BestMetric,
+        PeriodicData,
+        MLPerf,
+        lambda: FixedStopper('99ep'),
+        lambda: ThresholdStopper('valid_loss', -1.0),
+        lambda: ImageVisualizer('2ba'),
+    ],
+)
+def test_observing_changes_no_number(make: Any, tmp_path: Path) -> None:
+    def run(*cbs: Callback) -> tuple[list[Tensor], list[Any]]:
+        learn = learner(*cbs, path=tmp_path)
+        learn.fit(2)
+        return [*learn.model.state_dict().values(), torch.rand(1)], [
+            row['valid_loss'] for row in learn.history
+        ]
+
+    (weights, losses), (same, same_losses) = run(), run(make())
+    assert all(map(torch.equal, weights, same)) and losses == same_losses

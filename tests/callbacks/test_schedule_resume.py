@@ -1,0 +1,215 @@
+"""Schedules, torch schedulers and mixed precision resume exactly in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as torch_lr
+
+from learnkit import Callback, DataLoaders, Learner, MixedPrecision
+from learnkit.callbacks import GradientAccumulation
+from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedCos, SchedLin
+from learnkit.core.errors import CancelTrainException, FitError
+from learnkit.engine.budget import Budget
+
+N_BATCHES, N_EPOCH = 5, 3
+
+
+def learner(*cbs: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(4 * N_BATCHES, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    learn = Learner(
+        DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4),
+        model,
+        loss_func=nn.MSELoss(),
+        lr=0.05,
+        cbs=list(cbs),
+        **kwargs,
+    )
+    learn.logger = lambda row: None
+    return learn
+
+
+def straight_and_resumed(
+    make: Callable[[], Any], after: int, length: Any = N_EPOCH, event: str = 'batch_checkpoint'
+) -> tuple[Any, Any]:
+    "Train without a stop, and resume from a state after some batches; compare the results."
+    states: list[Any] = []
+
+    def take(cb: Any) -> None:
+        if cb.train_iter == after:
+            states.append(cb.learn.checkpoint_state())
+
+    straight, other = make(), make()
+    torch.manual_seed(1)
+    with straight.no_bar():
+        straight.fit(length, cbs=Callback(**{event: take}))
+    torch.manual_seed(2)
+    with other.no_bar():
+        other.fit(length, resume=states[0])
+    assert straight.recorder.hps == other.recorder.hps
+    for p, q in zip(
+        straight.model.state_dict().values(), other.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(p, q)
+    one, two = (learn.callback_states() for learn in (straight, other))
+    del one['recorder'], two['recorder']  # it has times
+    assert same(one, two)
+    return straight, other
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+# -- a schedule of functions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('after', [1, 4, 7, 14])
+def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> None:
+    def make() -> Any:
+        scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0.0, 0.3), 'mom': SchedLin(0.9, 0.5)}
+        return learner(
+            ParamScheduler(scheds),
+            splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
+        )
+
+    straight, other = straight_and_resumed(make, after)
+    assert (
+        len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES and other.recorder.hps['wd'][-1] > 0.2
+    )
+    assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
+
+
+@pytest.mark.parametrize('after', [2, 9])
+def test_a_budget_with_a_schedule(after: int) -> None:
+    straight, other = straight_and_resumed(
+        lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)})), after, '12ba'
+    )
+    assert other.recorder.lrs == pytest.approx([0.1 * (1 - i / 12) for i in range(12)])
+    assert len(straight.recorder.lrs) == len(other.recorder.lrs) == 12
+
+
+# -- torch's schedulers ----------------------------------------------------------------------------
+
+STEPS = N_EPOCH * N_BATCHES
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    'step': partial(torch_lr.StepLR, step_size=2, gamma=0.5),
+    'one cycle': partial(torch_lr.OneCycleLR, max_lr=0.2, total_steps=STEPS + 1),
+    'linear': partial(torch_lr.LinearLR, start_factor=0.1, total_iters=8),
+    'cosine': partial(torch_lr.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
+    'sequence': lambda opt: torch_lr.SequentialLR(
+        opt, [torch_lr.ConstantLR(opt, 0.2, 2), torch_lr.ExponentialLR(opt, 0.8)], [2]
+    ),
+    'lambda': partial(torch_lr.LambdaLR, lr_lambda=lambda i: 1 / (1 + i)),
+}
+
+
+@pytest.mark.filterwarnings('ignore:OneCycleLR has')
+@pytest.mark.parametrize('by', ['batch', 'epoch'])
+@pytest.mark.parametrize('name', MAKERS)
+def test_a_factorys_scheduler(name: str, by: str) -> None:
+    for after in (1, 8):
+        straight, _ = straight_and_resumed(lambda: learner(LRScheduler(MAKERS[name], by=by)), after)
+        assert len(set(straight.recorder.lrs)) > 1
+
+
+@pytest.mark.parametrize('after', [5, 10])
+def test_a_scheduler_between_epochs(after: int) -> None:
+    straight_and_resumed(
+        lambda: learner(LRScheduler(MAKERS['linear'], by='batch')), after, event='epoch_checkpoint'
+    )
+
+
+def test_a_ready_scheduler() -> None:
+    def make() -> Any:
+        learn = learner()
+        learn.create_opt()
+        return learn.add_cb(LRScheduler(MAKERS['linear'](learn.opt), by='batch'))
+
+    for after in (3, 11):
+        straight_and_resumed(make, after)
+
+
+@pytest.mark.parametrize('after', [1, 2, 3, 6])
+def test_a_scheduler_does_not_move_on_without_a_step(after: int) -> None:
+    make = lambda: learner(GradientAccumulation(8), LRScheduler(MAKERS['linear'], by='batch'))
+    straight, _ = straight_and_resumed(make, after)
+    assert straight.recorder.lrs[0] == straight.recorder.lrs[1] < straight.recorder.lrs[2]
+
+
+@pytest.mark.parametrize('after', [1, 6, 11])
+def test_two_schedulers_of_one_rate(after: int) -> None:
+    half = partial(torch_lr.MultiplicativeLR, lr_lambda=lambda i: 0.9)
+
+    def make() -> Any:
+        late, early = LRScheduler(half, by='batch'), LRScheduler(half, by='batch')
+        early.order = 59  # it runs before the one that was added first
+        return learner(late, early)
+
+    _, other = straight_and_resumed(make, after)
+    assert other.recorder.lrs == pytest.approx([0.05 * 0.81**i for i in range(STEPS)])
+
+
+def test_a_plateau_remembers_what_it_saw() -> None:
+    make = lambda: learner(
+        LRScheduler(partial(torch_lr.ReduceLROnPlateau, patience=0, threshold=0.9))
+    )
+    straight, _ = straight_and_resumed(make, 8)
+    assert len(set(straight.recorder.lrs)) > 1
+
+
+# -- precision -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mode', ['fp16', 'bf16'])
+@pytest.mark.parametrize('after', [1, 3, 7])
+def test_mixed_precision_between_two_steps(mode: str, after: int) -> None:
+    def make() -> Any:  # a scale that is raised every third step, and too high now and then
+        options = (
+            {'init_scale': 2.0**14, 'growth_interval': 3, 'growth_factor': 4.0}
+            if mode == 'fp16'
+            else {}
+        )
+        return learner(MixedPrecision(mode, **options), GradientAccumulation(8))
+
+    straight, other = straight_and_resumed(make, after)
+    assert straight.mixed_precision.n_skipped == other.mixed_precision.n_skipped
+
+
+# -- a budget --------------------------------------------------------------------------------------
+
+
+def test_two_epochs_that_use_nothing_are_counted_across_a_resume() -> None:
+    def idle(cb: Any) -> None:
+        raise CancelTrainException
+
+    def epochs(resume: Any) -> int:
+        learn, seen = learner(), []
+        count = Callback(
+            before_epoch=lambda cb: seen.append(cb.epoch),
+            epoch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()),
+        )
+        with learn.no_bar(), pytest.raises(FitError, match='two epochs in a row'):
+            learn.fit('50ba', cbs=[count, Callback(before_train=idle)], resume=resume)
+        return seen[-1]
+
+    states: list[Any] = []
+    last = epochs(False)
+    assert epochs(states[0]) == last == 1
+    assert (
+        Budget('2h').nondeterministic_state == ('began', 'last')
+        and Budget('5ep').nondeterministic_state == ()
+    )

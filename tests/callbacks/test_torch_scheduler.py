@@ -1,0 +1,407 @@
+"""torch schedulers in a fit give the rates of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torch_lr
+
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    CancelFitException,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    Recorder,
+    TrainEvalCallback,
+)
+from learnkit.callbacks.schedule import LRScheduler
+from learnkit.core.errors import MetricError, OptionError
+from learnkit.testing import synth_learner
+
+
+def learner(n_train: int = 5, **kwargs: Any) -> Any:
+    options = {
+        'opt_func': torch.optim.AdamW,
+        'lr': 0.5,
+        'cbs': [TrainEvalCallback, Recorder],
+        **kwargs,
+    }
+    learn = synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+def plain(make: Callable[[Any], Any], n: int, values: Any = None) -> Any:
+    "Return the rates and momenta of each of `n` steps of a plain loop that steps the scheduler after each."
+    opt = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler, found = make(opt), []
+    for i in range(n):
+        opt.step()
+        found.append([(g['lr'], g['betas'][0]) for g in opt.param_groups])
+        scheduler.step(*([] if values is None else [values[i]]))
+    return found
+
+
+class Used(Callback):
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def before_step(self) -> None:
+        self.values.append([(float(h['lr']), float(h['mom'])) for h in self.opt.hypers])
+
+
+def chained(opt: Any) -> Any:
+    return torch_lr.ChainedScheduler(
+        [torch_lr.LinearLR(opt, 0.5, total_iters=3), torch_lr.ExponentialLR(opt, 0.9)],
+        optimizer=opt,
+    )
+
+
+def sequential(opt: Any) -> Any:
+    return torch_lr.SequentialLR(
+        opt,
+        [torch_lr.ConstantLR(opt, 0.1, total_iters=2), torch_lr.CosineAnnealingLR(opt, 6)],
+        milestones=[2],
+    )
+
+
+MAKERS = {
+    'step': partial(torch_lr.StepLR, step_size=2),
+    'multi_step': partial(torch_lr.MultiStepLR, milestones=[1, 3, 3]),
+    'exponential': partial(torch_lr.ExponentialLR, gamma=0.5),
+    'cosine': partial(torch_lr.CosineAnnealingLR, T_max=4),
+    'lambda': partial(torch_lr.LambdaLR, lr_lambda=lambda i: 1 / (i + 1)),
+    'linear': torch_lr.LinearLR,
+    'cyclic': partial(torch_lr.CyclicLR, base_lr=0.1, max_lr=1.0, step_size_up=3),
+    'one_cycle': partial(torch_lr.OneCycleLR, max_lr=1.0, total_steps=20),
+    'restarts': partial(torch_lr.CosineAnnealingWarmRestarts, T_0=3),
+    'chained': chained,
+    'sequential': sequential,
+}
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_by_batch_the_rates_match_a_plain_loop(name: str) -> None:
+    used, learn = Used(), learner()
+    learn.fit(2, cbs=[LRScheduler(MAKERS[name], by='batch'), used])
+    assert used.values == plain(MAKERS[name], 10) and learn.recorder.lrs == [
+        v[-1][0] for v in used.values
+    ]
+
+
+def test_a_cycle_of_batches_that_steps_by_epoch_is_reported() -> None:
+    with pytest.warns(UserWarning, match=r"OneCycleLR .* 20 .* 5 .*by='batch'"):
+        learner().fit(5, cbs=LRScheduler(MAKERS['one_cycle']))
+    cycle = partial(torch_lr.OneCycleLR, max_lr=1.0, total_steps=5)
+    learner().fit(5, cbs=LRScheduler(cycle))
+
+
+@pytest.mark.filterwarnings('ignore:OneCycleLR has 20 steps')
+@pytest.mark.parametrize('name', MAKERS)
+def test_by_epoch_and_each_fit_starts_over(name: str) -> None:
+    used, learn = Used(), learner(2)
+    learn.add_cbs([LRScheduler(MAKERS[name]), used])
+    for _ in range(2):
+        used.values = []
+        learn.opt = None
+        learn.fit(5)
+        assert used.values[::2] == used.values[1::2] == plain(MAKERS[name], 5)
+
+
+@pytest.mark.parametrize('name', MAKERS)
+def test_its_state_continues_in_another_learner(name: str) -> None:
+    used, rest = Used(), Used()
+    first, states = LRScheduler(MAKERS[name], by='batch'), []
+
+    def save(cb: Any) -> None:
+        if cb.train_iter == 4:
+            file = io.BytesIO()
+            torch.save(first.state_dict(), file)
+            file.seek(0)
+            states.append(torch.load(file, weights_only=True))
+
+    learner().fit(2, cbs=[first, used, late(save)])
+
+    second = LRScheduler(MAKERS[name], by='batch')
+
+    def load(cb: Any) -> None:
+        if cb.epoch == 0:
+            second.load_state_dict(states[0])
+
+    learner().fit(2, cbs=[second, rest, Callback(before_epoch=load)])
+    assert rest.values[:6] == used.values[4:]
+    third = LRScheduler(MAKERS[name], by='batch')
+    third.load_state_dict(states[0])
+    assert third.state_dict() == states[0]
+    rest.values = []
+    learner().fit(2, cbs=[third, rest])  # a state that came before the fit is for the fit
+    assert rest.values[:6] == used.values[4:]
+
+
+def late(f: Any) -> Callback:
+    cb = Callback(after_batch=f)
+    cb.order = 61
+    return cb
+
+
+def test_a_scheduler_added_after_the_last_batch_of_an_epoch_begins_with_the_next_epoch() -> None:
+    def add(cb: Any) -> None:
+        if cb.training and cb.train_iter == 2:
+            learn.add_cb(LRScheduler(MAKERS['exponential'], by='batch'))
+
+    used, learn = Used(), learner(2)
+    learn.fit(2, cbs=[late(add), used])
+    assert [lr for ((lr, _),) in used.values] == [0.5, 0.5, 0.5, 0.25]
+
+
+def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    used = Used()
+    split = lambda m: [[*m[0].parameters()], [*m[1].parameters(), *m[2].parameters()]]
+    learn = learner(3, model=model, splitter=split, wd=0.1, wd_bn_bias=False)
+    make = partial(torch_lr.LambdaLR, lr_lambda=[lambda i: 1 / (i + 1), lambda i: 0.5**i])
+    learn.fit(1, lr=[0.25, 0.5], cbs=[LRScheduler(make, by='batch'), used])
+    assert len(learn.opt.param_groups) == 4  # biases and norms are spared from weight decay
+    assert [[lr for lr, _ in v] for v in used.values] == [
+        [0.25 / (i + 1), 0.5 * 0.5**i] for i in range(3)
+    ]
+    assert [g['lr'] for g in learn.opt.param_groups] == [0.25 / 4] * 2 + [0.5**4] * 2
+    assert [g['weight_decay'] for g in learn.opt.param_groups] == [0.1, 0.0, 0.1, 0.0]
+    assert not any('initial_lr' in g for g in learn.opt.param_groups)
+
+
+def test_the_rate_of_the_fit_is_where_it_starts() -> None:
+    used, learn = Used(), learner(1)
+    learn.fit(2, lr=0.25, cbs=[LRScheduler(MAKERS['exponential']), used])
+    learn.fit(2, cbs=[LRScheduler(MAKERS['exponential']), used])
+    assert [lr for ((lr, _),) in used.values] == [0.25, 0.125, 0.5, 0.25]
+
+
+@pytest.mark.parametrize('wd', [None, 0.1])
+@pytest.mark.parametrize('of', ['wrapper', 'torch'])
+def test_a_ready_scheduler_continues_over_fits(of: str, wd: float | None) -> None:
+    model = nn.Linear(1, 1)
+    used, learn = (
+        Used(),
+        learner(1, model=model, opt_func=partial(torch.optim.AdamW, weight_decay=0)),
+    )
+    learn.create_opt()
+    scheduler = MAKERS['cosine'](learn.opt if of == 'wrapper' else learn.opt[0])
+    own = scheduler.optimizer
+    for n in (2, 3):
+        learn.fit(n, wd=wd, cbs=[LRScheduler(scheduler), used])
+    assert used.values == plain(MAKERS['cosine'], 5) and scheduler.optimizer is own
+    assert {g['lr'] for g in learn.opt.param_groups} == set(
+        scheduler.get_last_lr()
+    ) and scheduler.last_epoch == 5
+
+
+def test_a_ready_scheduler_of_one_of_several_optimizers() -> None:
+    def two(params: Any, lr: float) -> Any:
+        a, b = (g['params'] for g in params)
+        return {'a': torch.optim.SGD(a, lr=lr), 'b': torch.optim.SGD(b, lr=lr)}
+
+    learn = learner(1, opt_func=two, splitter=lambda m: [[m.a], [m.b]])
+    learn.create_opt()
+    scheduler = torch_lr.ExponentialLR(learn.opt['b'], 0.5)
+    rates: list[Any] = []
+    for _ in range(2):
+        note = Callback(before_step=lambda cb: rates.append([h['lr'] for h in cb.opt.hypers]))
+        learn.fit(2, cbs=[LRScheduler(scheduler), note])
+    assert rates == [[0.5, 0.5], [0.5, 0.25], [0.5, 0.125], [0.5, 0.0625]]
+
+
+def test_a_ready_scheduler_of_another_optimizer() -> None:
+    scheduler = MAKERS['step'](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    learn = learner()
+    with pytest.raises(OptionError, match='made of another optimizer'):
+        learn.fit(1, cbs=LRScheduler(scheduler))
+    assert learn.train_iter == 0
+
+
+@pytest.mark.parametrize('n_acc', [1, 2, 3])
+def test_by_batch_it_moves_on_only_after_a_step(n_acc: int) -> None:
+    def accumulate(cb: Any) -> None:
+        if (cb.train_iter + 1) % n_acc:
+            raise CancelBatchException
+
+    used, learn = Used(), learner(6)
+    learn.fit(
+        1,
+        cbs=[
+            LRScheduler(MAKERS['exponential'], by='batch'),
+            Callback(after_backward=accumulate),
+            used,
+        ],
+    )
+    assert used.values == plain(MAKERS['exponential'], 6 // n_acc)
+
+
+@pytest.mark.parametrize('n_epoch', [1, 3])
+def test_the_step_for_accumulated_samples_that_are_left_over_counts(n_epoch: int) -> None:
+    used, learn = Used(), learner(5)
+    used.order = GradientAccumulation.order + 1
+    learn.fit(
+        n_epoch,
+        cbs=[LRScheduler(MAKERS['exponential'], by='batch'), GradientAccumulation(32), used],
+    )
+    assert learn.opt.n_steps == 3 * n_epoch  # of two, two and one batch of 16
+    assert used.values == plain(MAKERS['exponential'], 3 * n_epoch)
+    assert learn.opt.hypers[0]['lr'] == 0.5 * 0.5 ** (3 * n_epoch)
+
+
+def test_a_skipped_step_does_not_count_nor_warn() -> None:
+    def skip(cb: Any) -> None:
+        if cb.train_iter < 2:
+            raise CancelStepException
+
+    used, learn = Used(), learner(4)
+    skipping = Callback(before_step=skip)
+    skipping.order = -5
+    learn.fit(1, cbs=[LRScheduler(MAKERS['exponential'], by='batch'), skipping, used])
+    assert used.values == plain(MAKERS['exponential'], 2)
+    never = Callback(before_step=lambda cb: (_ for _ in ()).throw(CancelStepException()))
+    # no step at all: no warning either
+    learn.fit(3, cbs=[LRScheduler(MAKERS['exponential']), never])
+    assert learn.opt.hypers[0]['lr'] == 0.5**4
+
+
+@pytest.mark.filterwarnings('ignore:OneCycleLR has')
+@pytest.mark.parametrize('by', ['epoch', 'batch'])
+@pytest.mark.parametrize('name', ['cosine', 'one_cycle', 'multi_step'])
+def test_an_interrupted_fit_continues_with_the_same_rates(name: str, by: str) -> None:
+    def stop(cb: Any) -> None:
+        if cb.epoch == 2:
+            raise CancelFitException
+
+    used, learn = Used(), learner(2)
+    learn.fit(4, cbs=[LRScheduler(MAKERS[name], by=by), Callback(before_epoch=stop), used])
+    learn.fit(4, start_epoch=2, cbs=[LRScheduler(MAKERS[name], by=by), used])
+    expected = plain(MAKERS[name], 8 if by == 'batch' else 4)
+    assert used.values == (expected if by == 'batch' else [v for v in expected for _ in range(2)])
+
+
+def test_a_start_in_a_later_epoch_of_a_stream() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 8)
+
+    used = Used()
+    learn = learner(dls=DataLoaders(Stream(), n_iter=4))
+    learn.fit(3, start_epoch=2, cbs=[LRScheduler(MAKERS['cosine'], by='batch'), used])
+    assert used.values == plain(MAKERS['cosine'], 12)[8:]
+    learn = learner(dls=DataLoaders(Stream()))
+    with pytest.raises(OptionError, match='no length'):
+        learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
+    assert learn.train_iter == 0
+    learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine']))
+    learn.fit(1, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
+
+
+def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
+    losses = [3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    make = partial(torch_lr.ReduceLROnPlateau, patience=1, factor=0.5)
+
+    def write_loss(cb: Any) -> None:
+        cb.learn.history[-1]['valid_loss'] = losses[cb.epoch]
+
+    saying = Callback(after_epoch=write_loss)
+    saying.order = 51
+    for monitor in (None, 'valid_loss'):
+        used, learn = Used(), learner(1)
+        learn.fit(8, cbs=[LRScheduler(make, monitor=monitor), saying, used])
+        assert used.values == plain(make, 8, values=losses)
+    learn = learner(1, metrics=nn.functional.l1_loss)
+    learn.fit(2, cbs=LRScheduler(torch_lr.ReduceLROnPlateau, monitor='l1_loss'))
+    assert learn.history[-1]['l1_loss'] > 0
+    learn.fit(
+        3,
+        start_epoch=2,
+        cbs=(scheduler := LRScheduler(torch_lr.ReduceLROnPlateau, monitor='train_loss')),
+    )
+    assert scheduler.scheduler.last_epoch == 1  # skipped epochs have no value
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (lambda: LRScheduler(torch_lr.StepLR), 'partial\\(StepLR'),
+        (lambda: LRScheduler(3), 'give a scheduler'),
+        (lambda: LRScheduler(MAKERS['step'], by='step'), "'batch' or 'epoch'"),
+        (lambda: LRScheduler(torch_lr.ReduceLROnPlateau, monitor=True), 'the name of a column'),  # type: ignore[arg-type]
+        (
+            lambda: LRScheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)),
+            'none of torch',
+        ),
+    ],
+)
+def test_what_is_not_a_scheduler(make: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ('cb', 'message'),
+    [
+        (lambda: LRScheduler(lambda opt: None), 'none of torch'),
+        (
+            lambda: LRScheduler(torch_lr.ReduceLROnPlateau, monitor='valid_los'),
+            'Did you mean `valid_loss`',
+        ),
+        (lambda: LRScheduler(torch_lr.ReduceLROnPlateau, by='batch'), "by 'epoch'"),
+        (lambda: LRScheduler(MAKERS['step'], monitor='valid_loss'), 'StepLR takes no value'),
+        (lambda: LRScheduler(partial(torch_lr.LambdaLR, lr_lambda=[len, len])), None),
+    ],
+)
+def test_errors_before_training(cb: Any, message: str | None) -> None:
+    learn = learner()
+    error = (
+        ValueError if message is None else MetricError if 'Did you mean' in message else OptionError
+    )
+    with pytest.raises(error, match=message):
+        learn.fit(1, cbs=cb())
+    assert learn.train_iter == 0
+    learn.fit(1)
+
+
+def test_a_monitor_that_is_not_a_number() -> None:
+    class Pair(Callback):
+        order = 51
+
+        def after_epoch(self) -> None:
+            self.learn.history[-1]['valid_loss'] = [1.0, 2.0]
+
+    learn = learner(1, cbs=[TrainEvalCallback, Recorder, Pair])
+    with pytest.raises(MetricError, match='no number'):
+        learn.fit(1, cbs=LRScheduler(torch_lr.ReduceLROnPlateau))
+
+
+def test_a_rate_in_a_tensor() -> None:
+    learn = learner(4, lr=torch.tensor(0.5), opt_func=torch.optim.SGD)
+    learn.create_opt()
+    rate = learn.opt[0].param_groups[0]['lr']
+    learn.fit(1, cbs=LRScheduler(MAKERS['exponential'], by='batch'))
+    assert learn.opt[0].param_groups[0]['lr'] is rate and rate.item() == pytest.approx(0.5**5)
+    assert learn.lr.item() == 0.5
+
+
+def test_two_schedulers_multiply_and_loading_the_optimizer_is_followed() -> None:
+    def reload(cb: Any) -> None:
+        cb.opt.load_state_dict(copy.deepcopy(cb.opt.state_dict()))
+
+    used, learn = Used(), learner(4)
+    half = [
+        LRScheduler(partial(torch_lr.MultiplicativeLR, lr_lambda=lambda i: 0.5), by='batch')
+        for _ in range(2)
+    ]
+    learn.fit(1, cbs=[*half, Callback(before_batch=reload), used])
+    assert [lr for ((lr, _),) in used.values] == [0.5 * 0.25**i for i in range(4)]

@@ -1,0 +1,444 @@
+"""Callbacks that track a value. Expected numbers that are not computed here are from fastai 2.8."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks.ema import EMA
+from learnkit.callbacks.tracking import (
+    EarlyStoppingCallback,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TrackerCallback,
+)
+from learnkit.core.errors import (
+    CancelEpochException,
+    CancelFitException,
+    MetricError,
+    OptionError,
+    TimeError,
+)
+from learnkit.testing import synth_learner
+
+NAN = math.nan
+VALUES = [5.0, 3.0, 4.0, 2.5, 2.45, 7.0, NAN, 1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+class Overwrite(Callback):
+    "Replace the validation loss by given values before trackers read it."
+
+    order = 51
+
+    def __init__(self, values: list[Any]) -> None:
+        self._given = values
+
+    def after_epoch(self) -> None:
+        values = self.learn.recorder.values
+        if self.learn.fitting and values:
+            values[-1] = [values[-1][0], self._given[self.learn.epoch], *values[-1][2:]]
+
+
+class Look(Callback):
+    "Record the tracker's result after each epoch, and mark the weights with the epoch's number."
+
+    order = 62
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def after_train(self) -> None:
+        self.learn.model.a.data.fill_(self.learn.epoch)
+
+    def after_epoch(self) -> None:
+        cb = next(c for c in self.learn.cbs if isinstance(c, TrackerCallback))
+        self.seen.append((cb.best, cb.new_best))
+
+
+def run(
+    cb: TrackerCallback,
+    values: list[Any] = VALUES,
+    path: Path | str = '.',
+    cbs: Any = (),
+    **fit: Any,
+) -> Learner:
+    learn = synth_learner(
+        n_train=1, n_valid=1, path=path, cbs=[cb, Overwrite(values), Look(), *cbs]
+    )
+    learn.logger = noop
+    learn.fit(len(values), **fit)
+    return learn
+
+
+# ------------------------------------------------------------------------------------------ tracker
+
+
+@pytest.mark.parametrize(
+    ('options', 'best', 'new'),
+    [
+        ({}, [5, 3, 3, 2.5, 2.45, 2.45, 2.45, 1, 1, 1, 1, 1], {0, 1, 3, 4, 7}),
+        ({'min_delta': 0.1}, [5, 3, 3, 2.5, 2.5, 2.5, 2.5, 1, 1, 1, 1, 1], {0, 1, 3, 7}),
+        ({'comp': np.greater, 'min_delta': 0.5}, [5, 5, 5, 5, 5, 7, 7, 7, 7, 7, 7, 7], {0, 5}),
+        ({'comp': operator.lt}, [5, 3, 3, 2.5, 2.45, 2.45, 2.45, 1, 1, 1, 1, 1], {0, 1, 3, 4, 7}),
+        (
+            {'comp': lambda new, old: not new > old},
+            [5, 3, 3, 2.5, 2.45, 2.45, 2.45, 1, 1, 1, 1, 1],
+            {0, 1, 3, 4, 7, 8},
+        ),
+    ],
+)
+def test_best_and_new_best_after_every_epoch(
+    options: Any, best: list[float], new: set[int]
+) -> None:
+    learn = run(TrackerCallback(**options))
+    assert learn.look.seen == [(b, i in new) for i, b in enumerate(best)]
+    assert learn.tracker.idx == 1
+
+
+def test_a_value_may_be_a_tensor_or_missing_and_must_be_a_number() -> None:
+    learn = run(TrackerCallback(), [torch.tensor(2.0), np.float32(1.0), None, torch.tensor([3.0])])
+    assert learn.look.seen == [(2.0, True), (1.0, True), (1.0, False), (1.0, False)]
+    with pytest.raises(MetricError, match=r"'valid_loss': it is 'low'"):
+        run(TrackerCallback(), ['low'])
+
+
+def test_nan_first_poisons_nothing() -> None:
+    seen = run(TrackerCallback(), [NAN, 3.0, NAN, 2.0]).look.seen
+    assert seen == [(math.inf, False), (3.0, True), (3.0, False), (2.0, True)]
+
+
+def test_which_way_is_better_follows_the_name() -> None:
+    def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
+        return -(pred - targ).abs().mean()
+
+    def error_rate(pred: Tensor, targ: Tensor) -> Tensor:
+        return (pred - targ).abs().mean()
+
+    for metric, better in ((accuracy, max), (error_rate, min)):
+        learn = synth_learner(lr=0.1, metrics=metric, cbs=TrackerCallback(metric.__name__))
+        learn.logger = noop
+        learn.fit(4)
+        assert learn.tracker.best == better(row[metric.__name__] for row in learn.history)
+    with pytest.warns(UserWarning, match='higher counts as better'):
+        TrackerCallback('night/rmse')
+    TrackerCallback('rmse', comp=np.less)
+
+
+def test_each_of_several_validation_loaders_has_its_name() -> None:
+    x = torch.randn(32, 1)
+    dls = DataLoaders.from_tensors((x, 2 * x), {'day': (x, 2 * x), 'night': (x, -x)}, bs=8)
+    learn = synth_learner(dls=dls, lr=0.05, cbs=TrackerCallback('night/loss'))
+    learn.logger = noop
+    learn.fit(3)
+    assert learn.tracker.best == min(row['night/loss'] for row in learn.history)
+
+
+def test_what_is_logged_can_be_watched_by_a_function() -> None:
+    def part(learn: Learner) -> Any:
+        return learn.history[-1]['part']
+
+    learn = synth_learner(
+        cbs=[
+            TrackerCallback(part, comp=np.less),
+            Callback(after_loss=lambda cb: cb.training and cb.learn.log('part', 5 - cb.epoch)),
+        ]
+    )
+    learn.logger = noop
+    learn.fit(3)
+    assert learn.tracker.best == 3.0
+    learn.add_cb(TrackerCallback('part', comp=np.greater))  # a column by now
+    learn.fit(2)
+    assert [cb.best for cb in learn.cbs if isinstance(cb, TrackerCallback)] == [4.0, 5.0]
+
+
+def test_best_is_kept_over_fits_when_asked() -> None:
+    for reset, best in ((True, 4.0), (False, 1.0)):
+        learn = run(TrackerCallback(reset_on_fit=reset), [1.0, 2.0])
+        learn.overwrite._given = [4.0, 5.0]
+        learn.fit(2)
+        assert learn.tracker.best == best
+
+
+@pytest.mark.parametrize(
+    'cls', [TrackerCallback, EarlyStoppingCallback, SaveModelCallback, ReduceLROnPlateau]
+)
+def test_an_unknown_monitor_raises_before_anything_has_changed(
+    cls: type[TrackerCallback], tmp_path: Path
+) -> None:
+    learn = synth_learner(cbs=cls('valid_los'), path=tmp_path)
+    before = [p.detach().clone() for p in learn.model.parameters()]
+    with pytest.raises(MetricError, match=r'train_loss, valid_loss\. .*`valid_loss`'):
+        learn.fit(1)
+    assert (
+        all(map(torch.equal, before, learn.model.parameters()))
+        and learn.opt.n_steps == 0
+        and not learn.history
+    )
+    assert not list(tmp_path.iterdir())
+    for monitor in ('time', 'epoch'):
+        with pytest.raises(MetricError):
+            synth_learner(cbs=TrackerCallback(monitor)).fit(1)
+    with pytest.raises(MetricError, match='reads the Recorder'):
+        synth_learner(default_cbs=False, cbs=[TrackerCallback()]).fit(1)
+
+
+def test_skipped_epochs_and_evaluations_between_count_for_nothing() -> None:
+    cb = EarlyStoppingCallback(patience=2)
+    learn = run(cb, [NAN, NAN, NAN, 3.0, 2.0, 1.0], start_epoch=3)
+    assert (cb.best, cb.wait, len(learn.history)) == (1.0, 0, 3)
+    learn.validate()
+    learn.get_preds()
+    assert (cb.best, cb.wait) == (1.0, 0)
+
+
+def test_an_epoch_without_validation_is_not_an_improvement() -> None:
+    class Cut(Callback):
+        def before_validate(self) -> None:
+            if self.learn.epoch == 1:
+                raise CancelEpochException
+
+    learn = synth_learner(lr=0.1, cbs=[TrackerCallback(), Look(), Cut()])
+    learn.logger = noop
+    learn.fit(3)
+    assert [new for _, new in learn.look.seen] == [True, False, True]
+    assert learn.look.seen[1][0] == learn.look.seen[0][0]
+
+
+@pytest.mark.parametrize(
+    ('make', 'match'),
+    [
+        (lambda: TrackerCallback(min_delta=-0.1), 'min_delta=-0.1'),
+        (lambda: ReduceLROnPlateau(factor=0.1), 'factor=0.1'),
+        (lambda: ReduceLROnPlateau(min_lr=-1), 'min_lr=-1'),
+        (lambda: SaveModelCallback(fname=''), 'cannot be a file'),
+        (lambda: SaveModelCallback(every_epoch=True, at_end=True), 'contradict'),
+        (lambda: SaveModelCallback(every_epoch=-1), 'every_epoch=-1'),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        make()
+    with pytest.raises(TimeError):
+        EarlyStoppingCallback(patience=0)
+
+
+# ---------------------------------------------------------------------------- stopping and the rate
+
+
+@pytest.mark.parametrize(
+    ('options', 'epochs'),
+    [
+        ({'patience': 2}, 7),
+        ({}, 3),
+        ({'patience': 3, 'min_delta': 0.1}, 7),
+        ({'patience': '1ep'}, 7),
+        ({'patience': 9}, 12),
+        ({'patience': '2ba'}, 11),
+    ],
+)
+def test_early_stopping_records_as_many_epochs_as_fastai(options: Any, epochs: int) -> None:
+    learn = run(EarlyStoppingCallback(**options))
+    assert len(learn.history) == len(learn.recorder.values) == epochs
+    learn.validate()
+
+
+def test_early_stopping_prints_a_message_and_ends_the_epoch_normally(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events: list[str] = []
+    notes = Callback(
+        epoch_checkpoint=lambda cb: events.append(f'checkpoint {cb.epoch}'),
+        after_fit=lambda cb: events.append('fit'),
+    )
+    learn = synth_learner(lr=0.0, cbs=[EarlyStoppingCallback(patience=2), notes])
+    with learn.removed_cbs(learn.progress):
+        learn.fit(10)
+    assert events == ['checkpoint 0', 'checkpoint 1', 'checkpoint 2', 'fit']
+    assert 'No improvement since epoch 0: early stopping' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('options', 'rates'),
+    [
+        (
+            {'patience': 1, 'factor': 4.0, 'min_lr': 0.01},
+            [0.1, 0.1, 0.025, 0.025, 0.025, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01],
+        ),
+        (
+            {'patience': 2, 'min_delta': 0.1},
+            [0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01, 0.001, 0.001, 0.0001],
+        ),
+        ({'min_lr': 0.5}, [0.1] * 12),
+    ],
+)
+def test_the_rate_on_a_plateau(options: Any, rates: list[float]) -> None:
+    seen: list[float] = []
+    note = Callback(after_epoch=lambda cb: seen.append(cb.opt.hypers[-1]['lr']))
+    note.order = 63
+    run(ReduceLROnPlateau(**options), cbs=[note], lr=0.1)
+    assert seen == pytest.approx(rates)
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+def weight(learn: Learner) -> float:
+    return learn.model.a.item()
+
+
+def test_the_best_weights_are_saved_and_loaded_at_the_end(tmp_path: Path) -> None:
+    learn = run(SaveModelCallback(), path=tmp_path, lr=0.0)
+    assert weight(learn) == 7.0 and os.listdir(tmp_path / 'models') == ['model.pth']
+    assert learn.save_model.last_saved_path == tmp_path / 'models' / 'model.pth'
+    assert set(torch.load(learn.save_model.last_saved_path, weights_only=True)) == {'a', 'b'}
+
+
+def test_every_epoch_at_end_and_the_optimizer(tmp_path: Path) -> None:
+    run(SaveModelCallback(every_epoch=True, fname='m'), [1.0, 2.0], tmp_path)
+    run(SaveModelCallback(every_epoch=2, fname='sub/n'), [1.0, 2.0, 3.0, 4.0], tmp_path)
+    learn = run(
+        SaveModelCallback(at_end=True, fname='last', with_opt=True), [1.0, 2.0], tmp_path, lr=0.0
+    )
+    names = sorted(
+        str(p.relative_to(tmp_path / 'models')) for p in (tmp_path / 'models').rglob('*.pth')
+    )
+    assert names == ['last.pth', 'm_0.pth', 'm_1.pth', 'sub/n_0.pth', 'sub/n_2.pth']
+    state = torch.load(tmp_path / 'models' / 'last.pth', weights_only=True)
+    assert weight(learn) == 1.0 == state['model']['a'] and set(state) == {'model', 'opt'}
+
+
+def fail(error: BaseException) -> Callable[[Any], None]:
+    def at_epoch_3(cb: Any) -> None:
+        if cb.fitting and cb.epoch == 3:
+            raise error
+
+    return at_epoch_3
+
+
+@pytest.mark.parametrize(
+    'error', [ValueError('no'), KeyboardInterrupt(), CancelFitException()], ids=repr
+)
+@pytest.mark.parametrize('event', ['before_batch', 'after_epoch'])
+def test_the_best_weights_are_loaded_whatever_ended_the_fit(
+    tmp_path: Path, error: BaseException, event: str
+) -> None:
+    breaks = Callback(**{event: fail(error)})
+    breaks.order = 61.5
+    learn = synth_learner(
+        n_train=1,
+        path=tmp_path,
+        cbs=[SaveModelCallback(), Overwrite([3.0, 1.0, 2.0, 4.0, 5.0]), Look(), breaks],
+    )
+    learn.logger = noop
+    if isinstance(error, CancelFitException):
+        learn.fit(5, lr=0.0)
+    else:
+        with pytest.raises(type(error)) as e:
+            learn.fit(5, lr=0.0)
+        assert e.value is error
+    assert weight(learn) == 1.0
+    learn.model.a.data.fill_(9.0)
+    learn.validate()  # its cleanup is no reason to load
+    assert weight(learn) == 9.0
+
+
+def test_a_file_that_cannot_be_loaded_does_not_hide_the_first_error(tmp_path: Path) -> None:
+    def destroy(cb: Any) -> None:
+        (tmp_path / 'models' / 'model.pth').unlink()
+        raise ValueError('first')
+
+    learn = synth_learner(
+        path=tmp_path, cbs=[SaveModelCallback(), Callback(epoch_checkpoint=destroy)]
+    )
+    learn.logger = noop
+    with pytest.raises(ValueError, match='first') as e:
+        learn.fit(2)
+    assert any('FileNotFoundError' in n for n in e.value.__notes__)
+
+
+def test_a_file_of_another_run_is_never_the_best(tmp_path: Path) -> None:
+    run(SaveModelCallback(), [1.0], tmp_path)
+    before = (tmp_path / 'models' / 'model.pth').read_bytes()
+    with pytest.warns(UserWarning, match=r'valid_loss'):
+        learn = run(SaveModelCallback(), [NAN, NAN], tmp_path, lr=0.0)
+    assert weight(learn) == 1.0 and (tmp_path / 'models' / 'model.pth').read_bytes() == before
+    learn.fit(0)
+    assert weight(learn) == 1.0
+
+
+def test_the_best_of_all_fits_is_loaded_when_it_is_kept(tmp_path: Path) -> None:
+    learn = run(SaveModelCallback(reset_on_fit=False), [2.0, 1.0], tmp_path, lr=0.0)
+    learn.overwrite._given = [4.0, 5.0, 6.0]
+    learn.fit(3, lr=0.0)
+    assert weight(learn) == 1.0 and learn.save_model.best == 1.0
+
+
+def test_the_state_continues_in_another_learner(tmp_path: Path) -> None:
+    learn = run(SaveModelCallback(reset_on_fit=False), [2.0, 1.0], tmp_path, lr=0.0)
+    cbs = [SaveModelCallback(reset_on_fit=False), Overwrite([4.0]), Look()]
+    other = synth_learner(n_train=1, path=tmp_path, cbs=cbs)
+    other.logger = noop
+    other.save_model.load_state_dict(learn.save_model.state_dict())
+    other.fit(1, lr=0.0)
+    assert weight(other) == 1.0 and other.save_model.best == 1.0
+
+
+def test_a_folder_that_cannot_be_written_fails_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / 'models').touch()
+    learn = synth_learner(path=tmp_path, cbs=SaveModelCallback())
+    with pytest.raises(OptionError, match='cannot be written'):
+        learn.fit(1)
+    assert learn.opt.n_steps == 0
+
+
+def test_every_epoch_needs_no_validation(tmp_path: Path) -> None:
+    learn = Learner(
+        [(torch.zeros(2, 1), torch.zeros(2, 1))],
+        nn.Linear(1, 1),
+        nn.MSELoss(),
+        path=tmp_path,
+        cbs=SaveModelCallback(every_epoch=True),
+    )
+    learn.logger = noop
+    learn.fit(2)
+    assert len(os.listdir(tmp_path / 'models')) == 2
+
+
+def test_a_temporary_callback_is_found_by_name_and_speaks_above_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[Any] = []
+    learn = synth_learner(path=tmp_path)
+    learn.fit(
+        1,
+        cbs=[
+            SaveModelCallback(),
+            Callback(after_fit=lambda cb: found.append(cb.learn.save_model.best)),
+        ],
+    )
+    assert found == [learn.history[-1]['valid_loss']]
+    assert 'Better model found at epoch 0 with valid_loss value:' in capsys.readouterr().out
+
+
+def test_the_best_weights_are_those_that_were_evaluated(tmp_path: Path) -> None:
+    "With EMA the averaged weights are saved, which evaluation after the fit also uses."
+    torch.manual_seed(0)
+    learn = synth_learner(lr=0.05, path=tmp_path, cbs=[EMA(0.9), SaveModelCallback()])
+    with learn.no_bar():
+        learn.fit(4)
+    best = min(row['valid_loss'] for row in learn.history)
+    assert learn.validate()[0] == pytest.approx(best, rel=1e-6)
+
+    bare = synth_learner(dls=learn.dls, path=tmp_path).load('model')
+    assert bare.validate()[0] == pytest.approx(best, rel=1e-6)

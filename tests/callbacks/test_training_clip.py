@@ -1,0 +1,154 @@
+"""Compare clipping with torch's functions in a plain loop, and combine it with other training callbacks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from learnkit import Callback, Learner, TrainEvalCallback
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.ema import EMA
+from learnkit.callbacks.training import GradientClip, GradientValueClip
+from learnkit.core.errors import OptionError
+
+AdamW = partial(torch.optim.AdamW, weight_decay=0.01)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    gen = torch.Generator().manual_seed(1)
+    rand = partial(torch.randn, generator=gen, dtype=torch.float64)
+    return [(rand(n, 3), rand(n, 2)) for n in sizes]
+
+
+def learner(train: Any, model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
+    return Learner(
+        (train, train),
+        model,
+        F.mse_loss,
+        opt_func=AdamW,
+        lr=0.05,
+        wd_bn_bias=True,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    ('cb', 'clip'),
+    [
+        (GradientClip, lambda ps: nn.utils.clip_grad_norm_(ps, 1.0)),
+        (GradientClip(0.05), lambda ps: nn.utils.clip_grad_norm_(ps, 0.05)),
+        (GradientClip(0.05, 1), lambda ps: nn.utils.clip_grad_norm_(ps, 0.05, 1)),
+        (GradientClip(0.05, math.inf), lambda ps: nn.utils.clip_grad_norm_(ps, 0.05, math.inf)),
+        (GradientValueClip(0.02), lambda ps: nn.utils.clip_grad_value_(ps, 0.02)),
+    ],
+)
+@pytest.mark.parametrize('size', [None, 3])
+def test_the_weights_match_a_plain_loop(cb: Any, clip: Any, size: int | None) -> None:
+    learn, model = learner(bs := batches(6, 6, 6), net(), cb, microbatch=size), net()
+    learn.fit(2)
+    opt = AdamW(model.parameters(), lr=0.05)
+    for x, y in bs * 2:
+        for a, b in zip(x.split(size or 6), y.split(size or 6), strict=True):
+            loss = F.mse_loss(model(a), b)
+            (loss if size is None else loss * (len(a) / len(x))).backward()
+        clip(model.parameters())
+        opt.step()
+        opt.zero_grad()
+    assert all(
+        torch.equal(p, q) for p, q in zip(learn.model.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings(r'ignore:.*2\.weight, 2\.bias')  # the splitter leaves them out
+def test_only_what_the_optimizer_trains_is_clipped() -> None:
+    model, norms = net(), []
+
+    def look(cb: Any) -> None:
+        norms.append((cb.gradient_clip.total_norm, model[2].weight.grad.norm()))
+
+    after = Callback(before_step=look)
+    after.order = 12
+    learn = learner(
+        batches(6), model, GradientClip(1e-3), after, splitter=lambda m: list(m[0].parameters())
+    )
+
+    def unclipped(cb: Any) -> None:
+        norms.append(nn.utils.get_total_norm([p.grad for p in model[0].parameters()]))
+
+    learn.fit(1, cbs=Callback(before_step=unclipped))
+    assert norms[0] == norms[1][0] > 1e-3 and norms[1][1] > 1e-3
+    norm = learn.gradient_clip.total_norm
+    # still there after the fit
+    assert norm == norms[0] and norm.shape == () and not norm.requires_grad
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: GradientClip(0),
+        lambda: GradientClip(-1),
+        lambda: GradientClip(math.nan),
+        lambda: GradientClip(max_norm='1'),
+        lambda: GradientValueClip(0),
+    ],
+)
+def test_a_bad_limit_is_refused(make: Any) -> None:
+    with pytest.raises(OptionError, match='max_'):
+        make()
+    with pytest.raises(OptionError, match='norm_type=0'):
+        GradientClip(norm_type=0)
+
+
+def one_cycle(pct: float) -> float:
+    return (
+        0.1 * (pct / 0.25 if pct < 0.25 else (1 + math.cos(math.pi * (pct - 0.25) / 0.75)) / 2)
+        + 1e-4
+    )
+
+
+def test_accumulation_clipping_averaging_and_a_schedule_together() -> None:
+    bs, n_epoch = batches(5, 5, 5, 5, 3), 3
+    schedule = Callback(
+        before_batch=lambda cb: cb.training and cb.opt.set_hyper('lr', one_cycle(cb.pct_train))
+    )
+    learn = learner(
+        bs, net(), GradientClip(0.3), EMA(0.7, warmup=None), GradientAccumulation(10), schedule
+    )
+    learn.fit(n_epoch)
+
+    model = net()
+    opt, average = (
+        AdamW(model.parameters(), lr=0.05),
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    )
+    average.update_parameters(model)
+    for epoch in range(n_epoch):
+        for group in ((0, 1), (2, 3), (4,)):
+            for i in group:
+                opt.param_groups[0]['lr'] = one_cycle((epoch * 5 + i) / (5 * n_epoch))
+            x, y = (torch.cat([bs[i][k] for i in group]) for k in (0, 1))
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            opt.step()
+            opt.zero_grad()
+            average.update_parameters(model)
+    assert learn.opt.n_steps == 9
+    for p, q in zip(learn.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, 0, 1e-12)
+    with learn.ema.applied() as averaged:
+        for p, q in zip(averaged.parameters(), average.parameters(), strict=True):
+            assert torch.allclose(p, q, 0, 1e-12)

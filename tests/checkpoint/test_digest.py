@@ -1,0 +1,390 @@
+"""Digests: changes that they detect, changes that they ignore, and descriptions of differing states."""
+
+from __future__ import annotations
+
+import math
+import struct
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from learnkit.checkpoint.digest import WALL_CLOCK, differences, digest, learn_digest, learn_state
+from learnkit.core.errors import OptionError
+from learnkit.core.time import Timestamp
+from learnkit.testing import synth_learner
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+OTHER_NAN = struct.unpack('<d', struct.pack('<Q', 0x7FF8000000000001))[0]
+
+# each differs from all others
+APART = [
+    None,
+    True,
+    False,
+    1,
+    0,
+    1.0,
+    0.0,
+    -0.0,
+    1 + 0j,
+    '1',
+    b'1',
+    '',
+    b'',
+    [],
+    (),
+    {},
+    [1],
+    (1,),
+    [[1]],
+    [1, 1],
+    [None],
+    math.nan,
+    OTHER_NAN,
+    math.inf,
+    -math.inf,
+    {1: 1},
+    {1.0: 1},
+    {True: 1},
+    {'1': 1},
+    {None: 1},
+    {'a': 1, 'b': 2},
+    {'a': 2, 'b': 1},
+    {'a': {'b': 1}},
+    ['ab', 'c'],
+    ['a', 'bc'],
+    'Ä',
+    10**30,
+    torch.tensor(1),
+    torch.tensor(1.0),
+    torch.tensor([1.0]),
+    torch.tensor([[1.0]]),
+    torch.tensor(-0.0),
+    torch.tensor(0.0),
+    torch.zeros(0),
+    torch.zeros(0, 1),
+    torch.zeros(2, 3),
+    torch.zeros(3, 2),
+    torch.zeros(6),
+    *(torch.zeros(4, dtype=d) for d in DTYPES),
+]
+
+
+def test_what_is_apart_has_another_digest() -> None:
+    digests = [digest(v) for v in APART]
+    assert len(set(digests)) == len(APART) == len(set(map(digest, ([v] for v in APART))))
+    assert all(len(d) == 64 for d in digests)
+
+
+def test_the_digest_of_a_state_never_changes() -> None:
+    state = {
+        'w': torch.arange(6.0).reshape(2, 3),
+        'lr': 0.1,
+        'steps': [1, (2, None)],
+        'name': 'net',
+        'on': True,
+    }
+    assert digest(state) == 'ebfc7710ea254d5d37729260e1e993711619ab0fa687978c33fe96ce28370198'
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_bytes_of_tensors_count_and_their_layout_does_not(dtype: torch.dtype) -> None:
+    t = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    same = (
+        t.transpose(0, 2).contiguous().transpose(0, 2),
+        torch.stack([t, t], -1)[..., 0],
+        nn.Parameter(t, False),
+    )
+    assert not same[0].is_contiguous()
+    assert {digest(s) for s in same} == {digest(t)}
+    assert not differences(list(same), [t, t, t])
+    other = t.clone()
+    other[1, 2, 3] = 0
+    assert digest(other) != digest(t)
+    assert differences(t, other)[0].startswith('the state: 1 of 24 elements differ')
+
+
+def test_conjugates_sparse_tensors_and_scalars_of_numpy() -> None:
+    z = torch.tensor([1 + 2j])
+    assert digest(z.conj()) == digest(torch.tensor([1 - 2j])) != digest(z)
+    s = torch.eye(3).to_sparse()
+    assert digest(s) == digest(s.clone()) != digest(s * 2) and digest(s) != digest(torch.eye(3))
+    assert differences(s, s * 2) == ['the state: sparse float32 [3, 3], indices or values differ']
+    assert digest([np.float64(0.5), np.int32(2), np.bool_(True)]) == digest([0.5, 2, True])
+
+
+def test_the_order_of_keys_is_ignored_and_the_order_of_entries_is_not() -> None:
+    state = {'a': 1, 2: {'x': [1, 2], 'y': None}, None: torch.ones(2)}
+    turned = {None: torch.ones(2), 2: {'y': None, 'x': [1, 2]}, 'a': 1}
+    assert digest(state) == digest(turned) and not differences(state, turned)
+    assert digest([1, 2]) != digest([2, 1])
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2),
+    st.floats(width=16),
+    st.text(max_size=2),
+    st.sampled_from([torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.tensor([0.0, -0.0])]),
+)
+states = st.recursive(
+    leaves,
+    lambda s: (
+        st.lists(s, max_size=3)
+        | st.tuples(s, s)
+        | st.dictionaries(st.sampled_from(['a', 'b', 1, 2.0, False]), s, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(states, states)
+def test_there_are_differences_exactly_where_digests_differ(a: Any, b: Any) -> None:
+    assert bool(differences(a, b)) == (digest(a) != digest(b))
+    assert not differences(a, deepcopy(a)) and digest(a) == digest(deepcopy(a))
+
+
+@pytest.mark.parametrize(
+    ('value', 'what'),
+    [
+        ({1, 2}, 'a set'),
+        (np.zeros(2), 'a ndarray'),
+        (nn.Linear(1, 1), 'a Linear'),
+        (object(), 'a object'),
+        (torch.zeros(2, device='meta'), 'has no values yet'),
+        (nn.LazyLinear(2).weight, 'has no values yet'),
+        (torch.eye(2).to_mkldnn(), r'is torch\._mkldnn'),
+    ],
+)
+def test_what_has_no_digest_is_named_with_its_place(value: Any, what: str) -> None:
+    for f in (digest, lambda s: differences(s, s)):
+        with pytest.raises(OptionError, match=rf'^callbacks\.ema\[0\]\[2\]\.x .*{what}'):
+            f({'callbacks': {'ema': [{2: {'x': value}}]}})
+
+
+# ------------------------------------------------------------------------------ what does not count
+
+
+def checkpoint(**changes: Any) -> dict[str, Any]:
+    "Return a small checkpoint state with some entries changed: `a__b=value`."
+    time = Timestamp(ba=10, sec=1.5).state_dict()
+    rows = [
+        {'epoch': 0, 'train_loss': 0.5, 'time': 1.2},
+        {'epoch': 1, 'train_loss': 0.25, 'time': 1.1},
+    ]
+    state: dict[str, Any] = {
+        'model': {'0.weight': torch.zeros(3, 10), '0.bias': torch.zeros(3)},
+        'loss_func': {},
+        'optimizer': {
+            'state': {0: {'step': torch.tensor(4.0)}},
+            'param_groups': [{'lr': 0.1, 'params': [0]}],
+        },
+        'loop': {'epoch': 3, 'seconds': 8.5, 'time': time},
+        'rng': {'torch': torch.zeros(9), 'python': (3, (1, 2), None)},
+        'callbacks': {
+            'recorder': {'history': rows, 'losses': [0.5, 0.25, 0.125]},
+            'speed': {'rates': {'sec': 1.0}, 'busy': 0.7, 'n': 3},
+        },
+        'nondeterministic_state': {'speed': ['busy', 'rates.sec']},
+    }
+    for name, value in changes.items():
+        *way, last = name.split('__')
+        inner: Any = state
+        for k in way:
+            inner = inner[int(k) if isinstance(inner, list) else k]
+        inner[last] = value
+    return state
+
+
+TIMES = {
+    'loop__seconds': 9.0,
+    'loop__time': Timestamp(ba=10, sec=2.5).state_dict(),
+    'callbacks__recorder__history__1__time': 7.0,
+    'callbacks__speed__busy': 0.1,
+    'callbacks__speed__rates__sec': 2.0,
+}
+
+
+@pytest.mark.parametrize('name', TIMES)
+def test_times_are_left_out(name: str) -> None:
+    a, b = checkpoint(), checkpoint(**{name: TIMES[name]})
+    assert digest(a) == digest(b) and not differences(a, b)
+    assert digest(a, ()) != digest(b, ()) and len(differences(a, b, ())) == 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('loop__epoch', 4),
+        ('loop__time', Timestamp(ba=11, sec=1.5).state_dict()),
+        ('callbacks__speed__n', 4),
+        ('callbacks__recorder__history__1__train_loss', 7.0),
+        ('model__time', torch.zeros(1)),
+        ('model__sec', torch.zeros(1)),
+        ('callbacks__recorder__busy', 1.0),
+        ('callbacks__sec', {}),
+        ('nondeterministic_state', {}),
+    ],
+)
+def test_nothing_else_is_left_out(name: str, value: Any) -> None:
+    a, b = checkpoint(), checkpoint(**{name: value})
+    assert digest(a) != digest(b) and differences(a, b)
+
+
+def test_places_listed_by_the_user_are_left_out() -> None:
+    a, b = checkpoint(), checkpoint(model__extra=torch.zeros(1), loop__seconds=9.0)
+    leave_out = [*WALL_CLOCK, 'model.extra']
+    assert digest(a, leave_out) == digest(b, leave_out) and not differences(a, b, leave_out)
+    assert differences(a, b, ['model.*']) == ['loop.seconds: 8.5 and 9.0']
+    with pytest.raises(OptionError, match='list of places'):
+        digest(a, 'model.extra')
+
+
+# ------------------------------------------------------------------------------------- what is said
+
+
+def test_each_place_that_differs_has_a_line_and_the_model_is_first() -> None:
+    other = checkpoint(
+        rng__torch=torch.ones(9),
+        rng__python=(3, (1, 3), None),
+        loop__epoch=3.0,
+        callbacks__recorder__losses=[0.5, 0.3, 0.1],
+        model__more=torch.ones(1),
+        optimizer__state={},
+    )
+    other['model']['0.weight'][1, 4:] = torch.tensor([0.12, -0.5, 0, 0, 0, 0])
+    other['model']['0.bias'] = torch.zeros(4, dtype=torch.float64)
+    del other['loss_func']
+    assert differences(checkpoint(), other) == [
+        'model.0.weight: 2 of 30 elements differ, at most 0.5 (first at [1, 4]: 0.0 and 0.12)',
+        'model.0.bias: float32 [3] and float64 [4]',
+        'only in the second: model.more',
+        'only in the first: loss_func',
+        'only in the first: optimizer.state[0]',
+        'callbacks.recorder.losses: 2 of 3 entries differ, first [1]: 0.25 and 0.3',
+        'loop.epoch: 3 (int) and 3.0 (float)',
+        'rng.torch: differs',
+        'rng.python: differs',
+    ]
+
+
+@pytest.mark.parametrize(
+    ('a', 'b', 'line'),
+    [
+        (0.0, -0.0, '0.0 and -0.0'),
+        (1, True, '1 (int) and True (bool)'),
+        ('a' * 99, 'a' * 98, 'aaa...aaa'),
+        (torch.tensor(0.5), torch.tensor(0.25), '0.5 and 0.25'),
+        (torch.zeros(2), None, 'float32 [2] and None (NoneType)'),
+        (
+            torch.tensor([0.0, 0.0]),
+            torch.tensor([0.0, -0.0]),
+            'differ, in bits alone (first at [1]: 0.0 and -0.0)',
+        ),
+        (
+            torch.tensor([1, 5]),
+            torch.tensor([9, 5]),
+            '1 of 2 elements differ, at most 8 (first at [0]: 1 and 9)',
+        ),
+        (
+            torch.tensor([1.0, 2.0]).bfloat16(),
+            torch.tensor([1.0, 2.5]).bfloat16(),
+            '(first at [1]: 2.0 and 2.5)',
+        ),
+        (torch.tensor([True, True]), torch.tensor([True, False]), '(first at [1]: True and False)'),
+        (torch.tensor([1j, 0]), torch.tensor([4j, 0]), 'at most 3 (first at [0]: 1j and 4j)'),
+        (
+            torch.tensor([1.0, 2.0]),
+            torch.tensor([1.0, math.nan]),
+            'at most nan (first at [1]: 2.0 and nan)',
+        ),
+        ([1, 2], (1, 2), '[1, 2] (list) and (1, 2) (tuple)'),
+        ([1, 2], [1, 2, 3], '2 and 3 entries'),
+        ({}, [], '{} (dict) and [] (list)'),
+    ],
+)
+def test_how_two_values_differ(a: Any, b: Any, line: str) -> None:
+    [got] = differences({'loop': {'x': a}}, {'loop': {'x': b}})
+    assert got.startswith('loop.x: ') and line in got
+
+
+def test_lists_have_a_line_for_all_their_entries() -> None:
+    a = [{'loss': float(i), 'n': i} for i in range(100)]
+    b = deepcopy(a)
+    b[7]['loss'] = 1.0
+    assert differences({'h': a}, {'h': b}) == ['h[7].loss: 7.0 and 1.0']
+    b[9] = {'n': 9}
+    assert differences({'h': a}, {'h': b}) == [
+        'h: 2 of 100 entries differ, first [7].loss: 7.0 and 1.0'
+    ]
+    assert differences({'h': a[9:]}, {'h': b[9:99]}) == [
+        'h: 91 and 90 entries',
+        'only in the first: h[0].loss',
+    ]
+
+
+def test_the_number_of_lines_has_a_limit() -> None:
+    a, b = ({'model': {f'{i}': float(i + j) for i in range(25)}} for j in (0, 1))
+    assert len(differences(a, b)) == 21 and differences(a, b)[-1] == 'and 5 more'
+    assert differences(a, b, limit=1) == ['model.0: 0.0 and 1.0', 'and 24 more']
+    assert len(differences(a, b, limit=25)) == 25
+    with pytest.raises(OptionError, match='limit=0'):
+        differences(a, b, limit=0)
+
+
+# ---------------------------------------------------------------------------------------- a Learner
+
+
+def test_training_changes_a_learners_digest_and_looking_does_not() -> None:
+    learn = synth_learner(n_train=2)
+    digests = [learn_digest(learn)]
+    learn.fit(1)
+    digests.append(learn_digest(learn))
+    state = deepcopy(learn_state(learn))
+    assert learn_digest(learn) == digests[1] != digests[0]
+    learn.validate()
+    assert all(
+        line.startswith(('callbacks.recorder.', 'only in'))
+        for line in differences(state, learn_state(learn))
+    )
+    for change in (
+        lambda: learn.model.a.data.add_(1e-6),
+        lambda: torch.rand(1),
+        lambda: learn.recorder.iters.append(9),
+        lambda: learn.opt[0].param_groups[0].update(lr=7.0),
+    ):
+        change()
+        digests.append(learn_digest(learn))
+    assert len(set(digests)) == 6
+
+
+def test_two_runs_of_a_learner_alike_have_one_digest() -> None:
+    def run(lr: float) -> Any:
+        torch.manual_seed(3)
+        learn = synth_learner(n_train=2, lr=lr)
+        learn.fit(2)
+        return learn
+
+    first, second = run(0.1), run(0.1)
+    assert first.history[0]['time'] != second.history[0]['time']
+    assert learn_digest(first) == learn_digest(second)
+    assert not differences(learn_state(first), learn_state(second))
+    lines = differences(learn_state(first), learn_state(run(0.2)))
+    assert lines[0].startswith('model.a: ') and not any(line.startswith('rng') for line in lines)

@@ -1,0 +1,401 @@
+"""Write states to files and read them; `faults/test_f13` to `test_f25` test damaged and hostile files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from learnkit.checkpoint.file import is_state_file, read_entries, read_info, read_state, write_state
+from learnkit.core.errors import CheckpointError
+
+
+def through(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    write_state(path / 'a.ckpt', state, {})
+    return read_state(path / 'a.ckpt')[0]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.contiguous()
+        .flatten()
+        .view(torch.uint8)
+        .equal(b.contiguous().flatten().view(torch.uint8))
+    )
+
+
+# The layout, worked out by hand
+
+
+def test_the_layout(tmp_path: Path) -> None:
+    w, n = torch.arange(3.0), torch.tensor([True])
+    write_state(tmp_path / 'a.ckpt', {'n': n, 'm': {'w': w}, 'x': (1, 2.5)}, {'epoch': 3})
+    content = (tmp_path / 'a.ckpt').read_bytes()
+    length = int.from_bytes(content[:8], 'little')
+    header = json.loads(content[8 : 8 + length])
+    metadata = header.pop('__metadata__')
+    digest = metadata.pop('sha256').encode()
+    assert header == {
+        'm.w': {'dtype': 'F32', 'shape': [3], 'data_offsets': [0, 12]},
+        'n': {'dtype': 'BOOL', 'shape': [1], 'data_offsets': [12, 13]},
+    }
+    assert metadata == {
+        'learnkit': '2',
+        'info': '{"epoch":3}',
+        'views': '{}',
+        'state': '{"n":{"$tensor":"n"},"m":{"w":{"$tensor":"m.w"}},"x":{"$tuple":[1,2.5]}}',
+    }
+    assert content[8 + length :] == w.numpy().tobytes() + b'\1' and length % 8 == 0
+    assert content.count(digest) == 1 and content[35:99] == digest
+    assert hashlib.sha256(content.replace(digest, b'0' * 64)).hexdigest().encode() == digest
+
+
+def test_the_library_reads_it(tmp_path: Path) -> None:
+    state = {
+        'model': nn.Linear(3, 4).state_dict(),
+        'n': torch.ones(3, dtype=torch.int8),
+        'x': torch.tensor(2.0),
+        'half': torch.ones(3, dtype=torch.bfloat16),
+        'empty': torch.zeros(0, 7),
+        'turned': torch.randn(3, 4).t(),
+    }
+    through(tmp_path, state)
+    tensors = load_file(tmp_path / 'a.ckpt')
+    assert (
+        tensors['model.weight'].equal(state['model']['weight'])
+        and tensors['half'].dtype == torch.bfloat16
+    )
+    assert (
+        tensors['turned'].t().equal(state['turned'])
+        and tensors['empty'].shape == (0, 7)
+        and tensors['x'] == 2
+    )
+    with safe_open(tmp_path / 'a.ckpt', framework='np') as file:
+        assert file.metadata()['learnkit'] == '2'
+
+
+def test_info_is_read_without_the_data(tmp_path: Path) -> None:
+    info = {'value': math.inf, 'name': 'ü', 'list': [1, None]}
+    write_state(tmp_path / 'a', {'w': torch.ones(3)}, info)
+    assert read_info(tmp_path / 'a') == read_state(tmp_path / 'a')[1] == {'format': 2, **info}
+    write_state(tmp_path / 'a', {}, {'value': math.nan})
+    assert math.isnan(read_info(tmp_path / 'a')['value'])
+    header = json.loads((tmp_path / 'a').read_bytes()[8:])
+    header['w'] = {'dtype': 'U8', 'shape': [8 << 30], 'data_offsets': [0, 8 << 30]}
+    text = json.dumps(header, separators=(',', ':')).encode()
+    (tmp_path / 'a').write_bytes(len(text).to_bytes(8, 'little') + text)
+    os.truncate(tmp_path / 'a', 8 + len(text) + (8 << 30))  # a hole: reading it would take seconds
+    start = time.process_time()
+    assert math.isnan(read_info(tmp_path / 'a')['value']) and time.process_time() - start < 0.5
+    (tmp_path / 'a').unlink()
+
+
+@pytest.mark.parametrize(
+    'info', [{'a': b'bytes'}, {(1,): 2}, {'a': torch.ones(1)}], ids=['bytes', 'key', 'tensor']
+)
+def test_info_that_is_not_json_is_refused(tmp_path: Path, info: dict[Any, Any]) -> None:
+    (tmp_path / 'a').write_bytes(b'content')
+    with pytest.raises(CheckpointError, match=r'JSON|keys must be'):
+        write_state(tmp_path / 'a', {}, info)
+    assert (tmp_path / 'a').read_bytes() == b'content'
+
+
+# What comes back
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    t = torch.randint(0, 2, (12 * dtype.itemsize,), dtype=torch.uint8).view(dtype).reshape(3, 4)
+    tensors = {
+        't': t,
+        'scalar': t[0, 0].clone(),
+        'empty': t[:0],
+        'part': t[1:, 1:3],
+        'turned': t.t(),
+    }
+    found = through(tmp_path, tensors)
+    assert all(same(found[k], v.clone()) for k, v in tensors.items())
+    assert set(load_file(tmp_path / 'a.ckpt')) == set(tensors)
+
+
+@pytest.mark.parametrize(
+    'value',
+    [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        255,
+        256,
+        65_536,
+        2**31,
+        -(2**63),
+        2**127,
+        -(2**1999),
+        0.0,
+        -0.0,
+        1e-310,
+        math.inf,
+        -math.inf,
+        math.nan,
+        0.1 + 0.2,
+        1 - 2j,
+        complex(-0.0, math.inf),
+        '',
+        'ü\0\U0001f600',
+        '\ud800',
+        '$tensor',
+        'x' * 70_000,
+        b'\0\xff',
+        b'',
+        [],
+        (),
+        {},
+        [[]],
+        ((),),
+        [1, (2, [3, {}])],
+        {'a': {1: {'': None}}},
+        {-1: 0},
+        {1.5: 1, None: 2},
+        {True: 1},
+        {'$tensor': 'a'},
+        {'$dict': []},
+        {'$': {'$tuple': [1]}},
+        {'a.b': 1, 'a': {'b': 2}},
+    ],
+    ids=lambda v: ascii(v)[:20],
+)
+def test_every_kind_of_value(tmp_path: Path, value: Any) -> None:
+    found = through(tmp_path, {'a': value, 'b': [value, value]})
+    assert repr(found) == repr({'a': value, 'b': [value, value]})
+
+
+def test_names_that_are_alike(tmp_path: Path) -> None:
+    a, b, c, d, e = (torch.tensor(i) for i in range(5))
+    state = {'a.b': a, 'a': {'b': b}, 'x': {1: c, '1': d}, '__metadata__': e}
+    assert repr(through(tmp_path, state)) == repr(state)
+
+
+def test_what_is_made_plain(tmp_path: Path) -> None:
+    found = through(
+        tmp_path,
+        {
+            'np': np.float32(0.5),
+            'od': nn.Linear(1, 1).state_dict(),
+            'size': torch.Size([2]),
+            'p': nn.Parameter(torch.ones(2)),
+            'conj': torch.tensor([1 + 2j]).conj(),
+        },
+    )
+    assert found['np'] == 0.5 and type(found['od']) is dict and found['size'] == (2,)
+    assert (
+        type(found['p']) is Tensor
+        and not found['p'].requires_grad
+        and found['conj'].item() == 1 - 2j
+    )
+
+
+def test_the_order_of_dimensions(tmp_path: Path) -> None:
+    images = torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)
+    tensors = {
+        'a': images,
+        'b': images[:2],
+        'c': torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
+        'd': torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2),
+        'e': torch.randn(2, 3, 4, dtype=torch.complex64).mT,
+    }
+    found = through(tmp_path, tensors)
+    assert all(same(found[k], v) for k, v in tensors.items())
+    assert found['b'].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_many_lists_and_long_ones(tmp_path: Path) -> None:
+    state = {
+        'losses': [float(i) for i in range(50_000)],
+        'rows': [{'epoch': i, 'loss': i / 7} for i in range(2000)],
+    }
+    assert through(tmp_path, state) == state
+
+
+@pytest.mark.full
+def test_many_tensors(tmp_path: Path) -> None:
+    found = through(tmp_path, {'w': [torch.tensor(i) for i in range(70_000)]})
+    assert [int(t) for t in found['w'][::1000]] == list(range(0, 70_000, 1000))
+
+
+def test_only_what_a_tensor_shows_is_written(tmp_path: Path) -> None:
+    big = torch.randn(1000, 1000)
+    found = through(tmp_path, {'row': big[3], 'all': torch.ones(1).expand(1000)})
+    assert (tmp_path / 'a.ckpt').stat().st_size < 10_000
+    assert found['row'].equal(big[3]) and found['all'].equal(torch.ones(1000))
+
+
+def test_ties_are_kept_and_written_once(tmp_path: Path) -> None:
+    w = torch.randn(100, 100)
+    found = through(tmp_path, {'a': w, 'b': w.detach(), 'c': [w[:50], w[:50]], 'd': w.t()})
+    assert found['a'] is found['b'] and found['c'][0] is found['c'][1]
+    assert found['d'].equal(w.t()) and found['c'][0].equal(w[:50])
+    assert 100_000 < (tmp_path / 'a.ckpt').stat().st_size < 105_000, (
+        'w twice, as it is and turned, and its half'
+    )
+
+
+def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
+    state = through(tmp_path, {'a': torch.ones(3), 'l': [torch.zeros(2)]})
+    state['a'].fill_(7)
+    assert read_state(tmp_path / 'a.ckpt')[0]['a'].tolist() == [1, 1, 1], 'the file is as it was'
+    assert str(tmp_path / 'a.ckpt') not in Path('/proc/self/maps').read_text()
+    os.truncate(tmp_path / 'a.ckpt', 0)
+    assert state['l'][0].tolist() == [0, 0] and state['a'].tolist() == [7, 7, 7]
+
+
+def test_some_entries(tmp_path: Path) -> None:
+    w = torch.randn(3, 4)
+    through(
+        tmp_path,
+        {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)},
+    )
+    found = read_entries(tmp_path / 'a.ckpt', ['tied', 'b'])
+    assert (
+        list(found) == ['tied', 'b']
+        and same(found['tied'], w)
+        and same(found['b']['c'][0], w.t() + 0j)
+    )
+    with pytest.raises(KeyError):
+        read_entries(tmp_path / 'a.ckpt', ['e'])
+
+
+def test_what_is_saved_is_not_changed(tmp_path: Path) -> None:
+    w = nn.Parameter(torch.ones(2))
+    state = {'w': w, 'x': [w]}
+    through(tmp_path, state)
+    assert state == {'w': w, 'x': [w]} and w.requires_grad
+
+
+# What is refused
+
+
+class Kind(IntEnum):
+    A = 1
+
+
+class Sub(Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize(
+    ('value', 'expected_text'),
+    [
+        ({1, 2}, r"set at \['a'\]"),
+        (object(), 'object at'),
+        (np.ones(2), 'ndarray at'),
+        (Kind.A, 'Kind at'),
+        (10**5000, '4300'),
+        ({(1, 2): 3}, 'tuple'),
+        ({Kind.A: 3}, 'Kind'),
+        (torch.ones(2).to_sparse(), 'sparse_coo'),
+        (torch.ones(2, device='meta'), 'meta'),
+        (torch.ones(2).as_subclass(Sub), 'Sub'),
+        (torch.quantize_per_tensor, 'a'),
+        (torch.float32, 'dtype'),
+        (nn.Linear(1, 1), 'Linear'),
+        ([torch.ones(10**6)] * 100, '400,000,000'),
+        ([[]] * 600_000, '500,000'),
+    ],
+    ids=lambda v: f'{type(v)}'[:20],
+)
+def test_what_would_not_load_is_refused_before_anything_is_written(
+    tmp_path: Path, value: Any, expected_text: str
+) -> None:
+    (tmp_path / 'a.ckpt').write_text('old')
+    with pytest.raises(CheckpointError, match=expected_text):
+        write_state(tmp_path / 'a.ckpt', {'a': value}, {})
+    assert (tmp_path / 'a.ckpt').read_text() == 'old' and os.listdir(tmp_path) == ['a.ckpt']
+
+
+def test_nesting(tmp_path: Path) -> None:
+    def nested(n: int) -> Any:
+        return {n: (nested(n - 1),)} if n else [1]
+
+    assert through(tmp_path, {'a': nested(49)}) == {'a': nested(49)}
+    with pytest.raises(CheckpointError, match='100 levels'):
+        through(tmp_path, {'a': nested(50)})
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    with pytest.raises(CheckpointError, match='100 levels'):
+        through(tmp_path, {'a': cycle})
+
+
+def test_where_it_is(tmp_path: Path) -> None:
+    for state, expected_text in (
+        ({'a': {3: [1, {2}]}}, r"set at \['a'\]\[3\]\[1\]"),
+        ({'\x1b[2J' + 'x' * 500: {1}}, r"at \['\\x1b\[2Jx{1,60}"),
+    ):
+        with pytest.raises(CheckpointError, match=expected_text) as e:
+            write_state('a.ckpt', state, {})
+        assert e.value.args[0].isprintable() and len(str(e.value)) < 300
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    for name in ('a', 'a.b.ckpt', '.hidden', 'ü x', 'x' * 200, 'PK\5\6'):
+        write_state(tmp_path / 'new' / name, {'a': 1}, {'epoch': 1})
+        assert read_state(str(tmp_path / 'new' / name)) == ({'a': 1}, {'format': 2, 'epoch': 1})
+        assert is_state_file(tmp_path / 'new' / name)
+    assert not is_state_file(Path(__file__))
+
+
+def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+    "Digests and disk writes release the interpreter's lock."
+    state, n, done = {'w': torch.zeros(15_000_000)}, [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            n[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    through(tmp_path, state)
+    done.set()
+    thread.join()
+    assert n[0] >= 10

@@ -1,0 +1,138 @@
+"""Exported programs equal the model at any batch size, in a process that does not import the model's code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import DataLoaders, Learner
+from learnkit.core.errors import ModelError, OptionError
+from tests.helpers.fresh import output_of
+
+SERVE = """
+import sys, torch
+folder = sys.argv[1]
+program = torch.export.load(f'{folder}/export.pt2').module()
+inputs = torch.load(f'{folder}/x.pt')
+torch.save([program(x) for x in inputs], f'{folder}/y.pt')
+assert 'learnkit' not in sys.modules
+"""
+
+
+def learner(path: Path, model: nn.Module, *inputs: Any, **kwargs: Any) -> Learner:
+    dls = DataLoaders.from_tensors(
+        (*inputs, torch.zeros(6)), bs=4, n_inp=len(inputs), seed=0, path=path
+    )
+    return Learner(dls, model, nn.MSELoss(), **kwargs)
+
+
+def loaded(path: Path) -> Any:
+    return torch.export.load(path).module()
+
+
+def test_equal_to_the_model_at_any_batch_size_in_a_fresh_process(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)
+    )
+    learn = learner(tmp_path, model, torch.randn(6, 3))
+    model(torch.randn(50, 3))  # the norm layer learns its averages
+    model[2].eval()
+    modes, rng = [m.training for m in model.modules()], torch.get_rng_state()
+    assert learn.export() == tmp_path / 'export.pt2'
+    assert [m.training for m in model.modules()] == modes and not any(
+        m._forward_hooks for m in model.modules()
+    )
+    assert torch.equal(torch.get_rng_state(), rng)
+
+    xs = [torch.randn(n, 3) for n in (1, 7, 33)]
+    torch.save(xs, tmp_path / 'x.pt')
+    output_of(SERVE, tmp_path)
+    model.eval()
+    for x, y in zip(xs, torch.load(tmp_path / 'y.pt'), strict=True):
+        torch.testing.assert_close(y, model(x))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return (self.emb(ids) * mask[..., None]).sum(1)
+
+
+def test_inputs_in_a_dict_go_by_name_and_an_activation_is_added_when_asked(tmp_path: Path) -> None:
+    model = Masked()
+    batch = {'ids': torch.randint(10, (6, 5)), 'mask': torch.ones(6, 5)}
+    learn = Learner(DataLoaders.from_tensors(batch, bs=4), model, path=tmp_path)
+    plain, soft = (
+        learn.export('plain.pt2'),
+        learn.export(tmp_path / 'sub' / 'soft.pt2', act=nn.Softmax(-1)),
+    )
+    for n in (1, 6):
+        x = {k: v[:n] for k, v in batch.items()}
+        torch.testing.assert_close(loaded(plain)(**x), model(**x))
+        torch.testing.assert_close(loaded(soft)(**x), model(**x).softmax(-1))
+
+
+class Distance(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).abs().sum(1)
+
+
+def test_several_inputs_and_no_sample_of_the_data_in_the_file(tmp_path: Path) -> None:
+    a, b = torch.full((6, 2), 7.0), torch.full((6, 2), 5.0)
+    path = learner(tmp_path, Distance(), a, b).export('d.pt2')
+    assert loaded(path)(a[:3], b[:3]).tolist() == [4.0, 4.0, 4.0]
+    assert all(
+        t.tolist() == [[0.0, 0.0], [0.0, 0.0]] for t in torch.export.load(path).example_inputs[0]
+    )
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Resized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, size: Tensor) -> Tensor:
+        return self.net(x / size)
+
+
+def test_a_constant_of_two_numbers_is_not_a_batch(tmp_path: Path) -> None:
+    model, size = Resized(), torch.tensor([4.0, 8.0])
+    learn = learner(tmp_path, model, torch.randn(6, 2))
+    program, x = loaded(learn.export(sample=(torch.randn(4, 2), size))), torch.randn(5, 2)
+    torch.testing.assert_close(program(x, size), model(x, size))
+    with pytest.raises((AssertionError, RuntimeError)):
+        program(x, torch.ones(5, 2))
+
+
+def test_what_cannot_be_exported_gives_the_reason_and_writes_nothing(tmp_path: Path) -> None:
+    learn = learner(tmp_path, Branches(), torch.randn(6, 2))
+    with pytest.raises(ModelError, match=r'Branches .*data-dependent'):
+        learn.export()
+    assert os.listdir(tmp_path) == [] and learn.model.training
+
+
+def batches() -> Iterator[Any]:
+    yield torch.randn(4, 2), torch.zeros(4)
+
+
+def test_a_batch_of_an_iterator_is_not_taken(tmp_path: Path) -> None:
+    drawn = batches()
+    learn = Learner(DataLoaders(drawn), nn.Linear(2, 1), path=tmp_path)
+    with pytest.raises(OptionError, match='Pass `sample=`'):
+        learn.export()
+    assert len(next(drawn)) == 2
+    assert loaded(learn.export(sample=torch.randn(1, 2)))(torch.zeros(5, 2)).shape == (5, 1)

@@ -1,0 +1,329 @@
+"""Checkpoints in memory: resuming from every place of a run equals an uninterrupted run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import (
+    EMA,
+    SAM,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixedPrecision,
+    MixUp,
+    accuracy,
+)
+from learnkit.callbacks import EarlyStoppingCallback, GradientClip
+from learnkit.checkpoint.digest import differences, digest
+from learnkit.core.errors import CheckpointError, WeightsError
+from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
+
+
+def dls() -> DataLoaders:
+    x, y = torch.randn(24, 4), torch.randint(3, (24,))
+    return DataLoaders.from_tensors((x, y), (x[:8], y[:8]), bs=4)
+
+
+def make(*cbs: Any, **kwargs: Any) -> Learner:
+    torch.manual_seed(0)
+    return Learner(
+        dls(), net(), nn.CrossEntropyLoss(), metrics=accuracy, cbs=list(cbs), lr=0.05, **kwargs
+    )
+
+
+CBS: dict[str, Any] = {
+    'none': lambda: [],
+    'ema': lambda: [EMA()],
+    'sam': lambda: [SAM()],
+    'mixup': lambda: [MixUp()],
+    'bf16': lambda: [MixedPrecision('bf16')],
+    'fp16': lambda: [MixedPrecision('fp16')],
+    'three': lambda: [EMA(), GradientClip(), MixUp()],
+    'accumulation': lambda: [GradientAccumulation(8)],
+    'accumulation-bf16': lambda: [GradientAccumulation(10), EMA(), MixedPrecision('bf16')],
+}
+
+
+@pytest.mark.parametrize('cbs', CBS)
+def test_from_every_place(cbs: str) -> None:
+    kept = check_every_place(
+        lambda: make(*CBS[cbs]()),
+        lambda learn, r: learn.fit_one_cycle(2, resume=r),
+        lambda kept: kept if cbs == 'none' else kept[2::6],
+    )
+    assert [s['loop']['place'] for s in kept] == [*['batch'] * 6, 'epoch'] * 2
+
+
+def test_with_iterations_and_evaluations_in_the_middle_of_epochs() -> None:
+    def fit(learn: Learner, resume: Any) -> None:
+        learn.fit(3, iteration=2, resume=resume)
+
+    def some(kept: list[Any]) -> list[Any]:
+        return [s for i, s in enumerate(kept) if i % 6 == 3 or s['loop']['place'] != 'batch']
+
+    kept = check_every_place(lambda: make(eval_every='4ba', microbatch=2), fit, some)
+    assert [s['loop']['place'] for s in kept].count('iteration') == 2
+
+
+class Counts(Callback):
+    "Counts like a callback written for fastai: reset in `before_fit`, no `state_dict`."
+
+    def __init__(self, step: int = 1) -> None:
+        self.step = step
+
+    def before_fit(self) -> None:
+        self.seen, self.at_epoch, self.losses = 0, [], []
+
+    def before_epoch(self) -> None:
+        self.in_epoch = 0
+
+    def after_batch(self) -> None:
+        if not self.training:
+            return
+        self.seen += self.step
+        self.in_epoch += 1
+        self.losses.append(self.loss.item())
+
+    def after_epoch(self) -> None:
+        self.at_epoch.append((self.epoch, self.seen, self.in_epoch))
+
+
+def test_callbacks_without_checkpoint_support_resume_too() -> None:
+    check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
+    _, kept = train_without_stop(lambda: make(Counts()), lambda learn, r: learn.fit(2))
+    learn = make(Counts(step=10))
+    learn.fit(2, resume=kept[2])
+    # an option is not part of the state
+    assert learn.counts.step == 10 and learn.counts.seen == 3 + 9 * 10
+
+
+def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
+    end, _ = train_without_stop(make, lambda learn, r: learn.fit(3))
+    learn = make()
+    learn.add_cb(Keep())
+    learn.fit(3, resume=kept[-1])
+    found = differences(end, learn.checkpoint_state())
+    assert not found, found
+    learn = make()
+    with pytest.warns(UserWarning, match=r' 1 epochs, .* 3'):
+        learn.fit(3, resume=kept[2])
+
+
+def test_a_finished_fit_trains_nothing_more() -> None:
+    end, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
+    learn, batches = make(), []
+    learn.add_cbs([Keep(), Callback(before_batch=lambda cb: batches.append(cb.iter))])
+    learn.fit(2, resume=kept[-1])
+    assert not batches and not differences(end, learn.checkpoint_state())
+
+
+def test_a_stopped_fit_stays_stopped() -> None:
+    def stop(cb: Any) -> None:
+        if cb.epoch == 1 and cb.iter == 2 and cb.training:
+            cb.learn.stop()
+
+    def some(kept: list[Any]) -> list[Any]:
+        return kept[-4::2]
+
+    check_every_place(
+        lambda: make(Callback(after_batch=stop)), lambda learn, r: learn.fit(4, resume=r), some
+    )
+    check_every_place(
+        lambda: make(EarlyStoppingCallback(monitor='accuracy', patience=1)),
+        lambda learn, r: learn.fit(6, resume=r),
+        some,
+    )
+
+
+def test_a_budget_counts_what_was_used() -> None:
+    check_every_place(make, lambda learn, r: learn.fit('9ba', resume=r), lambda kept: kept[1::4])
+
+
+def test_the_second_fit_of_a_learner() -> None:
+    def fit(learn: Learner, resume: Any) -> None:
+        if resume is False:
+            learn.fit(1)
+        learn.fit(2, resume=resume)
+
+    check_every_place(make, fit, lambda kept: kept[7::4])  # from the second fit on
+
+
+def test_frozen_layers_and_modes_stay() -> None:
+    def freeze(cb: Any) -> None:
+        if cb.epoch == 0 and cb.iter == 3 and cb.training:
+            cb.model[1].eval()
+            cb.model[0].requires_grad_(False)
+
+    check_every_place(lambda: make(Callback(after_batch=freeze)), places=lambda kept: kept[2::4])
+
+
+def test_events_that_fire_again_are_marked_by_resumed() -> None:
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
+    seen: list[Any] = []
+
+    def note(event: str) -> Any:
+        return lambda cb: seen.append((event, cb.epoch, cb.resumed))
+
+    noting = {e: note(e) for e in ('before_fit', 'before_epoch', 'before_train', 'before_batch')}
+    make(Callback(**noting)).fit(2, resume=kept[4])
+    assert [resumed for *_, resumed in seen[:5]] == [True] * 3 + [False] * 2
+    seen.clear()
+    make(Callback(**noting)).fit(2, resume=kept[6])
+    assert seen[:3] == [
+        ('before_fit', 0, True),
+        ('before_epoch', 1, False),
+        ('before_train', 1, False),
+    ]
+
+
+def test_the_state_is_neither_shared_nor_changed() -> None:
+    _, kept = train_without_stop(lambda: make(EMA()), lambda learn, r: learn.fit(2))
+    before = digest(kept[2])
+    learn = make(EMA())
+    learn.fit(2, resume=kept[2])
+    learn.fit(1)
+    assert digest(kept[2]) == before
+
+
+def test_a_state_can_be_restored_outside_of_a_fit() -> None:
+    end, _ = train_without_stop(lambda: make(EMA()), lambda learn, r: learn.fit(2))
+    learn = make(EMA())
+    learn.add_cb(Keep())
+    learn.load_checkpoint_state(end)
+    # of the last epoch
+    found = [d for d in differences(end, learn.checkpoint_state()) if '.open.' not in d]
+    assert not found, found
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
+    end, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
+    torch.manual_seed(3)
+    other = Learner(dls(), nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)), nn.CrossEntropyLoss())
+    before = {k: v.clone() for k, v in other.model.state_dict().items()}
+    for load in (lambda: other.fit(2, resume=kept[2]), lambda: other.load_checkpoint_state(end)):
+        with pytest.raises(WeightsError, match=r'missing|shape'):
+            load()
+        assert all(torch.equal(v, before[k]) for k, v in other.model.state_dict().items())
+    with pytest.raises(CheckpointError, match='lacks model'):
+        other.fit(1, resume={'a': 1})
+    with pytest.raises(CheckpointError, match='outside of a fit'):
+        make().fit(2, resume=end)
+    with pytest.raises(CheckpointError, match='in the middle of a run'):
+        make(Callback(after_batch=lambda cb: cb.learn.checkpoint_state())).fit(1)
+    scramble(0)
+
+
+def test_fine_tune_resumes_in_either_of_its_fits() -> None:
+    def split(model: Any) -> Any:
+        return [list(model[:2].parameters()), list(model[2:].parameters())]
+
+    def fit(learn: Learner, resume: Any) -> None:
+        learn.fine_tune(2, 0.05, resume=resume)
+
+    kept = check_every_place(lambda: make(EMA(), splitter=split), fit, lambda kept: kept[3::6])
+    assert [s['loop']['stage'] for s in kept] == [0] * 7 + [1] * 14
+    with pytest.raises(CheckpointError, match='fine_tune'):
+        make(splitter=split).fine_tune(
+            2, resume=train_without_stop(make, lambda learn, r: learn.fit(1))[1][0]
+        )
+
+
+def test_a_loss_with_its_own_weights() -> None:
+    class Centre(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centre = nn.Parameter(torch.randn(3))
+            self.register_buffer('n', torch.zeros(()))
+
+        def forward(self, pred: Any, targ: Any) -> Any:
+            self.n += 1
+            return nn.functional.cross_entropy(pred - self.centre, targ) + self.n * 0.01
+
+    def learner() -> Learner:
+        learn = make()
+        learn.loss_func = Centre()
+        learn.opt_func = lambda params, lr: torch.optim.Adam(
+            [*params, *learn.loss_func.parameters()], lr
+        )
+        return learn
+
+    check_every_place(learner, places=lambda kept: kept[1::6])
+
+
+def test_two_optimizers() -> None:
+    def learner() -> Learner:
+        learn = make()
+        learn.opt_func = lambda params, lr: {
+            'body': torch.optim.SGD(learn.model[:2].parameters(), lr, momentum=0.9),
+            'head': torch.optim.AdamW(learn.model[2:].parameters(), lr),
+        }
+        return learn
+
+    check_every_place(learner, places=lambda kept: kept[1::6])
+
+
+def test_lbfgs() -> None:
+    check_every_place(lambda: make(opt_func=torch.optim.LBFGS), places=lambda kept: kept[4::6])
+
+
+def test_sparse_gradients_that_wait() -> None:
+    def learner() -> Learner:
+        torch.manual_seed(0)
+        x, y = torch.randint(9, (24,)), torch.randint(3, (24,))
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+        return Learner(
+            DataLoaders.from_tensors((x, y), bs=4),
+            model,
+            nn.CrossEntropyLoss(),
+            lr=0.1,
+            opt_func=torch.optim.SGD,
+            cbs=GradientAccumulation(12),
+        )
+
+    kept = check_every_place(learner, places=lambda kept: kept[:3])
+    assert set(kept[0]['grads']['0']) == {'indices', 'values', 'size'}
+
+
+@pytest.mark.full
+def test_a_compiled_step_resumes_within_rounding() -> None:
+    def learner() -> Learner:
+        learn = make()
+        learn.compile(step=True)
+        return learn
+
+    end, kept = train_without_stop(learner, lambda learn, r: learn.fit(2))
+    learn = learner()
+    # its first steps are not the compiled ones, which add up in another order
+    learn.fit(2, resume=kept[5])
+    now = learn.checkpoint_state()['model']
+    assert all(
+        torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
+        for k, v in end['model'].items()
+    )
+
+
+def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:
+    _, kept = train_without_stop(make, lambda learn, r: learn.fit('7ba'))
+    learn = make()
+    # its epoch had ended with its evaluation, and the next one begins
+    learn.fit('9ba', resume=kept[-1])
+    assert learn.time.ba == 9 and learn.history[-1]['epoch'] == 2
+    stop = [Callback(after_batch=lambda cb: cb.learn.stop())]
+    _, kept = train_without_stop(lambda: make(*stop), lambda learn, r: learn.fit(2))
+    learn = make()
+    with pytest.warns(UserWarning, match='was stopped in epoch 0'):
+        learn.fit(5, resume=kept[-1])
+    assert learn.time.ba == 1

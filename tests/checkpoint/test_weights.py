@@ -1,0 +1,136 @@
+"""Errors for missing files, files without weights, and a Learner that was loaded without data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import DataLoaders, Learner, SaveModelCallback
+from learnkit.core.errors import EmptyLoaderError, OptionError, WeightsError
+from learnkit.learner import load_learner
+
+X, Y = torch.randn(8, 4), torch.arange(8) % 3
+
+
+def learner(path: Path) -> Learner:
+    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=4, device='cpu')
+    return Learner(dls, nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), path=path)
+
+
+def test_a_program_for_serving_is_distinguished_from_weights(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    path = learn.export('net')
+    assert path == tmp_path / 'net.pt2'
+    before = learn.model[0].weight.clone()
+    for load in (load_learner, learn.load):
+        with pytest.raises(WeightsError, match=r'is a program.*`torch.export.load\(path\)') as e:
+            load(path)
+        assert 'corrupted' not in str(e.value) and 'learn.save_learner' in str(e.value)
+    assert torch.equal(learn.model[0].weight, before)
+
+
+@pytest.mark.parametrize('name', ['m.pkl', 'm.pth', 'm.pt', '/tmp/x/export.pickle'])
+def test_programs_have_their_own_suffix(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r'`\.pt2`.*`learn\.save_learner'):
+        learner(tmp_path).export(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files(tmp_path: Path) -> None:
+    text, archive, script = tmp_path / 'notes.pth', tmp_path / 'other.zip', tmp_path / 'script.pt'
+    text.write_text('Python 3')
+    with ZipFile(archive, 'w') as z:
+        z.writestr('readme.txt', 'hello')
+    with ZipFile(script, 'w') as z:
+        z.writestr('script/data.pkl', b'')
+        z.writestr('script/code/__torch__.py', b'')
+    for path, expected_text in (
+        (text, "no file of torch's"),
+        (archive, r"and none of torch's: it holds readme\.txt"),
+        (script, r'`torch\.jit\.load`'),
+    ):
+        with pytest.raises(WeightsError, match=expected_text):
+            load_learner(path)
+
+
+@pytest.mark.parametrize(
+    'what', [nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), 5], ids=lambda o: type(o).__name__
+)
+def test_what_names_no_file_is_described_by_its_type_only(what: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        OptionError, match=f'^This {type(what).__name__} .*`learn.model.load_state_dict'
+    ) as e:
+        learner(tmp_path).load(what)
+    assert len(str(e.value)) < 200
+
+
+def test_a_file_that_is_not_there_is_compared_with_weights_alone(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.save('stage-1')
+    learn.save('other')
+    (tmp_path / 'models' / 'stage-1.txt').write_text('')
+    with pytest.raises(FileNotFoundError) as e:
+        learn.load('stage1')
+    assert e.value.__notes__ == ['The folder has stage-1.pth.']
+    with pytest.raises(FileNotFoundError) as e:
+        learn.load('zebra')
+    assert not hasattr(e.value, '__notes__')
+
+
+def test_weights_with_another_suffix_are_found(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    torch.save({k: v + 1 for k, v in learn.model.state_dict().items()}, tmp_path / 'w.pt')
+    expected = learn.model[0].weight + 1
+    assert torch.equal(learn.load(tmp_path / 'w.pt').model[0].weight, expected)
+
+
+def test_differences_of_the_optimizer_go_by_the_models_names(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.fit(1)
+    state = learn.opt.state_dict()
+    state['state'][0]['exp_avg'] = torch.zeros(7)
+    torch.save({'model': learn.model.state_dict(), 'opt': state}, tmp_path / 'a.pth')
+    with pytest.raises(WeightsError) as e:
+        learn.load(tmp_path / 'a')
+    first, line = str(e.value).splitlines()
+    assert line.strip() == 'optimizer Adam: exp_avg of 0.weight is [3, 4], in the file [7]'
+    assert first.endswith('Pass `with_opt=False` for the weights alone.')
+
+
+def test_a_learner_without_data(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    path = learn.save_learner()
+    with pytest.raises(OptionError, match=r'model=build\)` calls `build\(\)`.* Seq'):
+        load_learner(path)
+    loaded = load_learner(path, model=learn.model, loss_func=nn.CrossEntropyLoss(), cpu=True)
+    assert loaded.dls.device == torch.device('cpu') and repr(loaded.dls) == 'No data'
+    assert loaded.get_preds(dl=[(X,)])[0].shape == (8, 3)
+    for do in (
+        lambda: loaded.fit(1),
+        lambda: loaded.lr_find(show_plot=False),
+        lambda: loaded.dls.one_batch(),
+    ):
+        with pytest.raises(EmptyLoaderError, match=r'without data: pass them, .*dls=dls'):
+            do()
+    loaded.dls = learn.dls
+    loaded.fit(1)
+
+
+def test_a_learner_without_a_path_finds_what_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    learn = Learner([(X, Y)], nn.Linear(4, 3), nn.CrossEntropyLoss())
+    path = learn.save('a')
+    assert path == tmp_path / 'models' / 'a.pth' and learn.load(path) is learn
+    learn.fit(1, cbs=SaveModelCallback('train_loss'))
+    assert {p.name for p in (tmp_path / 'models').iterdir()} == {'a.pth', 'model.pth'}
+    assert (
+        learn.export() == tmp_path / 'export.pt2'
+        and learn.save_learner() == tmp_path / 'learner.pth'
+    )

@@ -1,0 +1,281 @@
+"""Weights in the safetensors format: restored values, refused files, and no changes after a refusal."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as library
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import DataLoaders, Learner, SaveModelCallback
+from learnkit.callbacks import LoadWeights
+from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.weights import read_weights, write_safetensors
+from learnkit.core.errors import OptionError, WeightsError
+from learnkit.learner import load_learner
+
+
+class Tied(nn.Module):
+    "A model whose embedding and output layer share a weight."
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(4, 3), nn.Linear(3, 4)
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x @ self.embed.weight.t()[:3, :3])
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
+    x, y = torch.randn(8, 3), torch.randn(8, 4)
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, device='cpu')
+    learn = Learner(
+        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
+    )
+    learn.logger = noop
+    return learn
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(j == k and torch.equal(t, u) and t.dtype == u.dtype for (j, t), (k, u) in pairs)
+
+
+def write(path: Path, header: Any, data: bytes = b'', length: int | None = None) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack('<Q', len(text) if length is None else length) + text + data)
+    return path
+
+
+def refused(learn: Learner, path: Path, match: str) -> None:
+    before = learn_digest(learn)
+    with pytest.raises(WeightsError, match=match) as e:
+        learn.load(path)
+    assert str(path) in str(e.value) and 'Nothing was loaded' in str(e.value)
+    assert learn_digest(learn) == before
+
+
+# -------------------------------------------------------------------------------------- round trips
+
+
+def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.fit(1)
+    path = learn.save('a.safetensors')
+    assert path == tmp_path / 'models' / 'a.safetensors' and [
+        p.name for p in path.parent.iterdir()
+    ] == [path.name]
+    tensors = library.load_file(path)
+    assert set(tensors) == set(learn.model.state_dict())
+    other = learner(tmp_path)
+    params = list(other.model.parameters())
+    assert (
+        other.load('a.safetensors') is other
+        and same(other.model, learn.model)
+        and not other.opt.state_dict()['state']
+    )
+    assert all(a is b for a, b in zip(params, other.model.parameters(), strict=True))
+    before = path.read_bytes()
+    assert learn.save('a.safetensors').read_bytes() == before
+    other.fit(1)  # the file's own memory is not trained on
+    assert path.read_bytes() == before
+
+
+def test_the_library_reads_ours_and_we_read_the_librarys(tmp_path: Path) -> None:
+    for model, other in ((net(), net()), (Tied(), Tied())):
+        path = learner(tmp_path, model).save(tmp_path / 'ours.safetensors')
+        assert library.load_model(other, path) == (set(), []) and same(model, other)
+        with library.safe_open(path, framework='pt') as f:
+            assert f.metadata()['format'] == 'pt'
+        library.save_model(model, tmp_path / 'theirs.safetensors')
+        for p in other.parameters():
+            p.data.zero_()
+        learner(tmp_path, other).load(tmp_path / 'theirs.safetensors')
+        assert same(model, other)
+
+
+@pytest.mark.parametrize(
+    'metadata', [{'format': 'pt'}, {'format': 'pt', 'out.weight': 'embed.weight'}, None]
+)
+@pytest.mark.parametrize('kept', ['embed.weight', 'out.weight'])
+def test_tied_weights_are_kept_once_and_load_under_each_name(
+    tmp_path: Path, metadata: Any, kept: str
+) -> None:
+    model = Tied()
+    path = learner(tmp_path, model).save('t.safetensors')
+    assert list(library.load_file(path)) == ['embed.weight', 'out.bias']
+    untied = learner(tmp_path, Tied(tied=False)).load(path).model
+    assert same(untied, model) and untied.out.weight is not untied.embed.weight
+
+    library.save_file({kept: model.embed.weight + 1, 'out.bias': model.out.bias}, path, metadata)
+    expected = model.embed.weight.detach() + 1
+    learner(tmp_path, model).load(path)
+    assert torch.equal(model.out.weight, expected) and model.out.weight is model.embed.weight
+
+
+def test_every_kind_of_dtype_and_layout_is_restored(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(2, 3, 2, 2)
+    state = {
+        'cl': whole.to(memory_format=torch.channels_last),
+        'bf': whole.bfloat16(),
+        'on': whole > 3,
+        'none': whole[:0],
+        'same': whole[0],
+        'conj': torch.tensor([1 + 2j]).conj(),
+        'scalar': torch.tensor(3),
+        'rows': whole[0],
+        'later': whole[1:],
+        'flat': whole.view(-1),
+        'turned': whole.transpose(0, 1),
+    }
+    write_safetensors(state, tmp_path / 'a.safetensors')
+    got = read_weights(tmp_path / 'a.safetensors').model
+    assert set(got) == set(state)
+    assert all(got[k].dtype == t.dtype and torch.equal(got[k], t) for k, t in state.items())
+
+
+def test_a_file_for_another_device_or_dtype_or_part(tmp_path: Path) -> None:
+    part = {'3.bias': torch.full((4,), 2.0, dtype=torch.float64)}
+    library.save_file(part, tmp_path / 'part.safetensors')
+    learn = learner(tmp_path)
+    with pytest.raises(WeightsError, match='Pass `strict=False`'):
+        learn.load(tmp_path / 'part.safetensors')
+    bias = learn.load(tmp_path / 'part.safetensors', strict=False, device='cpu').model[3].bias
+    assert bias.tolist() == [2.0] * 4 and bias.dtype == torch.float32
+
+
+def test_callbacks_save_and_load_them(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.fit(2, cbs=SaveModelCallback('train_loss', fname='best.safetensors'))
+    other = learner(tmp_path)
+    other.fit(1, lr=0.0, cbs=LoadWeights('best.safetensors'))
+    assert torch.equal(other.model[0].weight, learn.model[0].weight)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_what_the_format_has_no_place_for_writes_nothing(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.create_opt()
+    with pytest.raises(OptionError, match=r'state of an optimizer.*`\.pth`'):
+        learn.save('a.safetensors', with_opt=True)
+    for name, value in (
+        ('x', torch.eye(2).to_sparse()),
+        ('y', torch.zeros(2, dtype=torch.complex128)),
+        ('z', torch.zeros(2, device='meta')),
+    ):
+        model = net()
+        model.register_buffer(name, value)
+        with pytest.raises(OptionError, match=r'\.safetensors: .*`\.pth`'):
+            learner(tmp_path, model).save('a.safetensors')
+    assert not [p for p in tmp_path.rglob('*') if p.is_file()]
+
+
+def test_states_that_are_not_tensors_are_named(tmp_path: Path) -> None:
+    class WithMore(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {'n': 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(OptionError, match=r'_extra_state, a dict'):
+        learner(tmp_path, WithMore(3, 4)).save('a.safetensors')
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    path = learn.save('a.safetensors')
+    before = path.read_bytes()
+    learn.model.register_buffer('x', torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(OptionError):
+        learn.save('a.safetensors')
+    assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
+
+
+def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    weights = {k: v.clone() for k, v in net().state_dict().items()}
+    weights['extra'], weights['0.weight'], weights['0.bias'] = (
+        torch.zeros(2),
+        torch.zeros(7, 3),
+        torch.zeros(5).half(),
+    )
+    del weights['3.weight']
+    library.save_file(weights, tmp_path / 'bad.safetensors')
+    learn = learner(tmp_path)
+    learn.fit(1)
+    before = learn_digest(learn)
+    with pytest.raises(WeightsError, match='in 4 places') as e:
+        learn.load(tmp_path / 'bad.safetensors')
+    assert [line.strip() for line in str(e.value).splitlines()[1:]] == [
+        'missing: 3.weight [4, 5]',
+        'unexpected: extra [2]',
+        'shape: 0.weight is [5, 3], in the file [7, 3]',
+        'dtype: 0.bias is float32, in the file float16',
+    ]
+    assert learn_digest(learn) == before
+
+
+@pytest.mark.parametrize('cut', [0, 4, 8, 30, -1])
+def test_a_truncated_file(tmp_path: Path, cut: int) -> None:
+    learn = learner(tmp_path)
+    path = learn.save('a.safetensors')
+    path.write_bytes(path.read_bytes()[:cut])
+    refused(learn, path, 'cannot be read as safetensors: ')
+
+
+def test_a_header_that_claims_more_than_the_file_holds(tmp_path: Path) -> None:
+    learn, path = learner(tmp_path), tmp_path / 'a.safetensors'
+    huge = {'dtype': 'F32', 'shape': [2**40], 'data_offsets': [0, 2**42]}
+    entry = {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 8]}
+    for header in (
+        {'0.weight': huge},
+        {'0.weight': {**huge, 'data_offsets': [0, 8]}},
+        {'a': entry, 'b': entry},
+        {'a': {**entry, 'shape': [2**63, 2]}},
+        {'a': {**entry, 'dtype': 'PICKLE'}},
+        {'a': {**entry, 'shape': [-2]}},
+        {'a': {**entry, 'data_offsets': [8, 0]}},
+        ['a'],
+        5,
+        {'a': None},
+    ):
+        refused(learn, write(path, header, bytes(8)), 'cannot be read as safetensors: ')
+    for length in (2**62, 2**40, 3):
+        refused(learn, write(path, {'a': entry}, bytes(8), length), 'as safetensors: ')
+
+
+def test_other_files_under_this_name(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.fit(1)
+    torch.save(learn.model.state_dict(), tmp_path / 'torch.safetensors')
+    refused(learn, tmp_path / 'torch.safetensors', 'cannot be read as safetensors')
+    (tmp_path / 'folder.safetensors').mkdir()
+    for do in (learn.save, learn.load):
+        with pytest.raises(OptionError, match='is a folder'):
+            do(tmp_path / 'folder.safetensors')
+
+
+def test_a_file_that_is_not_there_or_holds_no_more_than_weights(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    path = learn.save('resnet18.safetensors')
+    with pytest.raises(FileNotFoundError) as e:
+        learn.load('resnet81.safetensors')
+    assert e.value.__notes__ == ['The folder has resnet18.safetensors.']
+    with pytest.raises(WeightsError, match=r'`with_opt=False`'):
+        learn.load(path, with_opt=True)
+    with pytest.raises(WeightsError, match='weights without a configuration'):
+        load_learner(path, model=net())

@@ -1,0 +1,303 @@
+"""The denominator of a loss: compared with torch's means, and its number of host reads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnkit import (
+    SGD,
+    BCEWithLogitsLossFlat,
+    Callback,
+    CancelFitException,
+    Checkpoint,
+    CrossEntropyLossFlat,
+    Learner,
+    MSELossFlat,
+    Recorder,
+    TrainEvalCallback,
+)
+from learnkit.core.denominator import Samples, Unknown, denominator_of
+from learnkit.core.errors import OptionError
+from learnkit.losses import (
+    DiceLoss,
+    FocalLossFlat,
+    LabelSmoothingCrossEntropy,
+    LabelSmoothingCrossEntropyFlat,
+)
+from learnkit.metrics.averages import AvgMetric
+from tests.helpers.measuring import batch
+
+WEIGHT = torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64)
+
+
+def scores(n: int, *shape: int, seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *shape, generator=gen, dtype=torch.float64)
+
+
+def classes(n: int, *shape: int, seed: int = 0) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    targ = torch.randint(3, (n, *shape), generator=gen)
+    targ[torch.rand(n, *shape, generator=gen) < 0.4] = -100
+    return targ
+
+
+CLASSES_SECOND = [(scores(n, 3, 5, seed=n), classes(n, 5, seed=n)) for n in (2, 7)]
+CLASSES_LAST = [(pred.movedim(1, -1), targ) for pred, targ in CLASSES_SECOND]
+ONE_EACH = [(scores(n, 3, seed=n), classes(n, seed=n)) for n in (6, 9)]
+ALL_COUNT = [(pred, targ.clamp(min=0)) for pred, targ in CLASSES_SECOND]
+ALL_COUNT_LAST = [(pred, targ.clamp(min=0)) for pred, targ in CLASSES_LAST]
+CHANCES = [(pred, pred.flip(0).softmax(1)) for pred, _ in CLASSES_SECOND]
+NUMBERS = [(scores(2, 3), scores(2, 3, seed=1)), (scores(5, 3, seed=2), scores(5, 3, seed=3))]
+SHARES = [(pred, targ.sigmoid()) for pred, targ in NUMBERS]
+
+MEANS: dict[str, tuple[Any, list[tuple[Tensor, Tensor]]]] = {
+    'cross_entropy': (F.cross_entropy, CLASSES_SECOND),
+    'one target each': (nn.CrossEntropyLoss(), ONE_EACH),
+    'class weights': (nn.CrossEntropyLoss(WEIGHT), CLASSES_SECOND),
+    'weights and smoothing': (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), CLASSES_SECOND),
+    'partial': (partial(F.cross_entropy, weight=WEIGHT), CLASSES_SECOND),
+    'nested partial': (partial(partial(F.cross_entropy, ignore_index=1), weight=WEIGHT), ALL_COUNT),
+    'nll': (nn.NLLLoss(WEIGHT, ignore_index=0), ALL_COUNT),
+    'probabilities': (nn.CrossEntropyLoss(WEIGHT), CHANCES),
+    'flat': (CrossEntropyLossFlat(WEIGHT), CLASSES_LAST),
+    'flat, axis 1': (CrossEntropyLossFlat(axis=1, ignore_index=2), ALL_COUNT),
+    'smoothing': (LabelSmoothingCrossEntropyFlat(), CLASSES_LAST),
+    'focal': (FocalLossFlat(weight=WEIGHT), ALL_COUNT_LAST),
+    'mse': (nn.MSELoss(), NUMBERS),
+    'mse flat': (MSELossFlat(), NUMBERS),
+    'huber': (partial(F.huber_loss, delta=0.5), NUMBERS),
+    'bce': (BCEWithLogitsLossFlat(), SHARES),
+    'bce weights': (nn.BCEWithLogitsLoss(WEIGHT, pos_weight=WEIGHT), SHARES),
+}
+
+
+@pytest.mark.parametrize('kind', MEANS)
+def test_means_weighted_by_the_denominator_match_the_total_mean(kind: str) -> None:
+    loss_func, parts = MEANS[kind]
+    count = denominator_of(loss_func).count
+    weights = [count((targ,)) for _, targ in parts]
+    pred, targ = (torch.cat([part[i] for part in parts]) for i in range(2))
+    losses = [loss_func(*part).item() for part in parts]
+    mean = sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
+    assert mean == pytest.approx(loss_func(pred, targ).item(), abs=1e-14)
+
+
+@pytest.mark.parametrize('kind', MEANS)
+def test_a_metric_of_a_loss_matches_the_set(kind: str) -> None:
+    loss_func, parts = MEANS[kind]
+    metric = AvgMetric(loss_func)
+    for pred, targ in parts:
+        metric.accumulate(batch(pred, targ, weight_func=None))
+    pred, targ = (torch.cat([part[i] for part in parts]) for i in range(2))
+    assert metric.value == pytest.approx(loss_func(pred, targ).item(), abs=1e-13)
+
+
+def test_what_is_not_a_mean_counts_samples_or_elements() -> None:
+    targ = torch.tensor([[1, -100], [0, 2]])
+    assert denominator_of(nn.CrossEntropyLoss(reduction='sum')).count((targ,)) is None
+    assert denominator_of(nn.CrossEntropyLoss(WEIGHT, reduction='none')).count((targ,)) == 4
+    assert denominator_of(DiceLoss()).count((targ,)) is None
+    assert denominator_of(nn.CrossEntropyLoss()).count(()) is None
+    assert type(denominator_of(nn.CTCLoss())) is Samples
+
+
+class Own(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) * 2
+
+
+@pytest.mark.parametrize(
+    'loss_func', [Own(), lambda pred, y: pred.mean(), partial(F.cross_entropy, size_average=True)]
+)
+def test_a_function_that_is_not_torch_s_is_unknown(loss_func: Any) -> None:
+    assert type(denominator_of(loss_func)) is Unknown
+
+
+def test_options_may_change() -> None:
+    loss_func, targ = nn.CrossEntropyLoss(), torch.tensor([0, 1, 2])
+    count = denominator_of(loss_func).count
+    assert count((targ,)) == 3
+    loss_func.ignore_index = 1
+    assert count((targ,)) == 2
+    loss_func.weight = WEIGHT
+    assert count((targ,)) == 1.5
+    loss_func.reduction = 'none'
+    assert count((targ,)) == 3
+
+
+def test_a_byte_is_never_minus_100() -> None:
+    targ = torch.tensor([156, 0], dtype=torch.uint8)  # 156 is -100 in one signed byte
+    assert denominator_of(nn.CrossEntropyLoss()).count((targ,)) == 2
+
+
+# -- in a Learner ----------------------------------------------------------------------------------
+
+
+def make_learner(loss_func: Any, *cbs: Any, train: Any = ONE_EACH, **kwargs: Any) -> Learner:
+    torch.manual_seed(1)
+    options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.5, **kwargs}
+    learn = Learner(
+        (train, train),
+        nn.Linear(3, 3).double(),
+        loss_func,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder, *cbs],
+        **options,
+    )
+    learn.logger = lambda row: None
+    return learn
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda learn: pickle.loads(pickle.dumps(learn))])
+def test_a_copy_counts_by_its_own_loss(copied: Any) -> None:
+    learn = make_learner(nn.CrossEntropyLoss())
+    learn.logger = print
+    with learn.no_logging():
+        learn.fit(1)
+    other = copied(learn)
+    other.loss_func.ignore_index = 0
+    y = torch.tensor([0, 1, -1])
+    assert (
+        other.loss_weights.weigh_batch(other, (), (y,)) == 2
+        and learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
+    )
+
+
+@pytest.mark.parametrize('name', ['token', 'sample', 3])
+def test_a_weight_func_of_another_name_is_refused(name: Any) -> None:
+    with pytest.raises(OptionError, match=r'weight_func=.*tokens'):
+        make_learner(F.cross_entropy, weight_func=name)
+
+
+def test_train_loss_is_mean_or_smooth() -> None:
+    with pytest.raises(OptionError, match=r"train_loss='mea'.*`mean`"):
+        Recorder(train_loss='mea')
+    learn = make_learner(F.cross_entropy)
+    learn.recorder.train_loss = 'smooth'
+    learn.fit(2)
+    assert [row['train_loss'] for row in learn.history] == [
+        learn.recorder.smooth_loss.smooth[i] for i in (1, 3)
+    ]
+    learn.recorder.train_loss = 'last'
+    with pytest.raises(OptionError, match="train_loss='last'"):
+        learn.fit(1)
+
+
+def test_label_smoothing_with_class_weights_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match='CrossEntropyLossFlat'):
+        make_learner(LabelSmoothingCrossEntropy(weight=WEIGHT)).fit(1)
+
+
+def test_a_model_that_computes_its_own_loss_of_tokens_is_warned_of() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {'loss': F.cross_entropy(self.net(x), labels)}
+
+    batches = [{'x': pred, 'labels': targ} for pred, targ in ONE_EACH]
+    learn = Learner(
+        batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=[TrainEvalCallback, Recorder]
+    )
+    learn.logger = lambda row: None
+    with pytest.warns(UserWarning, match="Own.*weight_func='tokens'"):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize('weight', [None, WEIGHT], ids=['tokens', 'class weights'])
+def test_a_resume_within_an_epoch_has_its_mean(weight: Tensor | None, tmp_path: Path) -> None:
+    batches = [(scores(n, 3, seed=n), classes(n, seed=n)) for n in (3, 8, 2, 5, 7)]
+
+    def fit(*cbs: Any, **kwargs: Any) -> Learner:
+        learn = make_learner(
+            nn.CrossEntropyLoss(weight), Checkpoint('1ba', folder=tmp_path), *cbs, train=batches
+        )
+        learn.fit(2, **kwargs)
+        return learn
+
+    def stop(cb: Any) -> None:
+        if cb.train_iter == 8:
+            raise CancelFitException
+
+    fit(Callback(after_batch=stop))
+    resumed = fit(resume=True)
+    whole = make_learner(nn.CrossEntropyLoss(weight), train=batches)
+    whole.fit(2)
+    assert [row['train_loss'] for row in resumed.history] == [
+        row['train_loss'] for row in whole.history
+    ]
+    assert resumed.recorder.smooth_loss.smooth == whole.recorder.smooth_loss.smooth
+
+
+# -- a loss that is set ----------------------------------------------------------------------------
+
+
+def scale(cb: Any) -> None:
+    cb.learn.loss_grad = cb.loss_grad * 2
+
+
+def scale_both(cb: Any) -> None:
+    cb.learn.loss_grad = cb.loss_grad * 2
+    cb.learn.loss = cb.loss_grad.detach()
+
+
+def scale_in_place(cb: Any) -> None:
+    cb.learn.loss_grad *= 2
+    cb.learn.loss *= 2
+
+
+def only_loss(cb: Any) -> None:
+    cb.learn.loss *= 2
+
+
+def for_the_record(cb: Any) -> None:
+    cb.learn.loss = cb.loss * 2
+
+
+@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
+@pytest.mark.parametrize('act', [scale, scale_both, scale_in_place])
+def test_who_sets_what_is_minimized_is_not_warned(act: Any, event: str) -> None:
+    learn = make_learner(F.cross_entropy, Callback(**{event: act}), microbatch=4)
+    learn.fit(1)
+    assert 'after_loss' not in vars(learn.train_eval)
+
+
+@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
+def test_a_loss_that_is_changed_in_place_is_seen(event: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        make_learner(F.cross_entropy, Callback(**{event: only_loss}), microbatch=4).fit(2)
+    assert [w.filename == __file__ and 'loss_grad' in str(w.message) for w in seen] == [True]
+
+
+def test_after_the_backward_pass_the_loss_is_for_the_record() -> None:
+    make_learner(F.cross_entropy, Callback(after_backward=for_the_record)).fit(1)
+
+
+def test_evaluation_records_the_reported_loss() -> None:
+    def double(cb: Any) -> None:
+        if not cb.training:
+            cb.learn.loss = cb.loss * 2
+
+    learn, plain = (
+        make_learner(F.cross_entropy, Callback(after_loss=double)),
+        make_learner(F.cross_entropy),
+    )
+    learn.fit(1)
+    plain.fit(1)
+    assert learn.history[0]['valid_loss'] == pytest.approx(
+        2 * plain.history[0]['valid_loss'], rel=1e-14
+    )

@@ -1,0 +1,516 @@
+"""Bad input raises a typed error with the cause and the fix before a weight changes; then the Learner trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.core.errors import (
+    BatchError,
+    CallbackError,
+    EmptyLoaderError,
+    FitError,
+    LearnkitError,
+    LoaderError,
+    LossError,
+    MetricError,
+    ModelError,
+    OptimizerError,
+    TimeError,
+    UnknownEventError,
+)
+
+X, Y = torch.linspace(-1, 1, 24)[:, None], torch.linspace(-2, 2, 24)[:, None]
+
+
+def mae(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred - y).abs().mean()
+
+
+def make(
+    dls: Any = None,
+    model: nn.Module | None = None,
+    loss_func: Any = nn.functional.mse_loss,
+    **kwargs: Any,
+) -> Learner:
+    return Learner(
+        DataLoaders.from_tensors((X, Y), (X, Y), bs=8, device='cpu') if dls is None else dls,
+        nn.Linear(1, 1) if model is None else model,
+        loss_func,
+        **{'lr': 0.1, **kwargs},
+    )
+
+
+def refuses(
+    learn: Learner,
+    error: type[LearnkitError],
+    *expected_text: str,
+    do: Callable[[Learner], Any] = lambda learn: learn.fit(2),
+) -> str:
+    "Check the error's type and words, and that model, optimizer, callbacks and state are unchanged."
+    weights = [t.clone() for t in learn.model.state_dict().values()]
+    modes, cbs, opt = [m.training for m in learn.model.modules()], list(learn.cbs), learn.opt
+    hypers = [dict(h) for h in opt.hypers] if opt else None
+    with pytest.raises(error) as info:
+        do(learn)
+    message = str(info.value)
+    assert type(info.value) is error
+    for word in expected_text:
+        assert word in message, message
+    assert all(
+        torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), weights, strict=True)
+    )
+    assert not any(p.grad is not None for p in learn.model.parameters())
+    assert (
+        list(learn.cbs) == cbs
+        and learn.logger is print
+        and (learn.run.depth, learn.run.levels, learn.fitting) == (0, (), False)
+    )
+    assert len(learn.history) == 0 and modes == [True] * len(modes)
+    if hypers:
+        assert [dict(h) for h in learn.opt.hypers] == hypers
+    return message
+
+
+def trains(learn: Learner) -> None:
+    "Check that the Learner still trains."
+    before = [p.clone() for p in learn.model.parameters()]
+    learn.fit(1)
+    assert len(learn.history) == 1 and learn.history[0]['train_loss'] > 0
+    assert not all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), before, strict=True))
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def test_no_loss_function() -> None:
+    learn = make(loss_func=None)
+    refuses(learn, LossError, 'No loss function', 'Linear', 'loss_func=', 'cross_entropy')
+    learn.loss_func = nn.MSELoss()
+    trains(learn)
+
+
+@pytest.mark.parametrize(
+    ('loss', 'expected_text'),
+    [(nn.MSELoss, ['MSELoss is a class', 'MSELoss()']), ('mse', ["'mse'"]), (5, ['5'])],
+)
+def test_a_loss_that_is_none(loss: Any, expected_text: list[str]) -> None:
+    with pytest.raises(LossError) as e:
+        make(loss_func=loss)
+    assert all(s in str(e.value) for s in ['loss_func', *expected_text])
+
+
+@pytest.mark.parametrize(
+    ('loss', 'expected_text'),
+    [
+        (nn.MSELoss(reduction='none'), ['(8, 1)', "reduction='mean'"]),
+        (
+            lambda p, y: nn.functional.mse_loss(p.detach(), y),
+            ['does not depend on any parameter', 'detached'],
+        ),
+        (lambda p, y: nn.functional.mse_loss(p, y).item(), ['tensor']),
+        (lambda p, y: None, ['None', 'tensor']),
+        (lambda p, y: {}, ['{}', 'tensor']),
+        (lambda p, y: {'a': 1.0}, ["'a'", 'tensor']),
+        (lambda p, y: (p - y).abs().mean() > 0, ['does not depend on any parameter']),
+    ],
+    ids=['shape', 'detached', 'a number', 'None', 'empty dict', 'numbers', 'a comparison'],
+)
+def test_a_loss_that_cannot_be_minimised(loss: Any, expected_text: list[str]) -> None:
+    learn = make(loss_func=loss)
+    refuses(learn, LossError, *expected_text)
+    learn.loss_func = nn.MSELoss()
+    trains(learn)
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+def test_an_empty_loader() -> None:
+    for bad, name in (
+        ([], 'train'),
+        (([(X, Y)], []), 'valid'),
+        (DataLoader(TensorDataset(X[:3], Y[:3]), batch_size=4, drop_last=True), 'train'),
+    ):
+        with pytest.raises(EmptyLoaderError) as e:
+            make(dls=bad)
+        assert name in str(e.value) and 'no batches' in str(e.value)
+    assert 'drop_last' in str(e.value)
+
+
+@pytest.mark.parametrize('name', ['train', 'valid'])
+def test_a_loader_that_became_empty(name: str) -> None:
+    batches = {'train': [(X, Y)], 'valid': [(X, Y)]}
+    learn = make(dls=DataLoaders(batches['train'], batches['valid'], device='cpu'))
+    batches[name].clear()
+    refuses(learn, EmptyLoaderError, f"'{name}'", 'no batches')
+    batches[name].append((X, Y))
+    trains(learn)
+
+
+def nothing() -> Iterator[Any]:
+    yield from ()
+
+
+def test_a_loader_that_yields_nothing() -> None:
+    learn = make(dls=DataLoaders(nothing(), None, device='cpu'))
+    refuses(learn, EmptyLoaderError, 'train', 'gave no batch', 'generator')
+    learn.dls = DataLoaders([(X, Y)], None, device='cpu')
+    trains(learn)
+
+
+def test_a_validation_loader_that_yields_nothing_is_reported_before_training() -> None:
+    learn = make(dls=DataLoaders([(X, Y)], nothing(), device='cpu'))
+    with pytest.raises(EmptyLoaderError, match=r'valid.*gave no batch'):
+        learn.fit(1)
+    learn.dls = DataLoaders([(X, Y)], [(X, Y)], device='cpu')
+    trains(learn)
+
+
+@pytest.mark.parametrize(
+    ('bad', 'expected_text'),
+    [
+        (5, ['int']),
+        (None, ['NoneType']),
+        ('abc', ['str']),
+        (X, ['from_tensors']),
+        (nn.Linear(1, 1), ['Linear']),
+        (TensorDataset(X, Y), ['from_datasets']),
+        (((X, Y), (X, Y), (X, Y)), ['(train, valid)', '3']),
+        ({}, ['dict']),
+    ],
+    ids=lambda o: type(o).__name__,
+)
+def test_what_is_not_a_loader(bad: Any, expected_text: list[str]) -> None:
+    with pytest.raises(LoaderError) as e:
+        Learner(bad, nn.Linear(1, 1), nn.MSELoss())
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('batch', [X, (X,), [X], {'x': X}], ids=lambda b: type(b).__name__)
+def test_a_batch_without_targets(batch: Any) -> None:
+    class TakesX(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    learn = make(dls=DataLoaders([batch], None, device='cpu'), model=TakesX(1, 1))
+    refuses(learn, BatchError, 'no targets', '[24, 1] float32', '(input, target)')
+    learn.dls = DataLoaders([(X, Y)], None, device='cpu')
+    trains(learn)
+
+
+@pytest.mark.parametrize('batch', [(), [], {}])
+def test_an_empty_batch(batch: Any) -> None:
+    learn = make(dls=DataLoaders([batch], None, device='cpu'))
+    refuses(learn, BatchError, 'empty batch')
+    learn.dls = DataLoaders([(X, Y)], None, device='cpu')
+    trains(learn)
+
+
+def test_an_n_inp_that_does_not_fit() -> None:
+    learn = make(dls=DataLoaders([(X, Y)], None, n_inp=3, device='cpu'))
+    refuses(learn, BatchError, 'n_inp=3', '2 entries', 'from 1 to 2')
+    learn.dls.n_inp = 1
+    trains(learn)
+
+
+# -- callbacks and events --------------------------------------------------------------------------
+
+
+class NeedsArgs(Callback):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+CALLBACKS = [
+    (5, ['5', 'Callback(event=function)']),
+    ('mixup', ["'mixup'"]),
+    (mae, ['mae', 'Callback(before_fit=mae)']),
+    (nn.Linear, ['Linear', 'Callback(before_fit=Linear)']),
+    (NeedsArgs, ['NeedsArgs', 'without arguments', 'instance']),
+    (object(), ['object']),
+]
+
+
+@pytest.mark.parametrize(('bad', 'expected_text'), CALLBACKS, ids=lambda o: str(o)[:12])
+def test_a_callback_that_is_none(bad: Any, expected_text: list[str]) -> None:
+    with pytest.raises(CallbackError) as e:
+        make(cbs=bad)
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
+    learn = make()
+    for do in (
+        lambda learn: learn.fit(1, cbs=[Callback(), bad]),
+        lambda learn: learn.add_cb(bad),
+        lambda learn: learn.validate(cbs=bad),
+        lambda learn: learn.get_preds(cbs=bad),
+        lambda learn: setattr(learn, 'cbs', [bad]),
+    ):
+        refuses(learn, CallbackError, *expected_text, do=do)
+    trains(learn)
+
+
+def test_the_same_callback_twice() -> None:
+    learn, cb = make(), Callback(after_fit=lambda cb: None)
+    refuses(learn, CallbackError, 'already part', do=lambda learn: learn.fit(1, cbs=[cb, cb]))
+    learn.add_cb(cb)
+    refuses(learn, CallbackError, 'already part', do=lambda learn: learn.fit(1, cbs=cb))
+    trains(learn)
+
+
+def test_an_unknown_event() -> None:
+    with pytest.raises(UnknownEventError, match=r"'befor_fit'.*`before_fit`"):
+        Callback(befor_fit=mae)
+    learn = make()
+    for do in (
+        lambda learn: learn('befor_fit'),
+        lambda learn: learn(['befor_fit']),
+        lambda learn: learn.ordered_cbs('befor_fit'),
+    ):
+        refuses(
+            learn,
+            UnknownEventError,
+            "'befor_fit'",
+            'Did you mean `before_fit`?',
+            'show_training_loop',
+            do=do,
+        )
+    refuses(learn, UnknownEventError, '5', do=lambda learn: learn(5))
+    refuses(learn, UnknownEventError, 'None', do=lambda learn: learn(None))
+    trains(learn)
+
+
+@pytest.mark.parametrize(
+    ('f', 'expected_text'),
+    [
+        (5, ['after_fit=5', 'function']),
+        (lambda: None, ['after_fit', 'callback']),
+        (lambda a, b: None, ["'b'"]),
+    ],
+)
+def test_a_function_that_is_not_a_handler(f: Any, expected_text: list[str]) -> None:
+    with pytest.raises(CallbackError) as e:
+        Callback(after_fit=f)
+    assert all(s in str(e.value) for s in expected_text), str(e.value)
+
+
+def test_an_event_that_is_not_a_method() -> None:
+    class Bad(Callback):
+        after_step = 3
+
+    learn = make()
+    refuses(learn, CallbackError, 'Bad.after_step is 3', do=lambda learn: learn.fit(1, cbs=Bad()))
+    trains(learn)
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def classes(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred.argmax(1) == y).float().reshape(-1, 3).mean()
+
+
+def no_number(pred: Tensor, y: Tensor) -> Tensor:
+    return pred - y
+
+
+def text(pred: Tensor, y: Tensor) -> str:
+    return 'good'
+
+
+def one_argument(pred: Tensor) -> Tensor:
+    return pred.mean()
+
+
+def of_wrong_shape(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred @ y).mean()
+
+
+@pytest.mark.parametrize(
+    'metric', [classes, no_number, text, one_argument, of_wrong_shape], ids=lambda f: f.__name__
+)
+def test_metrics_with_wrong_shapes(metric: Any) -> None:
+    learn = make(metrics=[mae, metric])
+    message = refuses(learn, MetricError, metric.__name__)
+    if metric is not text:
+        assert '[8, 1]' in message, message
+    learn.metrics = mae
+    trains(learn)
+
+
+def test_a_metric_that_fails_on_the_training_batches() -> None:
+    from learnkit.callbacks.recorder import Recorder
+
+    learn = make(metrics=no_number)
+    learn.remove_cb(learn.recorder)
+    learn.add_cb(Recorder(train_metrics=True))
+    refuses(learn, MetricError, 'no_number')
+    learn.metrics = None
+    trains(learn)
+
+
+@pytest.mark.parametrize('metric', [5, 'accuracy', object()])
+def test_what_is_not_a_metric(metric: Any) -> None:
+    with pytest.raises(MetricError):
+        make(metrics=metric)
+
+
+# -- model and optimizer ---------------------------------------------------------------------------
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    learn = make(model=model)
+    refuses(learn, ModelError, 'Linear', 'no trainable parameters', 'requires_grad_()')
+    assert len(learn.validate()) == 1, 'it can still be evaluated'
+    model.requires_grad_(True)
+    trains(learn)
+
+
+def test_a_model_that_was_frozen_after_the_optimizer_was_made() -> None:
+    learn = make()
+    learn.create_opt()
+    learn.model.requires_grad_(False)
+    with pytest.raises((ModelError, LossError)) as e:
+        learn.fit(1)
+    assert 'parameter' in str(e.value) and 'requires' in str(e.value)
+    learn.model.requires_grad_(True)
+    trains(learn)
+
+
+def test_a_model_without_parameters_at_all() -> None:
+    refuses(make(model=nn.Identity()), ModelError, 'Identity', 'no trainable parameters')
+
+
+@pytest.mark.parametrize(
+    ('model', 'expected_text'),
+    [(nn.Linear, 'Linear(...)'), (mae, 'torch.nn.Module'), (None, 'None')],
+    ids=['class', 'function', 'None'],
+)
+def test_a_model_that_is_none(model: Any, expected_text: str) -> None:
+    with pytest.raises(ModelError) as e:
+        Learner([(X, Y)], model, nn.MSELoss())
+    assert expected_text in str(e.value)
+
+
+@pytest.mark.parametrize(
+    'opt_func',
+    [5, lambda ps, lr: None, lambda ps, lr: 'sgd', lambda ps, lr: [], lambda ps, lr: [5]],
+)
+def test_an_optimizer_that_is_none(opt_func: Any) -> None:
+    learn = make(opt_func=opt_func)
+    refuses(learn, OptimizerError, 'opt_func')
+    learn.opt_func = torch.optim.SGD
+    trains(learn)
+
+
+@pytest.mark.parametrize('lr', [[0.1, 0.2], [], [0.1, 0.2, 0.3], 'fast'])
+def test_rates_that_are_too_many_or_too_few(lr: Any) -> None:
+    learn = make()
+    refuses(learn, OptimizerError, 'lr', 'param group', do=lambda learn: learn.fit(1, lr=lr))
+    trains(learn)
+
+
+def test_wrong_rates_leave_the_weight_decay_alone() -> None:
+    learn = make()
+    learn.create_opt()
+    refuses(learn, OptimizerError, 'lr', do=lambda learn: learn.fit(1, lr=[1.0, 2.0, 3.0], wd=0.5))
+    trains(learn)
+
+
+# -- the arguments of fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'n',
+    [
+        -1,
+        1.5,
+        None,
+        True,
+        float('nan'),
+        float('inf'),
+        [3],
+        torch.tensor([1, 2]),
+        np.float64(2),
+        -(2**70),
+    ],
+    ids=repr,
+)
+def test_a_number_of_epochs_that_is_none(n: Any) -> None:
+    learn = make()
+    refuses(learn, FitError, 'n_epoch', 'whole number', '0 or more', do=lambda learn: learn.fit(n))
+    trains(learn)
+
+
+def test_no_epochs_train_nothing() -> None:
+    learn = make()
+    before = learn.model.weight.clone()
+    learn.fit(0)
+    assert len(learn.history) == 0 and learn.model.weight.equal(before)
+    trains(learn)
+
+
+@pytest.mark.parametrize('n', [np.int64(2), torch.tensor(2), 2])
+def test_whole_numbers_of_every_kind(n: Any) -> None:
+    learn = make()
+    learn.fit(n)
+    assert len(learn.history) == 2 and type(learn.n_epoch) is int
+
+
+@pytest.mark.parametrize(
+    ('start', 'expected_text'),
+    [
+        (-1, 'start_epoch'),
+        (3, 'past n_epoch=2'),
+        (0.5, 'start_epoch'),
+        ('1', 'start_epoch'),
+        (None, 'start_epoch'),
+    ],
+)
+def test_a_first_epoch_that_is_none(start: Any, expected_text: str) -> None:
+    learn = make()
+    refuses(learn, FitError, expected_text, do=lambda learn: learn.fit(2, start_epoch=start))
+    trains(learn)
+
+
+@pytest.mark.parametrize('iteration', [0, -1, 'x', '2ba', '1.5ep', [1]], ids=repr)
+def test_an_iteration_that_is_none(iteration: Any) -> None:
+    learn = make()
+    weights = learn.model.weight.clone()
+    with pytest.raises((TimeError, FitError)) as e:
+        learn.fit(1, iteration=iteration)
+    assert str(iteration) in str(e.value).replace('-1ep', '-1') or 'ep' in str(e.value)
+    assert learn.model.weight.equal(weights)
+    trains(learn)
+
+
+@pytest.mark.parametrize('size', [0, -1, 1.5, '4', True])
+def test_a_microbatch_that_is_none(size: Any) -> None:
+    with pytest.raises(FitError, match='microbatch'):
+        make(microbatch=size)
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def test_an_empty_loader_in_an_evaluation() -> None:
+    learn = make()
+    for how in ('validate', 'get_preds'):
+        for dl in ([], iter([]), nothing()):
+            refuses(
+                learn,
+                EmptyLoaderError,
+                'gave no batch' if dl != [] else 'no batch',
+                do=lambda learn, how=how, dl=dl: getattr(learn, how)(dl=dl),
+            )
+    trains(learn)

@@ -1,0 +1,291 @@
+"""Random generators are restored exactly, and a captured state can be saved and loaded safely."""
+
+import io
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learnkit.core.random import (
+    capture_own,
+    capture_rng,
+    own_generators,
+    preserved_generators,
+    preserved_rng,
+    restore_own,
+    restore_rng,
+    same_states,
+    state_setter,
+)
+from tests.helpers.fresh import output_of
+
+
+def draw() -> tuple[Any, ...]:
+    "Draw from every global generator, an odd number of times if it caches a second normal number."
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        random.randrange(10**9),
+        np.random.rand(),
+        np.random.randn(),
+        np.random.randint(10**9),
+        torch.rand(3).tolist(),
+        torch.randn(2).tolist(),
+    )
+
+
+def leaves(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [leaf for v in state.values() for leaf in leaves(v)]
+    if isinstance(state, tuple):
+        return [leaf for v in state for leaf in leaves(v)]
+    return [state]
+
+
+def test_restores_every_generator_exactly() -> None:
+    state = capture_rng()
+    first = [draw() for _ in range(5)]
+    assert first[0] != first[1]
+    restore_rng(state)
+    assert [draw() for _ in range(5)] == first
+    restore_rng(state)  # a state is not used up
+    assert [draw() for _ in range(5)] == first
+
+
+def test_restores_the_spare_normal_numbers() -> None:
+    random.gauss(0, 1)
+    np.random.randn()  # each made two numbers and kept one
+    state = capture_rng()
+    expected = random.gauss(0, 1), np.random.randn()
+    random.seed(1)
+    np.random.seed(1)
+    restore_rng(state)
+    assert (random.gauss(0, 1), np.random.randn()) == expected
+
+
+def test_a_state_does_not_change_with_the_generators() -> None:
+    state = capture_rng()
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(state)]
+    for _ in range(1000):
+        draw()
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(before, leaves(state), strict=True)
+    )
+
+
+def test_holds_tensors_and_plain_numbers_only() -> None:
+    random.gauss(0, 1)
+    kinds = {type(leaf) for leaf in leaves(capture_rng())}
+    assert kinds <= {torch.Tensor, int, float, str, type(None)}
+
+
+def test_survives_a_safe_load() -> None:
+    draw()
+    file = io.BytesIO()
+    torch.save(capture_rng(), file)
+    expected = draw()
+    file.seek(0)
+    restore_rng(torch.load(file, weights_only=True))
+    assert draw() == expected
+
+
+def test_preserved_also_when_the_block_raises() -> None:
+    state = capture_rng()
+    expected = draw()
+    restore_rng(state)
+    with pytest.raises(KeyError), preserved_rng():
+        draw()
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+        raise KeyError
+    assert draw() == expected
+
+
+def test_leaves_alone_what_a_state_does_not_hold() -> None:
+    state = capture_rng()
+    del state['numpy']
+    np.random.seed(3)
+    expected = np.random.RandomState(3).rand()
+    restore_rng(state)
+    assert np.random.rand() == expected
+
+
+def test_another_bit_generator_of_numpy() -> None:
+    was = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(4))
+        state = capture_rng()
+        expected = np.random.rand(3).tolist()
+        restore_rng(state)
+        assert np.random.rand(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(was)
+
+
+def test_needs_neither_numpys_generator_nor_cuda() -> None:
+    code = (
+        'import sys; from learnkit.core.random import capture_rng, restore_rng; import torch; state = capture_rng(); '
+        'restore_rng(state); state["cuda"] = (state["torch"],); '
+        'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()'
+    )
+    output_of(code)
+
+
+@pytest.mark.cuda
+def test_restores_cuda_devices() -> None:
+    torch.rand(1, device='cuda')
+    state = capture_rng()
+    expected = torch.rand(3, device='cuda')
+    assert len(state['cuda']) == torch.cuda.device_count()
+    restore_rng(state)
+    assert torch.equal(torch.rand(3, device='cuda'), expected)
+
+
+def test_a_cuda_state_from_elsewhere_does_no_harm() -> None:
+    state = capture_rng()
+    if torch.cuda.is_available():
+        pytest.skip('about machines without a GPU')
+    state['cuda'] = (torch.zeros(16, dtype=torch.uint8),)
+    expected = draw()
+    restore_rng(state)
+    assert draw() == expected and not torch.cuda.is_initialized()
+
+
+# ----------------------------------------------------------------------- the generators of a loader
+
+
+class Augment:
+    def __init__(self) -> None:
+        self.rng, self.amount = np.random.default_rng(5), 0.1
+
+    def shift(self, x: Any) -> Any:
+        return x
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = [Augment(), {'flip': random.Random(6)}]
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+class Samples:
+    def __init__(self) -> None:
+        self.rows, self.transform = list(range(1000)), Module()
+        self.legacy, self._private, self.system = (
+            np.random.RandomState(7),
+            torch.Generator(),
+            random.SystemRandom(),
+        )
+        self.me, self.kind = self, Augment
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+def many_generators() -> Any:
+    shared = torch.Generator().manual_seed(1)
+    samples = torch.utils.data.Subset(Samples(), range(100))
+    collate = partial(torch.utils.data.default_collate, collate_fn_map=None)
+    return torch.utils.data.DataLoader(
+        samples,
+        4,
+        shuffle=True,
+        generator=shared,
+        collate_fn=collate,
+        worker_init_fn=Augment().shift,
+    )
+
+
+PATHS = {
+    'generator',
+    'worker_init_fn.__self__.rng',
+    'dataset.dataset.legacy',
+    'dataset.dataset._private',
+    'dataset.dataset.transform.transforms[0].rng',
+    "dataset.dataset.transform.transforms[1]['flip']",
+}
+
+
+def test_the_generators_of_a_loader_by_their_place_each_once() -> None:
+    dl = many_generators()
+    assert set(own_generators(dl)) == PATHS
+    assert own_generators([1]) == own_generators(iter([1])) == {}
+
+
+def draw_own(dl: Any) -> list[float]:
+    return [
+        float(torch.rand(1, generator=g)) if isinstance(g, torch.Generator) else g.random()
+        for g in own_generators(dl).values()
+    ]
+
+
+def test_own_generators_are_restored_exactly_after_a_safe_load() -> None:
+    dl, file = many_generators(), io.BytesIO()
+    draw_own(dl)
+    torch.save(capture_own(dl), file)
+    expected = draw_own(dl)
+    file.seek(0)
+    anew = many_generators()
+    assert restore_own(anew, torch.load(file, weights_only=True)) == []
+    assert draw_own(anew) == expected
+
+
+@pytest.mark.parametrize('bits', ['PCG64', 'PCG64DXSM', 'MT19937', 'Philox', 'SFC64'])
+def test_every_bit_generator_of_numpy(bits: str) -> None:
+    file = io.BytesIO()
+    owner = Augment()
+    owner.rng = np.random.Generator(getattr(np.random, bits)(3))
+    owner.rng.integers(5, dtype=np.int32)  # keeps half of what was drawn
+    torch.save(capture_own(owner), file)
+    expected = owner.rng.random(3).tolist()
+    file.seek(0)
+    assert restore_own(owner, torch.load(file, weights_only=True)) == []
+    assert owner.rng.random(3).tolist() == expected
+
+
+def test_a_bit_generator_is_found_and_the_systems_generator_is_not() -> None:
+    owner = Augment()
+    owner.bits, owner.system = np.random.PCG64(3), random.SystemRandom()
+    states = capture_own(owner)
+    expected = owner.bits.random_raw()
+    assert set(states) == {'rng', 'bits'}
+    assert restore_own(owner, states) == [] and owner.bits.random_raw() == expected
+    assert state_setter(owner.system) is None
+
+
+def test_own_generators_that_are_not_there_or_of_another_kind_are_named() -> None:
+    owner = Augment()
+    states = capture_own(owner)
+    owner.rng = random.Random(0)  # type: ignore[assignment]  # another kind
+    assert restore_own(owner, states) == ['rng'] == restore_own([], states)
+
+
+def test_a_search_for_generators_ends() -> None:
+    big = Samples()
+    big.parts = [[Augment() for _ in range(30)] for _ in range(30)]
+    assert 0 < len(own_generators(big)) < 200
+
+
+def test_own_generators_are_preserved_also_when_the_block_raises() -> None:
+    dl = many_generators()
+    with pytest.raises(KeyError), preserved_generators(dl):
+        first = draw_own(dl)
+        raise KeyError
+    assert draw_own(dl) == first
+
+
+def test_states_are_compared() -> None:
+    state, cuda = capture_rng(), {'cuda': (torch.zeros(2),)}
+    assert same_states(state, capture_rng()) and same_states(cuda, {'cuda': (torch.zeros(2),)})
+    assert not same_states(cuda, {'cuda': (torch.ones(2),)}) and not same_states(cuda, state)
+    np.random.rand()
+    assert not same_states(state, capture_rng())

@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from learnkit.core.errors import TimeError
+from learnkit.core.time import UNITS, Time, Timestamp, as_time, crossings
+
+COUNTS = [u for u in UNITS if u not in ('sec', 'dur')]
+counts = st.integers(0, 10**12)
+seconds = st.floats(0, 1e9, allow_subnormal=False)
+times = st.one_of(
+    st.builds(Time, counts, st.sampled_from(COUNTS)),
+    st.builds(Time, seconds, st.just('sec')),
+    st.builds(Time, st.floats(0, 1), st.just('dur')),
+)
+
+
+# ---------------------------------------------------------------- reading and writing
+
+
+@pytest.mark.parametrize(
+    ('text', 'value', 'unit'),
+    [
+        ('500ba', 500, 'ba'),
+        ('3 ep', 3, 'ep'),
+        (' 7iter ', 7, 'iter'),
+        ('1e6sp', 1_000_000, 'sp'),
+        ('2E3 tok', 2000, 'tok'),
+        ('0st', 0, 'st'),
+        ('2.5sec', 2.5, 'sec'),
+        ('0.1dur', 0.1, 'dur'),
+        ('1dur', 1.0, 'dur'),
+        ('1.50e1ba', 15, 'ba'),
+        ('9223372036854775807tok', 2**63 - 1, 'tok'),
+        ('1h20m', 4800.0, 'sec'),
+        ('90m', 5400.0, 'sec'),
+        ('25h', 90000.0, 'sec'),
+        ('30s', 30.0, 'sec'),
+        ('1h20m5s', 4805.0, 'sec'),
+        ('1d', 86400.0, 'sec'),
+        ('1.5h', 5400.0, 'sec'),
+        ('1d 2h 3m 4.5s', 93784.5, 'sec'),
+        ('1h 5s', 3605.0, 'sec'),
+    ],
+)
+def test_spellings(text: str, value: float, unit: str) -> None:
+    t = Time(text)
+    assert (t.value, t.unit) == (value, unit)
+    assert type(t.value) is (float if unit in ('sec', 'dur') else int)
+    assert t == Time(value, unit) == Time(t) and hash(t) == hash(Time(value, unit))
+
+
+@pytest.mark.parametrize(
+    'bad',
+    [
+        '5 parsecs',
+        '',
+        ' ',
+        'ba',
+        '5',
+        '5.5',
+        '2.5ep',
+        '1e-3ba',
+        '-5ba',
+        '-1sec',
+        '1.1dur',
+        'nan sec',
+        'inf sec',
+        '1e999sec',
+        '1e19tok',
+        '20m1h',
+        '1h1h',
+        '--5ba',
+        '5ba5ba',
+        '0x5ba',
+        '\u0665ba',
+        '1,000ba',
+        None,
+        True,
+        5,
+        5.0,
+        math.nan,
+        [5],
+        {},
+        '1e999h',
+        '9' * 400 + 'h',
+        '9' * 400 + 'sec',
+        float('inf'),
+        b'5ba',
+        torch.tensor(5),
+    ],
+)
+def test_what_is_not_a_time(bad: Any) -> None:
+    with pytest.raises(TimeError):
+        Time(bad)
+    with pytest.raises(TimeError):
+        as_time(bad)
+
+
+@pytest.mark.parametrize(
+    ('value', 'unit'),
+    [
+        (True, 'ba'),
+        (None, 'ba'),
+        (math.nan, 'sec'),
+        (math.inf, 'sec'),
+        (math.inf, 'ba'),
+        (-1, 'ba'),
+        (-1e-9, 'sec'),
+        (2.5, 'ep'),
+        (1.5, 'dur'),
+        (5, 'epochs'),
+        (5, 3),
+        (5, ''),
+        ('5ba', 'ba'),
+        ('5', 'ba'),
+        (Time('5ba'), 'ba'),
+        (1j, 'sec'),
+        (2**63, 'tok'),
+        (10**400, 'tok'),
+        (10**400, 'sec'),
+        (torch.tensor(5), 'ba'),
+    ],
+)
+def test_what_is_not_a_time_of_a_unit(value: Any, unit: Any) -> None:
+    with pytest.raises(TimeError):
+        Time(value, unit)
+
+
+def test_errors_name_the_value_and_the_fix() -> None:
+    with pytest.raises(TimeError, match=r"'5 parsecs' .* Did you mean `sec`\?") as e:
+        Time('5 parsecs')
+    assert all(f'{unit} (' in str(e.value) for unit in UNITS) and '1h20m' in str(e.value)
+    with pytest.raises(TimeError, match=r"'token'\. .*`tok`"):
+        Time(5, 'token')
+    with pytest.raises(TimeError, match=r'whole numbers, .* 2\.5ep'):
+        Time('2.5ep')
+    with pytest.raises(TimeError, match='negative, got -5ba'):
+        Time('-5ba')
+    with pytest.raises(TimeError, match='within 0 and 1'):
+        Time('1.1dur')
+    with pytest.raises(TimeError, match='needs a unit'):
+        Time(5)
+
+
+def test_numbers_of_other_kinds() -> None:
+    assert Time(np.int64(5), 'ba') == Time(5.0, 'ba') == Time(Fraction(10, 2), 'ba') == Time('5ba')
+    two, ten = np.int64(2), Time('10ba')
+    assert (
+        ten / two
+        == ten // two
+        == Time('11ba') // two
+        == ten * np.float64(0.5)
+        == np.float32(0.5) * ten
+        == Time('5ba')
+    )
+    assert (
+        Time(np.float32(0.5), 'sec') == Time('0.5sec')
+        and type(Time(np.float64(1), 'sec').value) is float
+    )
+    assert str(Time(-0.0, 'sec')) == '0sec'
+
+
+@given(times)
+def test_text_round_trip(t: Time) -> None:
+    assert Time(str(t)) == t and repr(t) == f"Time('{t}')"
+    assert copy.deepcopy(t) == t and pickle.loads(pickle.dumps(t)) == t
+    assert hash(Time(str(t))) == hash(t)
+
+
+def test_wall_time_prints_as_seconds() -> None:
+    assert (
+        str(Time('90m')) == '5400sec'
+        and repr(Time('500ba')) == "Time('500ba')"
+        and str(Time('1.5s')) == '1.5sec'
+    )
+
+
+def test_it_is_immutable() -> None:
+    t, ts = Time('5ba'), Timestamp(ba=5)
+    with pytest.raises(AttributeError):
+        t.value = 6  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        ts.ba = 6  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):
+        t.other = 6  # type: ignore[attr-defined]
+    assert len({t, Time(5, 'ba'), Time('5ep')}) == 2
+
+
+# ---------------------------------------------------------------- order and arithmetic
+
+
+@given(counts, counts, st.sampled_from(COUNTS))
+def test_order_matches_the_numbers(a: int, b: int, unit: str) -> None:
+    s, t = Time(a, unit), Time(b, unit)
+    assert ((s < t), (s <= t), (s > t), (s >= t), (s == t), (s != t)) == (
+        a < b,
+        a <= b,
+        a > b,
+        a >= b,
+        a == b,
+        a != b,
+    )
+
+
+@given(counts, counts, counts, st.integers(1, 1000), st.sampled_from(COUNTS))
+def test_laws_of_counts(a: int, b: int, c: int, n: int, unit: str) -> None:
+    x, y, z = (Time(v, unit) for v in (a, b, c))
+    assert x + y == y + x and (x + y) + z == x + (y + z) and (x + y) - y == x
+    assert x * n == n * x == Time(a * n, unit) and x * n / n == x and (x + y) * n == x * n + y * n
+    assert x // n * n + Time(a % n, unit) == x and abs(x) is x and bool(x) == (a != 0)
+    if b:
+        assert (
+            x // y == a // b
+            and x % y == Time(a % b, unit)
+            and x / y == a / b
+            and y * (x // y) + x % y == x
+        )
+
+
+@given(seconds, seconds, st.floats(0.01, 100))
+def test_laws_of_seconds(a: float, b: float, k: float) -> None:
+    x, y = Time(a, 'sec'), Time(b, 'sec')
+    assert (x + y).value == a + b and max(x, y) - min(x, y) == Time(abs(a - b), 'sec')
+    assert (x * k).value == a * k and (x / k).value == a / k and (x / 3).value == a / 3
+
+
+def test_other_units_do_not_mix() -> None:
+    a, b = Time('5ba'), Time('5ep')
+    assert a != b
+    for op in (
+        lambda: a < b,
+        lambda: a <= b,
+        lambda: a > b,
+        lambda: a >= b,
+        lambda: a + b,
+        lambda: a - b,
+        lambda: a / b,
+        lambda: a // b,
+        lambda: a % b,
+    ):
+        with pytest.raises(TimeError, match=r'5ba and 5ep|5ep and 5ba'):
+            op()
+    assert a != '5ba' and a != 5
+    for other in (
+        lambda: a < 5,
+        lambda: a + 5,
+        lambda: a - '5ba',
+        lambda: a * a,
+        lambda: a * '2',
+        lambda: a / '2',
+        lambda: a // None,
+        lambda: a % 2,
+    ):
+        with pytest.raises(TypeError):
+            other()  # type: ignore[no-untyped-call]
+
+
+def test_results_that_are_not_a_time() -> None:
+    a = Time('5ba')
+    for op in (
+        lambda: a - Time('6ba'),
+        lambda: a / 2,
+        lambda: a * 0.5,
+        lambda: a * -1,
+        lambda: Time('1e18sp') * 10,
+        lambda: Time('0.6dur') + Time('0.6dur'),
+        lambda: Time('5sec') * math.nan,
+    ):
+        with pytest.raises(TimeError):
+            op()
+    for op in (
+        lambda: Time('5ba') / 0,
+        lambda: Time('5ba') / Time('0ba'),
+        lambda: Time('5sec') // 0,
+    ):
+        with pytest.raises(ZeroDivisionError):
+            op()
+
+
+def test_intervals() -> None:
+    assert (
+        as_time(3, 'ep')
+        == as_time('3ep')
+        == as_time(Time('3ep'), 'ba')
+        == as_time('3ep', 'ba')
+        == Time('3ep')
+    )
+    for zero in ('0ba', '0s', Time('0ep')):
+        with pytest.raises(TimeError, match='must be positive'):
+            as_time(zero)
+    for bad in (0, -3, None, True, 2.5):
+        with pytest.raises(TimeError):
+            as_time(bad, 'ep')  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- Timestamp
+
+
+def test_timestamp_reads_and_compares_in_the_unit_asked() -> None:
+    now = Timestamp(ep=3, ba=1200, st=1200, sp=76800, sec=12.4)
+    assert (
+        now['ba'] == now.get('ba') == Time('1200ba')
+        and now['iter'] == Time('0iter')
+        and now.ba == 1200
+    )
+    assert (
+        now >= Time('1200ba') and now <= Time('1200ba') and now > Time('12s') and now < Time('4ep')
+    )
+    assert (
+        not now < Time('1200ba')
+        and not now > Time('1200ba')
+        and Time('4ep') > now
+        and Time('500ba') <= now
+    )
+    assert (
+        repr(now) == 'Timestamp(ep=3, ba=1200, st=1200, sp=76800, sec=12.4)'
+        and repr(Timestamp()) == 'Timestamp()'
+    )
+    assert repr(Timestamp(sec=1.23456, dur=0.0)) == 'Timestamp(sec=1.235, dur=0.0)'
+
+
+def test_a_timestamp_has_a_share_only_of_a_known_total() -> None:
+    with pytest.raises(TimeError, match='not known'):
+        _ = Timestamp() >= Time('0.5dur')
+    assert Timestamp(dur=0.5) >= Time('0.5dur') and Timestamp(dur=0.25) + Time(
+        '0.5dur'
+    ) == Timestamp(dur=0.75)
+    assert (Timestamp(dur=0.5) - Timestamp()).dur is None
+    with pytest.raises(TimeError, match='no unit'):
+        Timestamp()['hours']
+    ts = Timestamp()
+    for bad in (
+        lambda: ts < 5,
+        lambda: ts <= 5,
+        lambda: ts > ts,
+        lambda: ts >= ts,
+        lambda: ts + 5,
+        lambda: ts - 5,
+    ):
+        with pytest.raises(TypeError):
+            bad()  # type: ignore[no-untyped-call]
+
+
+@given(
+    st.lists(counts, min_size=6, max_size=6),
+    st.lists(counts, min_size=6, max_size=6),
+    st.integers(0, 1000),
+)
+def test_timestamp_differences(a: list[int], b: list[int], sec: int) -> None:
+    first = Timestamp(*a, sec=sec, dur=0.25)
+    later = Timestamp(*(x + y for x, y in zip(a, b, strict=True)), sec=sec + 2, dur=0.75)
+    assert later - first == Timestamp(*b, sec=2.0, dur=0.5) and first - first == Timestamp(dur=0.0)
+    assert first + Time(b[2], 'ba') == first.replace(ba=a[2] + b[2])
+    with pytest.raises(TimeError, match='negative'):
+        first - later
+
+
+def test_timestamp_state(tmp_path: Any) -> None:
+    for ts in (Timestamp(), Timestamp(1, 2, 3, 4, 5, 6, 7.125, 0.5)):
+        torch.save(ts.state_dict(), tmp_path / 't.pth')
+        assert Timestamp.from_state_dict(torch.load(tmp_path / 't.pth', weights_only=True)) == ts
+    assert Timestamp.from_state_dict({'ba': 3}) == Timestamp(ba=3)
+    for bad in ({'batches': 3}, {'ba': -1}, {'ba': 'x'}, {'ba': True}):
+        with pytest.raises(TimeError):
+            Timestamp.from_state_dict(bad)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- crossings
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 60), st.sampled_from(COUNTS))
+def test_crossings_count_the_multiples(start: int, length: int, every: int, unit: str) -> None:
+    before, after = Timestamp(**{unit: start}), Timestamp(**{unit: start + length})
+    expected = sum(1 for i in range(start + 1, start + length + 1) if i % every == 0)
+    assert crossings(before, after, Time(every, unit)) == expected
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=10).map(sorted), st.floats(1e-3, 1e4))
+def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
+    stamps, interval = [Timestamp(sec=p) for p in points], Time(every, 'sec')
+    parts = [crossings(a, b, interval) for a, b in pairwise(stamps)]
+    assert sum(parts) == crossings(stamps[0], stamps[-1], interval) and min(parts) >= 0
+    assert crossings(Timestamp(), stamps[-1], interval) == pytest.approx(
+        points[-1] / every, abs=1 + 1e-6
+    )
+
+
+@given(st.integers(1, 1000), st.integers(1, 100))
+def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: int) -> None:
+    "Shares i/n and intervals 1/k are rounded; every multiple is crossed where the exact fraction is."
+    stamps = [Timestamp(dur=i / n_batches) for i in range(n_batches + 1)]
+    every = Time(1 / parts, 'dur')
+    found = [crossings(a, b, every) for a, b in pairwise(stamps)]
+    exact = [math.floor(Fraction(i * parts, n_batches)) for i in range(n_batches + 1)]
+    assert found == [b - a for a, b in pairwise(exact)] and sum(found) == parts
+
+
+def test_crossings_that_cannot_be() -> None:
+    assert crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
+    # no float could say
+    assert crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62 // 3
+    with pytest.raises(TimeError, match='positive'):
+        crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))
+    with pytest.raises(TimeError, match='forwards'):
+        crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
+    with pytest.raises(TimeError, match='not known'):
+        crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))
+
+
+def test_timing_needs_no_torch() -> None:
+    code = (
+        'import sys, importlib.util as u, types; p = types.ModuleType("learnkit"); p.__path__ = ["learnkit"]; '
+        'sys.modules["learnkit"] = p; import learnkit.core.time; assert "torch" not in sys.modules'
+    )
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=__file__.rsplit('/tests/', 1)[0])

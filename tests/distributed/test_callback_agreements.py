@@ -1,0 +1,394 @@
+"""Agreements of several processes: where they stop and leave, and what they log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    Learner,
+)
+from learnkit.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    FixedStopper,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    ShortEpochCallback,
+    ThresholdStopper,
+)
+from tests.helpers.distributing import make_dls, make_learner, rows, same_rows, weights
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+N_BATCHES = 13  # of an epoch: 101 samples, 4 in each of two processes, or 8 in one
+EVENT = Callable[[Any], Any]
+
+
+def each(cases: dict[Any, Callable[[int], Any]]) -> dict[Any, list[Any]]:
+    "Run each case in two processes; return the results of both."
+    ranks = run_ranks(lambda rank: [do(rank) for do in cases.values()])
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+def make_training(*cbs: Any, bs: int = 4, path: Path | str = '.', **options: Any) -> Learner:
+    return make_learner(make_dls(101, bs), path, cbs=list(cbs), **options)
+
+
+def at(event: str, do: EVENT, where: EVENT = lambda cb: True, rank: int | None = 1) -> Callback:
+    "Return a callback that acts at an event in one process or in all."
+
+    def act(cb: Any) -> None:
+        if (rank is None or cb.world.rank == rank) and where(cb):
+            do(cb)
+
+    return Callback(**{event: act})
+
+
+def after(n: int) -> EVENT:
+    return lambda cb: cb.training and cb.train_iter == n
+
+
+def evaluating(epoch: int) -> EVENT:
+    return lambda cb: not cb.training and (cb.epoch, cb.iter) == (epoch, 1)
+
+
+def in_epoch(epoch: int) -> EVENT:
+    return lambda cb: cb.epoch == epoch
+
+
+def stopped(learn: Learner, fit: Callable[[Learner], Any], **options: Any) -> list[int]:
+    "Train in this process group; return the number of batches and rows if all ranks agree."
+    with learn.distributed('ddp', timeout='20s', **options):
+        fit(learn)
+        learn.check_replicas()
+    return [learn.train_iter, len(learn.history)]
+
+
+# ----------------------------------------------------------------------------------------- stopping
+
+FITS: dict[str, Callable[[Learner], Any]] = {
+    '17ba': lambda learn: learn.fit('17ba'),
+    '150sp': lambda learn: learn.fit('150sp'),
+    '9st': lambda learn: learn.fit('9st'),
+    'fixed 17ba': lambda learn: learn.fit(4, cbs=FixedStopper('17ba')),
+    'fixed 150sp': lambda learn: learn.fit(4, cbs=FixedStopper('150sp')),
+    'fixed 2ep': lambda learn: learn.fit(4, cbs=FixedStopper('2ep')),
+    'short epochs': lambda learn: learn.fit(2, cbs=ShortEpochCallback(0.5)),
+}
+
+
+def test_counted_stops_are_at_the_same_batch_as_in_one_process() -> None:
+    found = each(
+        {
+            (name, every): lambda rank, fit=fit, every=every: stopped(
+                make_training(), fit, agree_every=every
+            )
+            for name, fit in FITS.items()
+            for every in (1, None)
+        }
+    )
+    for (name, _), got in found.items():
+        alone = make_training(bs=8)
+        FITS[name](alone)
+        assert got == ([alone.train_iter, len(alone.history)],) * 2, name
+
+
+# where one process stops, and after how many batches and epochs all do, by `agree_every`: one batch after the agreement
+STOPS: list[tuple[str, EVENT, dict[int, list[int]]]] = [
+    ('after_batch', after(1), {1: [2, 1], 4: [5, 1], 16: [13, 1]}),
+    ('after_batch', after(12), {1: [13, 1], 4: [13, 1]}),
+    ('after_batch', after(13), {1: [13, 1], 16: [13, 1]}),
+    ('after_batch', after(14), {1: [15, 2], 16: [17, 2]}),
+    ('before_epoch', in_epoch(1), {1: [15, 2]}),
+    ('before_train', in_epoch(1), {4: [17, 2]}),
+    ('after_train', in_epoch(1), {16: [26, 2]}),
+    ('after_batch', evaluating(0), {1: [13, 1], 16: [13, 1]}),
+    ('after_validate', in_epoch(0), {4: [13, 1]}),
+    ('after_epoch', in_epoch(0), {16: [13, 1]}),
+    ('after_epoch', in_epoch(2), {1: [39, 3]}),
+]
+
+
+def test_a_stop_in_one_process_stops_all_at_the_same_batch() -> None:
+    def stop(cb: Any) -> None:
+        cb.learn.stop()
+
+    cases, expected = {}, {}
+    for i, (event, where, ends) in enumerate(STOPS):
+        for every, end in ends.items():
+            cases[i, every] = lambda rank, event=event, where=where, every=every, who=i % 2: (
+                stopped(
+                    make_training(at(event, stop, where, who)),
+                    lambda learn: learn.fit(3),
+                    agree_every=every,
+                )
+            )
+            expected[i, every] = (end, end)
+    assert each(cases) == expected
+
+
+def diverging_value(learn: Learner) -> float:
+    "Return a value that grows over epochs in the first process, and shrinks in the other."
+    return 1.0 + learn.epoch * (-1 if learn.world.rank else 1)
+
+
+def test_slow_batches_are_agreed_on_more_often() -> None:
+    "Small models agree every 64 batches, unless these take more than a second."
+
+    def seen(rank: int, pause_s: float) -> list[int]:
+        def slow(cb: Any) -> None:
+            time.sleep(pause_s if cb.train_iter < 64 else 0.0)
+
+        learn = make_learner(
+            make_dls(8 * 150, 4),
+            cbs=[
+                at('before_step', slow, rank=None),
+                at('after_batch', lambda cb: cb.learn.stop(), after(70)),
+            ],
+        )
+        stopped(learn, lambda learn: learn.fit(1))
+        return learn.train_iter
+
+    found = each({pause_s: partial(seen, pause_s=pause_s) for pause_s in (0.0, 0.03)})
+    assert found[0.0] == (129, 129) and found[0.03] in ((81, 81), (73, 73), (72, 72))
+
+
+def test_callbacks_with_differing_values_follow_the_first_process(tmp_path: Path) -> None:
+    def log(cb: Any) -> None:
+        cb.learn.log('mine', cb.epoch * (-3.0 if cb.world.rank else 1.0))
+
+    def rate(learn: Learner) -> list[float]:
+        stopped(learn, lambda learn: learn.fit(5))
+        return [learn.train_iter / N_BATCHES, *learn.opt.hypers.attrgot('lr')]
+
+    watching = {
+        'gets better': lambda: [EarlyStopping(diverging_value, comp='greater')],
+        'gets worse': lambda: [EarlyStopping(diverging_value, comp='less')],
+        'passes': lambda: [ThresholdStopper(diverging_value, 2.5, comp='greater')],
+        'lowers': lambda: [ReduceLROnPlateau(diverging_value, comp='less')],
+        'saves': lambda: [SaveModelCallback(diverging_value, comp='less')],
+        'mean of all': lambda: [
+            at('after_train', log, rank=None),
+            EarlyStopping(lambda learn: learn.history[-1]['mine'], comp='greater'),
+        ],
+    }
+    found = each(
+        {
+            name: lambda rank, cbs=cbs: rate(make_training(*cbs(), path=tmp_path))
+            for name, cbs in watching.items()
+        }
+    )
+    assert all(a == b for a, b in found.values())
+    epochs = {name: got[0][0] for name, got in found.items()}
+    assert epochs == {
+        'gets better': 5,
+        'gets worse': 2,
+        'passes': 3,
+        'lowers': 5,
+        'saves': 5,
+        'mean of all': 2,
+    }
+    assert found['lowers'][0][1] < 1e-2 == found['saves'][0][1]
+
+
+# ------------------------------------------------------------------------------------------ SIGTERM
+
+# where one process gets it, and the number of batches after which all have left
+SIGNALS: list[tuple[str, EVENT, int]] = [
+    ('after_batch', after(12), 13),
+    ('after_batch', after(13), 13),
+    ('batch_checkpoint', after(13), 13),
+    ('before_batch', evaluating(0), 13),
+    ('after_epoch', in_epoch(0), 13),
+    ('epoch_checkpoint', in_epoch(0), 26),
+    ('after_train', in_epoch(1), 26),
+    ('after_batch', evaluating(1), 26),
+    ('after_epoch', in_epoch(1), 26),
+    ('epoch_checkpoint', in_epoch(1), 26),
+    ('after_fit', lambda cb: True, 26),
+]
+
+
+def test_sigterm_at_the_ends_of_epochs_is_one_end_for_all_and_the_resume_is_exact(
+    tmp_path: Path,
+) -> None:
+    def make(path: Path, *cbs: Any) -> Learner:
+        torch.manual_seed(5)
+        return make_training(Checkpoint(every='1ep'), *cbs, path=path, dropout=0.2)
+
+    def signalled(rank: int, i: int, event: str, where: EVENT) -> list[Any]:
+        learn = make(
+            tmp_path / f'{i}',
+            at(event, lambda cb: os.kill(os.getpid(), signal.SIGTERM), where, i % 2),
+        )
+        with pytest.raises(SystemExit) as e, learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
+        again = make(tmp_path / f'{i}')
+        torch.manual_seed(rank + 9)
+        stopped(again, lambda learn: learn.fit(2, resume=True))
+        return [e.value.code, learn.train_iter, weights(again), rows(again)]
+
+    def straight(rank: int) -> list[Any]:
+        stopped(learn := make(tmp_path / 'straight'), lambda learn: learn.fit(2))
+        return [weights(learn), rows(learn)]
+
+    cases = {
+        i: partial(signalled, i=i, event=event, where=where)
+        for i, (event, where, _) in enumerate(SIGNALS)
+    }
+    *found, wanted = each({**cases, 'straight': straight}).values()
+    for got, (event, _, n) in zip(found, SIGNALS, strict=True):
+        for (code, n_batches, *end), (w, table) in zip(got, wanted, strict=True):
+            assert (code, n_batches) == (143, n), event
+            assert torch.equal(end[0], w) and end[1] == table, event
+
+
+# ------------------------------------------------------------------------------------------ logging
+
+MOMENTS = (
+    'before_epoch',
+    'before_train',
+    'after_train',
+    'before_eval',
+    'after_validate',
+    'after_eval',
+    'after_epoch',
+)
+
+
+class Logs(Callback):
+    "Log a shared value, and a value of this batch, in some of the processes."
+
+    order, remove_on_find = 40, False
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def run_event(self, event: str) -> None:
+        learn = self.learn
+        if learn.world.rank not in self.ranks:
+            return
+        if event in MOMENTS:
+            learn.log(event, learn.epoch + 1 + 2.0 * learn.world.rank, 1 + learn.world.rank)
+        if event != 'after_pred':
+            return
+        name = 'mean' if learn.training else 'eval_mean'
+        learn.log(name, learn.x.mean(), len(learn.x))
+        learn.log(f'latest_{name}', learn.iter + learn.world.rank, None)
+
+
+def test_logged_values_are_means_over_the_logging_processes() -> None:
+    def job(rank: int, *ranks: int) -> list[Any]:
+        stopped(learn := make_training(Logs(*ranks)), lambda learn: learn.fit(2))
+        with learn.distributed('ddp', timeout='20s'):
+            learn.validate()
+        return [rows(learn), list(learn.final_record)]
+
+    alone = make_training(Logs(0), bs=8)
+    alone.fit(2)
+    found = each(
+        {ranks: lambda rank, ranks=ranks: job(rank, *ranks) for ranks in ((0, 1), (0,), (1,))}
+    )
+    assert all(a == b for a, b in found.values())
+    both, first, second = (a[0] for a, _ in found.values())
+    for i, (row, expected) in enumerate(zip(both, rows(alone), strict=True)):
+        at_moments = {
+            k: (i + 1 + 2 * (i + 3)) / 3 for k in row if k.removeprefix('valid_') in MOMENTS
+        }
+        assert len(at_moments) == len(MOMENTS)
+        assert same_rows([row], [{**expected, **at_moments}])
+        assert all((first[i][k], second[i][k]) == (i + 1, i + 3) for k in at_moments)
+        assert first[i]['latest_mean'] == second[i]['latest_mean'] - 1 == expected['latest_mean']
+        assert (
+            abs((first[i]['mean'] * 50 + second[i]['mean'] * 51) / 101 - expected['mean']) < 1e-10
+        )
+
+
+# -------------------------------------------------------------------------------- one process alone
+
+
+def errors_of_ranks(
+    raises: type[BaseException], event: str, where: EVENT, timeout: str = '20s'
+) -> list[Any]:
+    "Raise an error in process 1 only; return each process's error and its delay."
+
+    def fail(cb: Any) -> None:
+        raise raises
+
+    learn, began = make_training(at(event, fail, where)), time.monotonic()
+    try:
+        with learn.distributed('ddp', timeout=timeout):
+            learn.fit(2)
+    except BaseException as e:
+        return [type(e).__name__, str(e), time.monotonic() - began, learn.train_iter]
+    return ['', '', time.monotonic() - began, learn.train_iter]
+
+
+ENDS = {
+    'exit in a batch': (SystemExit, 'before_step', after(5)),
+    'exit in an evaluation': (SystemExit, 'before_batch', evaluating(0)),
+    'exit after an epoch': (SystemExit, 'after_epoch', in_epoch(0)),
+    'Ctrl-C in a batch': (KeyboardInterrupt, 'before_step', after(5)),
+    'Ctrl-C in an evaluation': (KeyboardInterrupt, 'before_batch', evaluating(0)),
+    'Ctrl-C after an epoch': (KeyboardInterrupt, 'after_epoch', in_epoch(0)),
+    'cancelled step': (CancelStepException, 'before_step', after(5)),
+    'batch cancelled at its step': (CancelBatchException, 'before_step', after(5)),
+}
+
+
+@pytest.fixture(scope='module')
+def ends() -> dict[str, list[Any]]:
+    return each({name: lambda rank, how=how: errors_of_ranks(*how) for name, how in ENDS.items()})
+
+
+@pytest.mark.parametrize('case', [name for name in ENDS if 'cancelled' not in name])
+def test_who_leaves_alone_is_named_to_the_others_at_once(
+    case: str, ends: dict[str, list[Any]]
+) -> None:
+    (other, message, took_s, n), (own, _, _, n_own) = ends[case]
+    raises, event, _ = ENDS[case]
+    assert own == raises.__name__ and n - n_own in (0, 1) and took_s < 15
+    reason = 'has left the training' if raises is SystemExit else f'failed in Callback.{event}'
+    assert other == 'DistributedError' and message.startswith(f'Process 1 of 2 {reason}')
+    assert ('KeyboardInterrupt' in message) == (raises is KeyboardInterrupt)
+
+
+@pytest.mark.parametrize('case', [name for name in ENDS if 'cancelled' in name])
+def test_a_step_that_one_leaves_out_ends_all_at_the_next_agreement(
+    case: str, ends: dict[str, list[Any]]
+) -> None:
+    for error, message, took_s, n in ends[case]:
+        assert error == 'DistributedError' and n == N_BATCHES and took_s < 15
+        assert (
+            message.startswith('The processes have taken 12 to 13 steps')
+            and 'self.world.any(...)' in message
+        )
+
+
+def test_a_level_left_by_one_process_raises_with_the_fix() -> None:
+    cases = {
+        cancel: lambda rank, cancel=cancel: errors_of_ranks(cancel, 'before_batch', after(5), '1s')
+        for cancel in (CancelTrainException, CancelFitException)
+    }
+    for got in each(cases).values():
+        for error, message, took_s, _ in got:
+            assert error == 'DistributedError' and 1 < took_s < 15
+            assert (
+                message.startswith('The 2 processes waited for one another')
+                and 'self.world.any(...)' in message
+            )

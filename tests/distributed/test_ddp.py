@@ -1,0 +1,475 @@
+"""Several processes train like one process on all of the data: weights, histories, counters, files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
+
+from learnkit import (
+    SGD,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    GuardNonFinite,
+    Learner,
+    ProgressCallback,
+)
+from learnkit.callbacks import EMA
+from learnkit.core.comm import SINGLE_RANK
+from learnkit.core.errors import DistributedError, OptionError
+from learnkit.distributed import DistributedTraining
+from tests.helpers.distributing import (
+    compare,
+    make_dls,
+    make_learner,
+    weights,
+)
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize('kind', ['tensors', 'torch'])
+@pytest.mark.parametrize(('n_train', 'n'), [(104, 2), (103, 2), (97, 2), (101, 3), (98, 4)])
+def test_processes_train_as_one_with_bigger_batches(kind: str, n_train: int, n: int) -> None:
+    compare(
+        lambda bs: make_learner(make_dls(n_train, bs, kind)),
+        lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()),
+        n,
+    )
+
+
+def test_a_global_batch_size() -> None:
+    compare(
+        lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), batch_size='global'
+    )
+
+
+CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
+    'clip': lambda: [GradientClip(0.1)],
+    'ema': lambda: [EMA(0.9)],
+    'accumulation': lambda: [GradientAccumulation(24)],
+    'all': lambda: [GradientAccumulation(24), GradientClip(0.1), EMA(0.9)],
+}
+
+
+@pytest.mark.parametrize('cbs', CALLBACKS)
+def test_callbacks_act_alike(cbs: str) -> None:
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]()),
+        lambda learn: learn.fit(3, 1e-2),
+    )
+
+
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_microbatches(size: int) -> None:
+    compare(lambda bs: make_learner(make_dls(103, bs), microbatch=size), lambda learn: learn.fit(2))
+
+
+def test_microbatches_that_are_looked_at() -> None:
+    compare(
+        lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()),
+        lambda learn: learn.fit(2),
+    )
+
+
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_a_weighted_loss(microbatch: int | None) -> None:
+    def by_class(xb: Any, yb: Any) -> Any:
+        return (yb[0] + 1.0).sum()
+
+    def loss(pred: Any, y: Any) -> Any:
+        return (F.cross_entropy(pred, y, reduction='none') * (y + 1)).sum() / (y + 1).sum()
+
+    compare(
+        lambda bs: make_learner(
+            make_dls(101, bs),
+            loss_func=loss,
+            weight_func=by_class,
+            metrics=None,
+            microbatch=microbatch,
+        ),
+        lambda learn: learn.fit(2),
+    )
+
+
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_class_weights_and_targets_that_do_not_count(microbatch: int | None) -> None:
+    loss = torch.nn.CrossEntropyLoss(
+        torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1
+    )
+    compare(
+        lambda bs: make_learner(
+            make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch
+        ),
+        lambda learn: learn.fit(2),
+    )
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    loss = torch.nn.CrossEntropyLoss(reduction='sum')
+    # the mean of the sums of batches is another for other batches: `eval_every=None`
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), loss_func=loss, lr=1e-3, eval_every=None),
+        lambda learn: learn.fit(2),
+    )
+
+
+def test_a_budget_ends_at_the_same_batch() -> None:
+    compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit('17ba'))
+    compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit('150sp'))
+
+
+# an epoch has 13 batches
+@pytest.mark.parametrize(('agree_every', 'stops_after'), [(1, 6), (4, 9), (None, 13)])
+def test_stop_in_one_process_stops_all_one_batch_after_they_have_agreed(
+    agree_every: int | None, stops_after: int
+) -> None:
+    def enough(cb: Any) -> None:
+        if cb.world.rank == 1 and cb.train_iter == 5:
+            cb.learn.stop()
+
+    def job(rank: int) -> Any:
+        learn = make_learner(make_dls(104, 4), cbs=Callback(after_batch=enough))
+        with learn.distributed('ddp', timeout='20s', agree_every=agree_every):
+            learn.fit(3)
+        return [learn.train_iter, len(learn.history)]
+
+    assert run_ranks(job) == [[stops_after, 1], [stops_after, 1]]
+
+
+def test_one_script_serves_one_process() -> None:
+    learn, again = make_learner(), make_learner()
+    dls, model = learn.dls, learn.model
+    with learn.distributed('ddp'):
+        assert learn.dls is dls and learn.world is SINGLE_RANK
+        learn.fit(1)
+    again.fit(1)
+    assert torch.equal(weights(learn), weights(again)) and learn.model is model
+
+
+def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        learn = make_learner(cbs=DistributedTraining(timeout='20s'))
+        assert (
+            learn.world.size == 2
+            and len(learn.dls.train) == 7
+            and learn.dls.train is not (dls := learn.dls)
+        )
+        learn.fit(1)
+        learn.remove_cb(DistributedTraining)
+        assert learn.world is SINGLE_RANK and learn.dls is not dls and len(learn.dls.train) == 13
+        assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
+        learn.fit(1)  # alone, on all of its own data
+        assert learn.recorder.smooth_loss.count == 13 and not torch.distributed.is_initialized()
+
+    run_ranks(job)
+
+
+def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
+    def job(rank: int) -> Any:
+        drawn = []
+        learn = make_learner(
+            make_dls(64, 8, 'torch'),
+            cbs=Callback(
+                before_batch=lambda cb: drawn.append(
+                    torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
+                )
+            ),
+        )
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        return torch.stack(drawn)
+
+    a, b = run_ranks(job)
+    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist()) and not set(a[:, 1].tolist()) & set(
+        b[:, 1].tolist()
+    )
+
+
+def test_models_that_differ_are_refused() -> None:
+    def job(rank: int) -> str:
+        learn = make_learner()
+        if rank:
+            learn.model[3] = torch.nn.Linear(16, 4).double()
+        with (
+            pytest.raises(DistributedError, match='do not have the same model') as e,
+            learn.distributed('ddp'),
+        ):
+            pass
+        assert learn.world is SINGLE_RANK and learn.dls.train.bs == 8
+        return str(e.value)
+
+    assert all('3.weight' in text for text in run_ranks(job))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(OptionError, match=r"strategy='dpp': .*`ddp`"):
+        DistributedTraining('dpp')
+    with pytest.raises(OptionError, match="uneven='drop_last'"):
+        DistributedTraining(uneven='drop_last')
+    with pytest.raises(OptionError, match='timeout'):
+        DistributedTraining(timeout='3ep')
+    with pytest.raises(OptionError, match=r'bucket_cap: .*`bucket_cap_mb`'):
+        DistributedTraining('ddp', bucket_cap=3)
+    with pytest.raises(OptionError, match=r'bucket_cap_mb: .*policy'):
+        DistributedTraining('fsdp', bucket_cap_mb=3)
+    learn = make_learner()
+
+    def job(rank: int) -> None:
+        with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3):
+            learn.fit(1)
+        assert learn.world is SINGLE_RANK and 'distributed_training' not in vars(learn)
+
+    run_ranks(job)
+
+
+def test_orders_of_torchs_sampler_continue_over_fits() -> None:
+    def job(rank: int) -> list[int]:
+        learn = make_learner(make_dls(40, 4))
+        data = torch.utils.data.TensorDataset(*learn.dls.train.tensors)
+        sampler = torch.utils.data.DistributedSampler(data, 2, rank)
+        seen: list[int] = []
+        sampler.set_epoch = seen.append  # type: ignore[method-assign]
+        learn.dls.train = torch.utils.data.DataLoader(data, 4, sampler=sampler)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
+            learn.fit(2)
+        return seen
+
+    assert run_ranks(job) == [[0, 1, 2, 3]] * 2
+
+
+def test_errors_while_joining_are_not_attributed_to_other_processes() -> None:
+    class Odd(torch.nn.Linear):
+        def named_buffers(self, *args: Any, **kw: Any) -> Any:
+            raise RuntimeError('no buffers today')
+
+    def job(rank: int) -> None:
+        learn = make_learner()
+        learn.model = Odd(4, 3).double()
+        with (
+            pytest.raises(RuntimeError, match='no buffers today') as e,
+            learn.distributed('ddp', timeout='5s'),
+        ):
+            pass
+        assert not isinstance(e.value, DistributedError)
+
+    run_ranks(job)
+
+
+def test_weights_start_equal_to_the_first_process() -> None:
+    def job(rank: int) -> Any:
+        torch.manual_seed(rank)
+        learn = Learner(make_dls(), torch.nn.Linear(5, 3).double(), F.cross_entropy)
+        with learn.distributed('ddp', timeout='20s'):
+            return weights(learn)
+
+    a, b = run_ranks(job)
+    assert torch.equal(a, b)
+
+
+def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:
+    from learnkit import CSVLogger, SaveModelCallback
+
+    def job(rank: int) -> Any:
+        learn = Learner(
+            make_dls(),
+            make_learner().model,
+            F.cross_entropy,
+            path=tmp_path,
+            cbs=[CSVLogger(), SaveModelCallback()],
+        )
+        with learn.distributed('ddp', timeout='20s'), learn.removed_cbs(learn.progress):
+            learn.fit(2)
+            a = weights(learn)
+            learn.save('last')
+            learn.load('model')
+        return a
+
+    a, b = run_ranks(job)
+    assert torch.equal(a, b)
+    assert sorted(p.name for p in (tmp_path / 'models').iterdir()) == ['last.pth', 'model.pth']
+
+
+def test_buffers_are_shared_before_an_evaluation() -> None:
+    def job(rank: int) -> Any:
+        learn = make_learner()
+        learn.model.insert(1, torch.nn.BatchNorm1d(16).double())
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
+        return learn.model[1].running_mean
+
+    a, b = run_ranks(job)
+    assert torch.equal(a, b)
+
+
+def make_lists(bs: int) -> DataLoaders:
+    x, y = torch.arange(50.0)[:, None].double().repeat(1, 5) / 50, torch.arange(50) % 3
+    batches = list(zip(x.split(bs), y.split(bs), strict=True))
+    return DataLoaders(batches, batches[:3], device='cpu')
+
+
+class Scaled(torch.nn.Module):
+    "A loss with a parameter."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.rand(1, dtype=torch.float64))
+
+    def forward(self, pred: Any, y: Any) -> Any:
+        return F.cross_entropy(pred * self.scale.exp(), y)
+
+
+def test_a_loss_function_that_learns_is_one_in_all() -> None:
+    def job(rank: int) -> Any:
+        torch.manual_seed(rank)
+        loss = Scaled()
+
+        def with_loss(model: Any) -> Any:
+            return [*model.parameters(), *loss.parameters()]
+
+        learn = make_learner(make_dls(101, 4), loss_func=loss, splitter=with_loss)
+        with learn.distributed('ddp', timeout='20s'):
+            begun = loss.scale.item()
+            learn.fit(1)
+            learn.check_replicas()
+        return [begun, loss.scale.item()]
+
+    a, b = run_ranks(job)
+    assert a == b and a[0] != a[1]
+
+
+def test_the_numbers_of_a_second_context_are_others() -> None:
+    def job(rank: int) -> Any:
+        learn, drawn = make_learner(), []
+        for _ in range(2):
+            with learn.distributed('ddp', timeout='20s'):
+                drawn.append(torch.rand(1).item())
+        return drawn
+
+    drawn = [x for ranks in run_ranks(job) for x in ranks]
+    assert len(set(drawn)) == 4
+
+
+def test_a_sampler_of_torch_gets_the_epoch() -> None:
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    from tests.helpers.distributing import make_data
+
+    def job(rank: int) -> Any:
+        data, seen = TensorDataset(*make_data(32)), []
+        sampler = DistributedSampler(data, 2, rank, seed=3)
+        note = Callback(
+            before_batch=lambda cb: seen.append(cb.x[:, 0].tolist()) if cb.training else None
+        )
+        learn = make_learner(
+            DataLoaders(DataLoader(data, 8, sampler=sampler), device='cpu'), cbs=note
+        )
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
+        return [[*seen[0], *seen[1]], [*seen[2], *seen[3]]]
+
+    a, b = run_ranks(job)
+    assert a[0] != a[1] and sorted(a[0]) != sorted(a[1])
+    for epoch in (0, 1):
+        assert sorted(a[epoch] + b[epoch]) == sorted(make_dls(32).train.tensors[0][:, 0].tolist())
+
+
+def test_any_iterable() -> None:
+    compare(
+        lambda bs: make_learner(make_lists(bs)), lambda learn: learn.fit(2), batch_size='global'
+    )
+
+
+def test_the_search_for_a_rate_finds_the_same_everywhere_and_undoes_itself() -> None:
+    def search(learn: Learner) -> list[float]:
+        before = weights(learn)
+        found = learn.lr_find(show_plot=False)
+        assert torch.equal(weights(learn), before)
+        return [*learn.lr_search.losses, found.valley]
+
+    def job(rank: int) -> list[float]:
+        learn = make_learner(make_dls(400, 4))
+        with learn.distributed('ddp', timeout='20s'):
+            found = search(learn)
+            learn.fit(1)
+            learn.check_replicas()
+        return found
+
+    alone = torch.tensor(search(make_learner(make_dls(400, 8))))
+    for found in run_ranks(job):
+        assert (torch.tensor(found) - alone).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    'options', [{'bucket_cap_mb': 1, 'gradient_as_bucket_view': True}, {'static_graph': True}]
+)
+def test_options_of_the_strategy(options: dict[str, Any]) -> None:
+    compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), **options)
+
+
+def test_gradients_can_be_compressed() -> None:
+    # without annotations: torch compares them with classes, and here they are strings
+    def halved(state, bucket):
+        state.append(bucket.buffer().numel())
+        return default_hooks.fp16_compress_hook(None, bucket)
+
+    def job(rank: int) -> list[Any]:
+        sizes: list[int] = []
+        learn = make_learner(make_dls(101, 4))
+        with learn.distributed('ddp', timeout='20s', comm_hook=halved, comm_state=sizes):
+            learn.fit(1)
+            learn.check_replicas()
+        return [weights(learn), len(sizes)]
+
+    alone = make_learner(make_dls(101, 8))
+    alone.fit(1)
+    for got, n in run_ranks(job):
+        assert n == 13 and 0 < (got - weights(alone)).abs().max() < 1e-2
+
+
+class Half(torch.nn.Module):
+    "A model of which one half is never called."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(5, 3).double(), torch.nn.Linear(5, 3).double()
+
+    def forward(self, x: Any) -> Any:
+        return self.used(x)
+
+
+def test_parameters_without_a_part_in_the_loss() -> None:
+    "Without the wrapper unused parameters keep their values; with it an error names the option."
+    torch.manual_seed(0)
+    model = Half()
+
+    def job(rank: int) -> tuple[list[Any], list[str]]:
+        learn = make_learner(opt_func=SGD)
+        learn.model = deepcopy(model)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        unused = learn.model.unused
+        ends = [weights(learn), unused.weight.grad, torch.equal(unused.weight, model.unused.weight)]
+        with learn.no_bar(), pytest.raises(RuntimeError, match='finished reduction') as e:
+            with learn.distributed('ddp', timeout='20s', bucket_cap_mb=25):
+                learn.fit(1)
+        with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True):
+            learn.fit(1)
+        return ends, list(e.value.__notes__)
+
+    alone = make_learner(make_dls(bs=16), opt_func=SGD)
+    alone.model = deepcopy(model)
+    alone.fit(1)
+    for (got, grad, is_unchanged), notes in run_ranks(job):
+        assert (got - weights(alone)).abs().max() < 1e-12 and grad is None and is_unchanged
+        assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)

@@ -1,0 +1,279 @@
+"""Replicas do not drift: tokens, clocks, line searches, sharded loaders, and ends of fits."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, TensorLoader
+from learnkit.callbacks import Checkpoint, OOMObserver
+from learnkit.core.errors import DistributedError
+from learnkit.distributed import DistributedTraining
+from tests.helpers.distributing import (
+    compare,
+    expect_interrupt,
+    make_data,
+    make_dls,
+    make_learner,
+    rows,
+    weights,
+)
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+class Reader(nn.Module):
+    "A model that takes dicts and computes its loss."
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3).double()
+
+    def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
+        logits = self.layer(input_ids)
+        return {'loss': F.cross_entropy(logits, labels), 'logits': logits}
+
+
+class Uneven(Callback):
+    "Make each batch slower in the second process."
+
+    order = 60
+
+    def after_batch(self) -> None:
+        if self.training:
+            sleep(0.005 + 0.01 * self.world.rank)
+
+
+def with_dicts(bs: int) -> Learner:
+    train, valid = (
+        [{'input_ids': x, 'labels': y} for x, y in zip(*make_data(n), strict=True)] for n in (51, 9)
+    )
+    learn = Learner(
+        DataLoaders(DataLoader(train, bs), DataLoader(valid, bs), device='cpu'), Reader(), None
+    )
+    learn.logger = lambda row: None
+    learn.remove_cb(learn.progress)
+    return learn
+
+
+@pytest.mark.parametrize('n', [2, 4])
+def test_tokens_are_counted_over_all_processes(n: int) -> None:
+    compare(with_dicts, lambda learn: learn.fit(2), n)
+
+
+@pytest.mark.parametrize(
+    'options', [{}, {'microbatch': 3}, {'cbs': GradientAccumulation(24)}], ids=str
+)
+def test_a_budget_of_tokens_ends_at_the_same_batch(options: dict[str, Any]) -> None:
+    def tokens(xb: Any, yb: Any) -> int:
+        return int((yb[0] + 1).sum())
+
+    if 'cbs' in options:
+        options = {'cbs': GradientAccumulation(24)}  # of this test alone
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), token_func=tokens, **options),
+        lambda learn: learn.fit('301tok'),
+    )
+
+
+def test_an_optimizer_that_uses_the_loss_gets_the_global_loss() -> None:
+    # line searches make a rounding grow: few steps
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), opt_func=torch.optim.LBFGS),
+        lambda learn: learn.fit('3ba', 0.1),
+        tolerance=1e-8,
+    )
+
+
+def test_a_budget_of_seconds_is_the_same_share_everywhere() -> None:
+    def job(rank: int) -> Any:
+        sleep(0.05 * rank)
+        learn = make_learner(make_dls(101, 8), cbs=Uneven())
+        learn.counters.seconds = float(rank)  # it has trained before, alone
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit_one_cycle('0.3s', 1e-2)
+            learn.check_replicas()
+        return learn.train_iter, rows(learn)
+
+    a, b = run_ranks(job)
+    assert a == b and a[0] > 3
+
+
+def test_the_clock_continues_from_the_checkpoint(tmp_path: Path) -> None:
+    class Broken(Callback):
+        order = 2000
+
+        def batch_checkpoint(self) -> None:
+            if self.learn.time.ba == 18:
+                raise KeyboardInterrupt
+
+    def job(rank: int, resume: bool, path: Path) -> Any:
+        learn = make_learner(
+            make_dls(101, 4), path, cbs=[Checkpoint(every='0.1s', keep_last=None), Uneven()]
+        )
+        learn.add_cbs([] if resume else [Broken()])
+        with (
+            nullcontext() if resume else expect_interrupt(),
+            learn.distributed('ddp', timeout='20s'),
+        ):
+            learn.fit(2, 1e-2, resume=resume)
+        return weights(learn), rows(learn), learn.time.ba
+
+    run_ranks(job, 2, False, tmp_path)
+    for got, wanted in zip(
+        run_ranks(job, 2, True, tmp_path), run_ranks(job, 2, True, tmp_path / 'none'), strict=True
+    ):
+        assert torch.equal(got[0], wanted[0]) and got[1:] == wanted[1:]
+
+
+def test_loaders_with_their_own_shares_count_all_samples() -> None:
+    x, y = make_data(48)
+
+    def make(parts: list[slice], bs: list[int], rank: int) -> Learner:
+        own = TensorLoader(x[parts[rank]], y[parts[rank]], bs=bs[rank], shuffle=False)
+        return make_learner(
+            DataLoaders(own, device='cpu'), cbs=GradientAccumulation(30), metrics=None
+        )
+
+    def job(rank: int) -> Any:
+        learn = make([slice(0, 16), slice(16, 48)], [4, 8], rank)
+        with learn.distributed('ddp', timeout='20s', sharded_already=True):
+            learn.fit('150sp')
+            learn.check_replicas()
+        return weights(learn), learn.time.sp, learn.time.st
+
+    order = torch.cat(
+        [
+            torch.cat([torch.arange(4 * i, 4 * i + 4), torch.arange(16 + 8 * i, 24 + 8 * i)])
+            for i in range(4)
+        ]
+    )
+    alone = make_learner(
+        DataLoaders(TensorLoader(x[order], y[order], bs=12, shuffle=False), device='cpu'),
+        cbs=GradientAccumulation(30),
+        metrics=None,
+    )
+    alone.fit('150sp')
+    for got, *counts in run_ranks(job):
+        assert (got - weights(alone)).abs().max() < 1e-10 and counts == [
+            alone.time.sp,
+            alone.time.st,
+        ]
+
+
+def test_a_second_context_inside_the_first_is_refused_and_leaves_it() -> None:
+    def job(rank: int) -> Any:
+        learn = make_learner()
+        with learn.distributed('ddp', timeout='20s'):
+            with pytest.raises(DistributedError, match='already'), learn.distributed('ddp'):
+                pass
+            learn.fit(1)
+            learn.check_replicas()
+            inside = learn.world.size, len(learn.dls.train)
+        return [
+            *inside,
+            learn.world.size,
+            [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)],
+        ]
+
+    assert run_ranks(job) == [[2, 7, 1, []]] * 2
+
+
+def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
+    def job(rank: int) -> list[str]:
+        messages = []
+
+        def fail(cb: Any) -> None:
+            if cb.world.rank and cb.train_iter == 3:
+                raise ValueError('broken')
+
+        learn = make_learner(cbs=Callback(after_batch=fail))
+        with learn.distributed('ddp', timeout='20s'):  # whose failed fit has closed the connections
+            for resume in (False, None, True):
+                try:
+                    learn.fit(1, resume=resume)
+                except Exception as e:
+                    messages.append(f'{type(e).__name__}: {e}')
+        learn.fit(1)
+        return messages
+
+    for messages in run_ranks(job):
+        assert 'broken' in messages[0] and all(
+            t.startswith('DistributedError: The last run') for t in messages[1:]
+        )
+
+
+def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:
+    def job(rank: int) -> str:
+        learn = make_learner()
+        try:
+            with learn.distributed('ddp', timeout='20s'):
+                learn.fit(1)
+                if rank:
+                    learn.fit(1)
+            sleep(1.0)  # the first keeps the store
+        except DistributedError as e:
+            return str(e)
+        return ''
+
+    assert run_ranks(job)[1].startswith('Process 0 of 2 has left the training')
+
+
+def test_processes_with_different_world_sizes() -> None:
+    def job(rank: int) -> Any:
+        import os
+
+        os.environ['WORLD_SIZE'] = str(2 + rank)
+        learn = make_learner()
+        with (
+            pytest.raises(DistributedError, match='same WORLD_SIZE'),
+            learn.distributed('ddp', timeout='1s'),
+        ):
+            pass
+        return torch.distributed.is_initialized()
+
+    assert run_ranks(job) == [False, False]
+
+
+def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        warnings.simplefilter('ignore')
+        learn = make_learner(make_dls(16, 8), tmp_path, cbs=OOMObserver())
+        with learn.distributed('ddp', timeout='20s'):
+            for _ in range(5):
+                learn.fit(1)
+
+    run_ranks(job)
+    assert not (tmp_path / 'oom').exists()
+
+
+@pytest.mark.parametrize(
+    ('what', 'message'),
+    [
+        ('data', '26 batches of 101 samples in process 0, 21 batches of 81'),
+        ('options', "batch_size: 'process' in process 0, 'global' in process 1"),
+    ],
+)
+def test_processes_with_other_data_or_options_are_refused(what: str, message: str) -> None:
+    def job(rank: int) -> str:
+        learn = make_learner(make_dls(101 - 20 * rank * (what == 'data'), 4))
+        batch_size = ('process', 'global')[rank * (what == 'options')]
+        with (
+            pytest.raises(DistributedError, match='same model, data') as e,
+            learn.distributed('ddp', timeout='20s', batch_size=batch_size),
+        ):
+            pass
+        return str(e.value)
+
+    assert all(message in text for text in run_ranks(job))

@@ -1,0 +1,100 @@
+"""Two processes on NCCL with a GPU each, or with a shared GPU, compared with one process.
+
+The CPU case checks these tests on machines without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import Callback, Learner
+from learnkit.callbacks import Checkpoint
+from learnkit.core.errors import DistributedError
+from tests.helpers.distributing import make_dls, make_learner, rows, same_rows, weights
+
+pytestmark = pytest.mark.dist
+
+pytest.importorskip('cloudpickle')
+
+
+def on_gpus(n: int) -> list[pytest.MarkDecorator]:
+    return [
+        pytest.mark.cuda,
+        pytest.mark.skipif(torch.cuda.device_count() < n, reason=f'needs {n} GPUs'),
+    ]
+
+
+def where(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ('device', 'backend'),
+        [
+            pytest.param('cpu', None, marks=marks_of_cpu, id='cpu'),
+            pytest.param('cuda', None, marks=on_gpus(2), id='nccl'),
+            pytest.param('cuda', 'gloo', marks=on_gpus(1), id='one GPU'),
+        ],
+    )
+
+
+def make(
+    device: str, bs: int = 8, dropout: float = 0.0, path: Any = '.', **options: Any
+) -> Learner:
+    dls = make_dls(101, bs)
+    dls.device = torch.device(device)
+    return make_learner(dls, path, dropout, **options)
+
+
+def fit(learn: Learner) -> dict[str, Any]:
+    learn.fit(3, resume=any(isinstance(cb, Checkpoint) for cb in learn.cbs))
+    learn.check_replicas()
+    return {'device': str(next(learn.model.parameters()).device), 'size': learn.world.size}
+
+
+@where()
+def test_two_equal_one_with_the_bigger_batch(device: str, backend: str | None) -> None:
+    one, two = make(device, 16), make(device)
+    fit(one)
+    results = two.launch(fit, 2, strategy='ddp', backend=backend)
+    assert results['size'] == 2 and results['device'].startswith(device)
+    torch.testing.assert_close(weights(two).cpu(), weights(one).cpu(), rtol=0, atol=1e-10)
+    assert same_rows(rows(two), rows(one))
+
+
+@where(pytest.mark.full)
+def test_shards_equal_replicas(device: str, backend: str | None) -> None:
+    whole, parts = make(device), make(device)
+    whole.launch(fit, 2, strategy='ddp', backend=backend)
+    parts.launch(fit, 2, strategy='fsdp', backend=backend)
+    torch.testing.assert_close(weights(parts).cpu(), weights(whole).cpu(), rtol=0, atol=1e-10)
+
+
+def stop_in_the_second_epoch(learn: Learner) -> None:
+    def leave(cb: Any) -> None:
+        if cb.learn.time.ba == 10:
+            raise KeyboardInterrupt
+
+    cb = Callback(batch_checkpoint=leave)
+    cb.order = 2000  # after the checkpoint
+    learn.fit(3, cbs=cb)
+
+
+@where(pytest.mark.full)
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_an_interrupted_run_resumes_exactly(
+    strategy: str, device: str, backend: str | None, tmp_path: Path
+) -> None:
+    def launch(folder: str, fn: Any) -> Learner:
+        learn = make(device, dropout=0.2, path=tmp_path / folder, cbs=Checkpoint(every='1ba'))
+        torch.manual_seed(1)  # processes begin with this one's generators
+        learn.launch(fn, 2, strategy=strategy, backend=backend)
+        return learn
+
+    straight = launch('straight', fit)
+    with pytest.raises(DistributedError, match='KeyboardInterrupt'):
+        launch('run', stop_in_the_second_epoch)
+    again = launch('run', fit)
+    assert torch.equal(weights(again).cpu(), weights(straight).cpu()) and rows(again) == rows(
+        straight
+    )

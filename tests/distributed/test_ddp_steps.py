@@ -1,0 +1,785 @@
+"""Steps of several processes equal steps of one process; gradients are sent when a step follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit import (
+    SGD,
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    Lookahead,
+    ranger,
+)
+from learnkit.callbacks import EMA, SAM, Checkpoint, GradientValueClip, MixedPrecision
+from learnkit.core.errors import DistributedError
+from tests.helpers.distributing import (
+    expect_interrupt,
+    make_data,
+    make_dls,
+    make_learner,
+    rows,
+    same_rows,
+    weights,
+)
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+class Sent(Callback):
+    "Count the messages that the strategy sends in each training batch of an epoch, and after the last."
+
+    order, run_valid = 1000, False
+
+    def before_train(self) -> None:
+        self.counts, self._before = [], n_sent()  # type: tuple[list[int], int]
+
+    def after_batch(self) -> None:
+        now = n_sent()
+        self.counts.append(now - self._before)
+        self._before = now
+
+    def after_train(self) -> None:
+        self.after_batch()
+
+
+def n_sent() -> int:
+    return int(dist.group.WORLD._get_sequence_number_for_group()) if dist.is_initialized() else 0  # type: ignore[union-attr]
+
+
+def two_opts(params: Any, lr: float, model: nn.Sequential) -> dict[str, torch.optim.Optimizer]:
+    return {
+        'body': torch.optim.SGD(model[0].parameters(), lr=lr, momentum=0.9),
+        'head': torch.optim.Adam(model[3].parameters(), lr=lr),
+    }
+
+
+def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
+    # longer ones make roundings grow
+    return torch.optim.LBFGS(params, lr=lr, max_iter=4, history_size=2)
+
+
+def line_search(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(
+        params, lr=lr, max_iter=2, history_size=2, line_search_fn='strong_wolfe'
+    )
+
+
+def lookahead(params: Any, lr: float) -> Any:
+    return Lookahead(SGD(params, lr, mom=0.9), k=3)
+
+
+def made(
+    bs: int, n: int = 101, cbs: Callable[[], list[Callback]] = list, **options: Any
+) -> Learner:
+    return make_learner(make_dls(n, bs), cbs=cbs(), **options)
+
+
+def left_out() -> nn.CrossEntropyLoss:
+    "A mean over unmasked targets with class weights: batches of 8 samples have different weights."
+    return nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1)
+
+
+def accumulating() -> list[Callback]:
+    return [GradientAccumulation(32), Sent()]  # 4 batches
+
+
+CASES: dict[str, Callable[[int], Learner]] = {
+    'accumulation': partial(made, n=128, cbs=accumulating),
+    'a tail': partial(made, cbs=accumulating),
+    'pieces': partial(made, n=128, microbatch=3, cbs=accumulating),
+    'pieces and a tail': partial(made, microbatch=3, cbs=accumulating),
+    'SAM': partial(made, cbs=lambda: [SAM(0.1)], opt_func=SGD),
+    'adaptive SAM in pieces': partial(
+        made, cbs=lambda: [SAM(1.0, adaptive=True, interval=2)], microbatch=3
+    ),
+    'LBFGS': partial(made, opt_func=lbfgs, lr=0.1),
+    'EMA': partial(made, cbs=lambda: [EMA(0.9, every=2)]),
+    'mean of all weights': partial(made, cbs=lambda: [EMA(1 - 1e-9, warmup=1, start='1ep')]),
+    'Lookahead': partial(made, opt_func=lookahead),
+    'ranger': partial(made, opt_func=ranger),
+    'clip': partial(made, cbs=lambda: [GradientClip(0.05)], opt_func=SGD, lr=0.5),
+    'clip by the largest': partial(
+        made, cbs=lambda: [GradientClip(0.02, float('inf'))], opt_func=SGD, lr=0.5
+    ),
+    'clip values': partial(made, cbs=lambda: [GradientValueClip(0.03)], opt_func=SGD, lr=0.5),
+    'two optimizers': partial(made, opt_func=two_opts),
+    'weighted classes': partial(made, loss_func=left_out()),
+    'weighted classes, SAM': partial(
+        made, loss_func=left_out(), cbs=lambda: [SAM(0.1)], opt_func=SGD
+    ),
+    'weighted classes, LBFGS': partial(made, loss_func=left_out(), opt_func=lbfgs, lr=0.02),
+    'weighted classes, line search': partial(
+        made, loss_func=left_out(), opt_func=line_search, lr=0.5
+    ),
+    'weighted classes, accumulation': partial(made, loss_func=left_out(), cbs=accumulating),
+    'weighted classes, clip': partial(
+        made, loss_func=left_out(), cbs=lambda: [GradientClip(0.05)], opt_func=SGD, lr=0.5
+    ),
+    'all': partial(
+        made,
+        opt_func=two_opts,
+        microbatch=3,
+        cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
+    ),
+}
+SENT = {  # two processes exchange gradients: each sends a message and receives one
+    'accumulation': [0, 0, 0, 2] * 4 + [0],
+    'pieces': [0, 0, 0, 2] * 4 + [0],
+    'a tail': [0, 0, 0, 2] * 3 + [0, 2],
+    'pieces and a tail': [0, 0, 0, 2] * 3 + [0, 2],
+}
+
+
+def summarize_run(learn: Learner) -> dict[str, Any]:
+    "Return the results of a training as plain values."
+    averages = [
+        t.reshape(-1)
+        for cb in learn.cbs
+        if isinstance(cb, EMA)
+        for t in cb.state_dict()['averages'].values()
+    ]
+    return {
+        'weights': torch.cat([weights(learn), *averages]),
+        'rows': rows(learn),
+        'counts': [learn.time.st, learn.time.sp, learn.time.ba],
+        'sent': [n for cb in learn.cbs if isinstance(cb, Sent) for n in cb.counts],
+    }
+
+
+def trained(learn: Learner, n_epoch: int = 2) -> dict[str, Any]:
+    "Train in this process group, and check that the replicas are equal at the end."
+    with learn.distributed('ddp', timeout='20s'):
+        learn.fit(n_epoch)
+        learn.check_replicas()
+    return summarize_run(learn)
+
+
+@pytest.fixture(scope='module')
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(lambda rank: {name: trained(make(4)) for name, make in CASES.items()})
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_steps_match_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
+    alone = CASES[case](8)
+    begun = weights(alone)
+    alone.fit(2)
+    expected = summarize_run(alone)
+    assert (weights(alone) - begun).abs().max() > 0.02
+    for got in (r[case] for r in ranks):
+        assert got['weights'].shape == expected['weights'].shape
+        assert (got['weights'] - expected['weights']).abs().max() < 1e-10
+        assert same_rows(got['rows'], expected['rows']) and got['counts'] == expected['counts']
+
+
+@pytest.mark.parametrize('case', SENT)
+def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str, Any]]) -> None:
+    assert [r[case]['sent'] for r in ranks] == [SENT[case]] * 2
+
+
+def test_gradients_are_averaged_late_in_messages_of_a_limited_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr('learnkit.distributed.ddp.MESSAGE_BYTES', 16 * 8)  # no two parameters fit
+    alone = CASES['a tail'](8)
+    alone.fit(2)
+    for got in run_ranks(lambda rank: trained(CASES['a tail'](4))):
+        assert got['sent'][-1] == 8  # four exchanges
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+WEIGHTED = [name for name in CASES if name.startswith('weighted')]
+
+
+@pytest.mark.parametrize('limits', [['MAX_AT_ONCE'], ['MAX_AT_ONCE', 'MAX_RESCALED']])
+def test_weights_that_are_sent_by_themselves(
+    limits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Messages arrive after the backward pass, or before its end for many parameters."
+    for limit in limits:
+        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
+    ranks = run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED})
+    for name in WEIGHTED:
+        alone = CASES[name](8)
+        alone.fit(2)
+        for got in ranks:
+            assert (got[name]['weights'] - summarize_run(alone)['weights']).abs().max() < 1e-10, (
+                name
+            )
+
+
+@pytest.mark.parametrize(
+    ('wrapper_options', 'n_expected'),
+    [({}, 2), ({'bucket_cap_mb': 25}, 1), ({'bucket_cap_mb': 1e-4}, 3)],
+)
+def test_the_weight_of_a_batch_is_sent_with_its_gradients(
+    wrapper_options: dict[str, Any], n_expected: int
+) -> None:
+    def job(rank: int) -> Any:
+        sent: list[tuple[int, int]] = []
+
+        def count(cb: Any) -> None:
+            if cb.training:
+                sent.append((n_sent(), cb.world.control._get_sequence_number_for_group()))
+
+        learn = make_learner(
+            make_dls(101, 4), loss_func=left_out(), metrics=None, cbs=Callback(after_batch=count)
+        )
+        with learn.distributed('ddp', timeout='20s', agree_every=100, **wrapper_options):
+            learn.fit(2)
+        (first, own), (last, own_last) = sent[-12], sent[-2]  # the last batch is followed by others
+        return weights(learn), (last - first) / 10, own_last - own
+
+    alone = make_learner(make_dls(101, 8), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got, n_messages, n_own in run_ranks(job):
+        assert (got - weights(alone)).abs().max() < 1e-10
+        assert n_own == (10 if wrapper_options else 0)
+        assert n_messages == n_expected
+
+
+@pytest.mark.parametrize('limit', ['MAX_AT_ONCE', 'MAX_RESCALED', None])
+def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
+    limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
+
+    def cancel(cb: Any) -> None:
+        if cb.train_iter % 3 == 1:
+            raise CancelBatchException
+
+    def cancelling(bs: int) -> Learner:
+        cancels = Callback(after_backward=cancel, order=8)
+        return make_learner(
+            make_dls(101, bs), loss_func=left_out(), metrics=None, cbs=cancels, opt_func=SGD
+        )
+
+    alone = cancelling(8)
+    alone.fit(2)
+    for got in run_ranks(lambda rank: trained(cancelling(4))):
+        assert got['counts'] == summarize_run(alone)['counts']
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize('n_ranks', [3, 4])
+def test_gradients_of_more_ranks(n_ranks: int) -> None:
+    "Three ranks use an all-reduce, four exchange in pairs."
+    alone = make_learner(make_dls(97, 12), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got in run_ranks(
+        lambda rank: trained(
+            make_learner(make_dls(97, 12 // n_ranks), loss_func=left_out(), metrics=None)
+        ),
+        n_ranks,
+    ):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+class OwnBackward(Learner):
+    "Run a backward pass without the contexts of callbacks."
+
+    def _backward(self) -> None:
+        self.loss_grad.backward()
+
+
+def test_an_overridden_backward_pass() -> None:
+    def job(rank: int) -> Any:
+        learn = make_learner(make_dls(101, 4), loss_func=left_out(), metrics=None)
+        learn.__class__ = OwnBackward
+        return trained(learn)
+
+    alone = make_learner(make_dls(101, 8), loss_func=left_out(), metrics=None)
+    alone.fit(2)
+    for got in run_ranks(job):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+class Shifted(nn.Module):
+    "A linear layer with a buffer added to its input, which each process would update differently."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+        self.register_buffer('shift', torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.shift += x.mean(0)
+        return self.layer(x + self.shift)
+
+
+@pytest.mark.parametrize('make_cbs', [list, lambda: [GradientAccumulation(16)]])
+def test_buffers_in_training_match_the_wrapper(make_cbs: Callable[[], list[Any]]) -> None:
+    def job(rank: int) -> list[Tensor]:
+        ends = []
+        for options in ({}, {'bucket_cap_mb': 25}):
+            learn = make_learner(make_dls(101, 4), opt_func=SGD, cbs=make_cbs())
+            torch.manual_seed(rank)  # the first rank's weights count
+            learn.model = Shifted()
+            with learn.distributed('ddp', timeout='20s', **options):
+                learn.fit(2)
+            ends += [weights(learn), learn.model.shift]
+        return ends
+
+    first, second = run_ranks(job)
+    for ends in (first, second):
+        own, own_shift, wrapped, wrapped_shift = ends
+        assert own_shift.abs().min() > 0 and (own - wrapped).abs().max() < 1e-12
+        assert (own_shift - wrapped_shift).abs().max() < 1e-12
+        assert torch.equal(own, first[0]) and torch.equal(own_shift, first[1])
+
+
+class Sided(nn.Module):
+    "A model with a layer for the first half of each batch, which the second rank does not call."
+
+    def __init__(self, side: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.side = side  # half of the batch that this rank has; None: both
+        self.common, self.extra = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+        self.register_buffer('sparse', torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.common(x) * self.sparse
+        if self.side is None and self.training:
+            half = len(x) // 2
+            return torch.cat([out[:half] + self.extra(x[:half]), out[half:]])
+        return out + self.extra(x) if self.side == 0 else out
+
+
+class OwnLoop(Learner):
+    "A loop that averages gradients right before the step."
+
+    def train_batch(self) -> None:
+        self.pred = self.forward(self.model, self.x)
+        self.optimize(self.loss_func(self.pred, self.y))
+
+
+@pytest.mark.parametrize('kind', [Learner, OwnLoop])
+def test_a_layer_that_one_rank_does_not_call(kind: type[Learner]) -> None:
+    def sided(side: int | None, bs: int) -> Learner:
+        learn = make_learner(make_dls(104, bs), opt_func=SGD, metrics=None)
+        learn.__class__ = kind
+        learn.model = Sided(side)
+        return learn
+
+    alone = sided(None, 8)
+    begun = weights(alone)
+    alone.fit(2)
+    assert (weights(alone) - begun)[-18:].abs().min() > 1e-4  # of the layer
+    for got in run_ranks(lambda rank: trained(sided(rank, 4))):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+def test_ranks_that_train_different_parameters() -> None:
+    def job(rank: int) -> str:
+        learn = make_learner()
+        learn.model[3].bias.requires_grad_(rank == 0)
+        with pytest.raises(DistributedError) as e, learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        return str(e.value)
+
+    for message in run_ranks(job):
+        assert '3.bias' in message and 'process 0' in message and 'process 1' in message
+
+
+class Cast(nn.Module):
+    "A linear layer that converts its input to the dtype of its weights."
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight.dtype)).double()
+
+
+def test_the_precision_of_the_weights_may_change_between_two_fits() -> None:
+    def job(rank: int | None) -> Tensor:
+        learn = make_learner(make_dls(104, 8 if rank is None else 4), opt_func=SGD, metrics=None)
+        learn.model = Cast()
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+            start = 0.25 * torch.arange(18.0, dtype=torch.float64)
+            learn.model.double()
+            nn.utils.vector_to_parameters(start, learn.model.parameters())
+            learn.fit(1)
+        return weights(learn)
+
+    alone = job(None)
+    for got in run_ranks(job):
+        assert (got - alone).abs().max() < 1e-10
+
+
+def test_gradients_that_a_callback_has_added_before_the_backward_pass() -> None:
+    def penalize(cb: Any) -> None:
+        if cb.training:
+            (0.1 * cb.model(cb.x).square().mean()).backward()
+
+    def penalized(bs: int) -> Learner:
+        cbs = Callback(after_loss=penalize)
+        dls = make_dls(104, bs)
+        return make_learner(dls, loss_func=left_out(), metrics=None, cbs=cbs, opt_func=SGD)
+
+    alone = penalized(8)
+    alone.fit(2)
+    for got in run_ranks(lambda rank: trained(penalized(4))):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+def test_sparse_gradients_match_one_process() -> None:
+    def looking_up(bs: int) -> Learner:
+        g = torch.Generator().manual_seed(1)
+        x, y = torch.randint(20, (101, 2), generator=g), torch.randint(3, (101,), generator=g)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(20, 3, sparse=True, dtype=torch.float64))
+        dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, seed=3, device='cpu')
+        learn = make_learner(dls, opt_func=torch.optim.SGD, lr=0.5)
+        learn.model = model
+        return learn
+
+    alone = looking_up(8)
+    begun = weights(alone)
+    alone.fit(2)
+    assert (weights(alone) - begun).abs().max() > 0.02
+    for got in run_ranks(lambda rank: trained(looking_up(4))):
+        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
+
+
+# ----------------------------------------------------------------------------------- half precision
+
+
+def halved(bs: int, cbs: list[Callback]) -> Learner:
+    train, valid = ((x.float(), y) for x, y in (make_data(104), make_data(37, seed=2)))
+    dls = DataLoaders.from_tensors(train, valid, bs=bs, seed=3, device='cpu')
+    learn = make_learner(dls, cbs=cbs, opt_func=SGD, lr=0.1)
+    learn.model.float()
+    return learn
+
+
+def test_half_precision_matches_one_process_within_rounding() -> None:
+    def overflow(cb: Any) -> None:
+        if cb.world.rank == 1 and cb.train_iter == 3:
+            cb.learn.loss_grad = cb.loss_grad * float('inf')
+
+    def job(rank: int) -> Any:
+        fp16 = MixedPrecision('fp16', init_scale=2.0**10)
+        skips = halved(4, [fp16, Callback(before_backward=overflow)])
+        return [
+            trained(halved(4, [MixedPrecision('bf16')]))['weights'],
+            trained(skips)['weights'],
+            [fp16.n_skipped, fp16.scaler.get_scale(), skips.time.st],
+        ]
+
+    alone, plain = halved(8, [MixedPrecision('bf16')]), halved(8, [])
+    begun = weights(alone)
+    for learn in (alone, plain):
+        learn.fit(2)
+    moved = (weights(plain) - begun).norm()
+    assert 0 < (weights(alone) - weights(plain)).norm() < 0.02 * moved
+    for bf16, fp16, counts in run_ranks(job):
+        assert (bf16 - weights(alone)).norm() < 0.02 * moved
+        assert 0.5 * moved < (fp16 - begun).norm() < 2 * moved
+        assert counts == [1, 2.0**9, 25]  # one overflows, all skip
+
+
+# ------------------------------------------------------------------------------- loops of one's own
+
+
+class GAN(nn.Module):
+    "A generator of points, and a critic of points."
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        self.critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+
+class Duel(Learner):
+    "Train the critic, then the generator, through parts of the model that no wrapper covers."
+
+    def _do_one_batch(self) -> None:
+        real, critic = self.x, self.model.critic
+        self.pred = self.model(real.flip(1))
+        self.improve(
+            'critic',
+            F.softplus(-critic(real)).mean() + F.softplus(critic(self.pred.detach())).mean(),
+        )
+        if self.training:
+            self.improve('generator', F.softplus(-critic(self.pred)).mean())
+
+    def improve(self, part: str, loss: Tensor) -> None:
+        self.part, self.loss_grad, self.loss = part, loss, loss.detach()
+        if self.training:
+            self._do_grad_opt()
+
+    def _step(self) -> None:
+        self.opt.step(only=self.part)
+
+
+class OwnEvents(Duel):
+    def _do_grad_opt(self) -> None:
+        self._backward()
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+
+class NoEvents(Duel):
+    def _do_grad_opt(self) -> None:
+        self._backward()
+        self._step()
+        self.opt.zero_grad()
+
+
+def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Optimizer]:
+    return {
+        'critic': torch.optim.Adam(model.critic.parameters(), lr=lr),
+        'generator': torch.optim.SGD(model.generator.parameters(), lr=10 * lr),
+    }
+
+
+def duel(cls: type[Learner], bs: int, n: int) -> Learner:
+    dls = DataLoaders.from_tensors(
+        make_data(n)[:1], make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu'
+    )
+    learn = cls(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=GradientClip(0.5))
+    learn.logger = lambda row: None
+    learn.remove_cb(learn.progress)
+    return learn
+
+
+def test_a_user_loop_averages_gradients_or_names_the_reason() -> None:
+    def job(rank: int) -> Any:
+        with pytest.raises(DistributedError, match=r'NoEvents .*`before_step`') as e:
+            trained(duel(NoEvents, 4, 104))
+        return [
+            trained(duel(Duel, 4, 101))['weights'],
+            trained(duel(OwnEvents, 4, 104))['weights'],
+            str(e.value),
+        ]
+
+    expected = []
+    # without the events of backward, uneven parts count alike
+    for cls, n in ((Duel, 101), (OwnEvents, 104)):
+        alone = duel(cls, 8, n)
+        alone.fit(2)
+        expected.append(weights(alone))
+    for *got, error in run_ranks(job):
+        for a, b in zip(got, expected, strict=True):
+            assert (a - b).abs().max() < 1e-10
+        assert '_do_grad_opt' in error
+
+
+# ----------------------------------------------------------------------------------------- resuming
+
+
+def test_a_tail_that_is_resumed_is_averaged(tmp_path: Path) -> None:
+    def break_off(cb: Any, n: int) -> None:
+        if cb.learn.time.ba != n:
+            return
+        cb.learn.checkpoint.save()
+        raise KeyboardInterrupt
+
+    def job(rank: int) -> list[float]:
+        def make(folder: str, *cbs: Callback) -> Learner:
+            return make_learner(
+                make_dls(101, 4),
+                tmp_path / folder,
+                cbs=[Checkpoint(every=None), GradientAccumulation(24), *cbs],
+            )
+
+        straight, differ = trained(make('straight'))['weights'], []
+        # the last step before a tail; the last batch of an epoch, whose step is to come
+        for n in (12, 13, 26):
+            broken = make(f'{n}', Callback(batch_checkpoint=partial(break_off, n=n)))
+            with expect_interrupt(), broken.distributed('ddp', timeout='20s'):
+                broken.fit(2)
+            again = make(f'{n}')
+            with again.distributed('ddp', timeout='20s'):
+                again.fit(2, resume=True)
+                again.check_replicas()
+            differ.append(float((weights(again) - straight).abs().max()))
+        return differ
+
+    assert run_ranks(job) == [[0.0, 0.0, 0.0]] * 2
+
+
+def at(event: str, where: Callable[[Any], bool], error: type[Exception]) -> Callback:
+    def act(cb: Any) -> None:
+        if cb.training and where(cb):
+            raise error
+
+    return Callback(**{event: act})
+
+
+def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() -> None:
+    cancelled: dict[str, Callable[[int], Learner]] = {  # epochs of 12 batches
+        'the last piece': lambda bs: made(
+            bs,
+            at(
+                'before_backward',
+                lambda cb: cb.learn.run.is_last_microbatch and cb.train_iter % 3 == 1,
+                CancelBackwardException,
+            ),
+            microbatch=bs // 2,
+        ),
+        'the last batch': lambda bs: made(
+            bs,
+            at('after_pred', lambda cb: cb.iter == 11, CancelBatchException),
+            GradientAccumulation(16),
+        ),
+        'the last backward': lambda bs: made(
+            bs,
+            at('before_backward', lambda cb: cb.iter == 11, CancelBackwardException),
+            GradientAccumulation(16),
+        ),
+    }
+
+    def made(bs: int, *cbs: Callback, **options: Any) -> Learner:
+        return make_learner(make_dls(96, bs), cbs=list(cbs), **options)
+
+    def job(rank: int) -> list[Tensor]:
+        ends = []
+        for make in cancelled.values():
+            learn = make(4)
+            with learn.distributed('ddp', timeout='20s'):
+                learn.fit(1)
+                learn.check_replicas()
+            ends.append(weights(learn))
+        return ends
+
+    for name, got in zip(cancelled, run_ranks(job)[0], strict=True):
+        if name == 'the last piece':
+            continue  # it has other samples in one process
+        (one := cancelled[name](8)).fit(1)
+        assert (got - weights(one)).abs().max() < 1e-10, name
+
+
+def test_a_static_graph_takes_passes_without_a_step() -> None:
+    makes = [
+        lambda bs: make_learner(make_dls(64, bs), cbs=GradientAccumulation(16)),
+        lambda bs: make_learner(make_dls(64, bs), microbatch=bs // 2),
+    ]
+
+    def job(rank: int) -> list[Tensor]:
+        ends = []
+        for make in makes:
+            learn = make(4)
+            with learn.distributed('ddp', timeout='20s', static_graph=True):
+                learn.fit(2)
+            ends.append(weights(learn))
+        return ends
+
+    for make, got in zip(makes, run_ranks(job)[0], strict=True):
+        (one := make(8)).fit(2)
+        assert (got - weights(one)).abs().max() < 1e-10
+
+
+def test_an_evaluation_inside_a_batch_leaves_its_loss_alone() -> None:
+    def make(bs: int) -> Learner:
+        def look(cb: Any) -> None:
+            if cb.training and cb.train_iter % 4 == 1:
+                cb.learn.validate()
+
+        return make_learner(make_dls(48, bs, n_valid=9), cbs=Callback(after_step=look))
+
+    def job(rank: int) -> list[Any]:
+        ends = []
+        for strategy in ('ddp', 'fsdp'):
+            learn = make(4)
+            with learn.distributed(strategy, timeout='20s'):
+                learn.fit(2)
+            ends.append(rows(learn))
+        return ends
+
+    (one := make(8)).fit(2)
+    for got in run_ranks(job)[1]:
+        assert same_rows(got, rows(one))
+
+
+# --------------------------------------------------------------------- loops written with the verbs
+
+
+class VerbDuel(Learner):
+    "Train the critic, then the generator, with `forward` and `optimize`."
+
+    def train_batch(self) -> None:
+        real, critic = self.x, self.model.critic
+        # the whole model, of which only a part takes part
+        fake = self.forward(self.model, real.flip(1))
+        real_score, fake_score = self.forward(critic, real), self.forward(critic, fake.detach())
+        self.optimize(F.softplus(-real_score).mean() + F.softplus(fake_score).mean(), only='critic')
+        self.optimize(F.softplus(-self.forward(critic, fake)).mean(), only='generator')
+
+    def evaluate_batch(self) -> None:
+        self.report_loss(F.softplus(-self.forward(self.model.critic, self.x)).mean())
+
+
+VERBS: dict[str, Callable[[], list[Callback]]] = {
+    'plain': list,
+    'clip': lambda: [GradientClip(0.05)],
+    'accumulation': lambda: [GradientAccumulation(24)],
+    'all': lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
+}
+
+
+def verb_duel(bs: int, name: str) -> Learner:
+    learn = duel(VerbDuel, bs, 101)
+    learn.remove_cb(GradientClip)
+    return learn.add_cbs(VERBS[name]())
+
+
+def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:
+    def job(rank: int) -> dict[str, Any]:
+        return {name: trained(verb_duel(4, name)) for name in VERBS}
+
+    ranks = run_ranks(job)
+    for name in VERBS:
+        (alone := verb_duel(8, name)).fit(2)
+        expected = summarize_run(alone)
+        for got in (rank[name] for rank in ranks):
+            assert (got['weights'] - expected['weights']).abs().max() < 1e-10, name
+            assert got['counts'] == expected['counts'] and same_rows(
+                got['rows'], expected['rows']
+            ), name
+
+
+def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path) -> None:
+    def job(rank: int) -> list[float]:
+        differ, states = [], []
+        keep = Callback(batch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))
+        with (straight := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+            straight.fit(2)
+        with (broken := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+            broken.fit(2, cbs=keep)
+        for n in (3, 17):
+            with (again := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+                again.fit(2, resume=states[n])
+                again.check_replicas()
+            differ.append(float((weights(again) - weights(straight)).abs().max()))
+        return differ
+
+    assert run_ranks(job) == [[0.0, 0.0]] * 2

@@ -1,0 +1,368 @@
+"""Strategy 'fsdp': the same training as with replicas, with a shard of the weights on every rank."""
+
+import warnings
+from functools import partial
+from operator import is_
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import (
+    EMA,
+    SAM,
+    Callback,
+    GradientAccumulation,
+    GradientClip,
+    GuardNonFinite,
+    MixedPrecision,
+    OptimizerMonitor,
+)
+from learnkit.callbacks.training import ChannelsLast, GradientValueClip
+from learnkit.checkpoint.digest import digest, learn_state
+from learnkit.core.dtensor import is_dtensor
+from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
+from learnkit.distributed.fsdp import Sharded, check_can_be_sharded, find_units
+from learnkit.optim.optimizers import SGD, Adam, Lookahead, MuonAdamW, RAdam, RMSProp
+from tests.helpers.fsdp import Block, Net, WithStatistics, learner, max_difference, state_values
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
+    "Train; return the weights, the history, the averages and the optimizer's state."
+    learn = learner(model, **{k: v() if k == 'cbs' else v for k, v in kwargs.items()})
+    torch.manual_seed(3)
+    with (
+        warnings.catch_warnings(),
+        learn.no_bar(),
+        learn.no_logging(),
+        learn.distributed(strategy, **dict(options)),
+    ):
+        # in the case that rolls back
+        warnings.filterwarnings('ignore', 'The loss is nan', UserWarning)
+        learn.fit(epochs)
+    ema = [
+        average
+        for cb in learn.cbs
+        if isinstance(cb, EMA)
+        for average in cb.state_dict()['averages'].values()
+    ]
+    kept = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    history = [
+        v
+        for row in learn.history
+        for k, v in row.items()
+        if isinstance(v, float) and 'time' not in k
+    ]
+    return state_values(learn), torch.tensor(history), ema, kept
+
+
+def by_size(pred, y):
+    return ((pred - y) ** 2 * y.abs()).sum() / y.abs().sum()
+
+
+CASES = {
+    'default': {},
+    'weighted': {'loss_func': by_size, 'weight_func': lambda xb, yb: yb[0].abs().sum()},
+    'weighted, clip': {
+        'loss_func': by_size,
+        'weight_func': lambda xb, yb: yb[0].abs().sum(),
+        'cbs': lambda: GradientClip(0.1),
+    },
+    'clip': {'cbs': lambda: GradientClip(0.1)},
+    'largest': {'cbs': lambda: GradientClip(0.01, float('inf'))},
+    'one norm': {'cbs': lambda: GradientClip(0.5, 1)},
+    'value clip': {'cbs': lambda: GradientValueClip(0.01)},
+    'ema': {'cbs': lambda: EMA(0.9)},
+    'sam': {'cbs': lambda: SAM(0.1)},
+    'asam': {'cbs': lambda: [SAM(1.0, adaptive=True), GradientClip(0.1)]},
+    'guard': {'cbs': lambda: GuardNonFinite()},
+    'rollback': {
+        'cbs': lambda: [GuardNonFinite('rollback', snapshot_every='1ba'), NaNs(), EMA(0.9)]
+    },
+    'monitor': {'cbs': lambda: OptimizerMonitor(every='1ba')},
+    'accumulate': {'cbs': lambda: [GradientAccumulation(20), GradientClip(0.1)]},
+    'microbatch': {'microbatch': 3, 'cbs': lambda: GradientClip(0.1)},
+    'microbatch, accumulate': {'microbatch': 3, 'cbs': lambda: GradientAccumulation(20)},
+    'fp16': {
+        'cbs': lambda: [MixedPrecision('fp16', init_scale=2.0**17), GradientClip(0.1)],
+        'epochs': 2,
+    },
+    'sgd': {'opt_func': partial(SGD, mom=0.9, wd=0.1)},
+    'rmsprop': {'opt_func': partial(RMSProp, mom=0.9)},
+    'radam': {'opt_func': RAdam},
+    'loop': {'opt_func': partial(Adam, fused=False)},
+    'lookahead': {'opt_func': lambda p, lr: Lookahead(Adam(p, lr), k=2)},
+    'muon': {'opt_func': MuonAdamW},
+    'groups': {
+        'splitter': lambda m: [
+            list(m.stem.parameters()),
+            [*m.blocks.parameters(), *m.head.parameters()],
+        ],
+        'lr': [0.001, 0.01],
+        'wd': 0.1,
+    },
+}
+
+
+class NaNs(Callback):
+    "Make one batch not finite."
+
+    run_valid = False
+
+    def before_batch(self):
+        if self.learn.train_iter == 1:
+            self.learn.xb = (self.learn.xb[0] * torch.nan,)
+
+
+def as_with_replicas(rank, names):
+    "Return the largest difference of the two strategies' results."
+    torch.distributed.init_process_group('gloo')
+    found = {}
+    for name in names:
+        a, b = (trained(strategy, **CASES[name]) for strategy in ('ddp', 'fsdp'))
+        found[name] = (
+            [max_difference(x, y) for x, y in zip(a, b, strict=True) if len(x)],
+            max_difference(a[0], state_values(learner())),
+        )
+    return found
+
+
+@pytest.mark.parametrize('names', [list(CASES)[i::3] for i in range(3)], ids=lambda names: names[0])
+def test_fsdp_trains_as_ddp_does(names):
+    for found in run_ranks(as_with_replicas, 2, names):
+        for name, (differences, moved) in found.items():
+            # Muon works in bfloat16, which knows two or three digits
+            assert max(differences) < (0.01 if name == 'muon' else 1e-5), (name, differences)
+            assert moved > 1e-3, name
+
+
+# -- what is cut -----------------------------------------------------------------------------------
+
+
+def test_repeated_blocks_are_cut_on_their_own():
+    model = Net()
+    assert find_units(model, None) == list(model.blocks)
+    assert find_units(model, nn.LayerNorm) == [b.norm for b in model.blocks][::-1]
+    assert find_units(model, lambda m: m is model.head) == [model.head]
+    assert find_units(nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1)), None) == []
+    both = find_units(model, (Block, nn.Sequential))
+    assert both.index(model.blocks[0].inner) < both.index(model.blocks[0])  # inner ones first
+    with pytest.raises(OptionError, match='no such module'):
+        find_units(model, nn.Conv2d)
+
+
+class Tied(Net):
+    "A model whose first block shares a weight with another layer."
+
+    def __init__(self):
+        super().__init__()
+        self.tied = nn.Linear(7, 9)
+        self.tied.weight = self.blocks[0].inner[0].weight
+
+    def forward(self, x):
+        return super().forward(x) + self.tied(self.stem(x)).mean(1, keepdim=True)
+
+
+def test_a_block_that_shares_weights_is_not_cut_on_its_own():
+    model = Tied()
+    assert find_units(model, None) == [model.blocks[1]]
+    with pytest.raises(OptionError, match='shares weights'):
+        find_units(model, Block)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'polcy': 1}, 'Did you mean .policy'),
+        ({'policy': 'fp8'}, 'MixedPrecisionPolicy'),
+        ({'wrap': 3}, 'a class'),
+        ({'offload': 'cpu'}, 'CPUOffloadPolicy'),
+        ({'reshard_after_forward': 'yes'}, 'True, False'),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(OptionError, match=message):
+        Sharded(**options)
+
+
+# -- the model and the Learner around it -----------------------------------------------------------
+
+
+def several_things(rank):
+    "Run many small checks in one process group; return the failed ones."
+    torch.distributed.init_process_group('gloo')
+    wrong = []
+
+    def check(name, holds):
+        if not holds:
+            wrong.append(name)
+
+    for model in (Tied, WithStatistics):  # BatchNorm's batches are those of each process, in both
+        a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
+        check(f'{model.__name__}: {max_difference(a[0], b[0])}', max_difference(a[0], b[0]) < 1e-5)
+    # the last ones: 3 and 4 samples
+    pieces = [trained(strategy, microbatch=3, n=39) for strategy in ('ddp', 'fsdp')]
+    check('pieces', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
+    half = trained('fsdp', options={'policy': 'bf16', 'reshard_after_forward': False})
+    whole = trained('ddp')
+    check('bf16', 0 < max_difference(half[0], whole[0]) < 0.1)
+    pieces = [
+        trained(s, options=o, microbatch=3)
+        for s, o in (('ddp', {}), ('fsdp', {'sync_pieces': False}))
+    ]
+    check('pieces that are not synchronised', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
+
+    learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
+    own, params = learn.model, list(learn.model.parameters())
+    # of a process alone
+    with warnings.catch_warnings(action='ignore'), learn.no_bar(), learn.no_logging():
+        learn.fit(1)  # an optimizer that is there already
+    average = learn.ema.state_dict()['averages']
+    with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+        check('sharded', learn.model is not own and all(map(is_dtensor, learn.model.parameters())))
+        n = sum(p.to_local().numel() for p in learn.model.parameters())
+        check('half of it', n < 0.6 * sum(p.numel() for p in own.parameters()))
+        check(
+            'averages go along',
+            max_difference(
+                average.values(),
+                [a.full_tensor() for a in learn.ema.state_dict()['averages'].values()],
+            )
+            == 0,
+        )
+        learn.freeze()
+        learn.fit(1)
+        frozen = learn.model.stem.weight.full_tensor()
+        learn.unfreeze()
+        learn.lr_find(num_it=12, show_plot=False)
+        now = learn.model.stem.weight.full_tensor()
+        check('frozen', torch.equal(frozen, own.stem.weight) and torch.equal(frozen, now))
+        learn.fit(1)
+        check('thawed', not torch.equal(frozen, learn.model.stem.weight.full_tensor()))
+        evaluated, sums = learn.validate(), digest(learn_state(learn)['optimizer'])
+        check('all have the same', len(set(learn.world.gather(sums))) == 1)
+        learn.check_replicas()
+        try:
+            learn.export()
+        except ModelError as e:
+            check('export', 'once the strategy' in str(e))
+        else:
+            wrong.append('export')
+    check('the same objects', learn.model is own and all(map(is_, own.parameters(), params)))
+    check('the same weights', abs(learn.validate()[0] - evaluated[0]) < 1e-6)
+    check(
+        'plain states',
+        all(type(v) is torch.Tensor for s in learn.opt.state.values() for v in s.values()),
+    )
+    check(
+        'the optimizer has them',
+        {id(p) for p in learn.opt.parameters()} == {id(p) for p in own.parameters()},
+    )
+    check('modes', all(m.training == own.training for m in own.modules()))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+
+    for name, odd in {
+        'ChannelsLast': {'cbs': ChannelsLast()},
+        'microbatch': {'microbatch': 'auto'},
+        'LBFGS': {'opt_func': partial(torch.optim.LBFGS, max_iter=2)},
+    }.items():
+        learn = learner(**odd)
+        before = state_values(learn)
+        try:
+            with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+                learn.fit(1)
+        except DistributedError as e:
+            check(f'{name} by name', name in str(e))
+        else:
+            wrong.append(f'{name} not refused')
+        check('nothing trained', max_difference(before, state_values(learn)) == 0)
+    return wrong
+
+
+def test_the_learner_has_its_own_model_back():
+    assert run_ranks(several_things, 2) == [[], []]
+
+
+def four(rank):
+    return trained('fsdp', options={'batch_size': 'global'})[:2]
+
+
+def test_four_processes_train_as_one_does():
+    alone = trained('fsdp')  # nobody else is there
+    for weights, history in run_ranks(four, 4):
+        assert (
+            max_difference(weights, alone[0]) < 1e-5
+            and max_difference([history], [alone[1]]) < 1e-5
+        )
+
+
+def fails(rank):
+    learn = learner(cbs=[Fails(), EMA()])
+    before = state_values(learn)
+    try:
+        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', timeout='20s'):
+            learn.fit(1)
+    except (ValueError, DistributedError) as e:
+        error = f'{type(e).__name__}: {e}'
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)  # alone again
+    return error[:60], max_difference(before, state_values(learn)) > 0, learn.world.size
+
+
+class Fails(Callback):
+    def after_pred(self):
+        if self.learn.world.rank == 1 and self.learn.train_iter == 2:
+            raise ValueError('too bad')
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    (first, *rest), (second, *_) = run_ranks(fails, 2)
+    assert (
+        first.startswith('DistributedError: Process 1 of 2 failed in Fails')
+        and second == 'ValueError: too bad'
+    )
+    assert rest == [True, 1]
+
+
+@pytest.mark.parametrize(
+    ('model', 'message'),
+    [
+        (lambda: nn.Identity(), 'no parameters'),
+        (lambda: nn.LazyLinear(3), 'without a size'),
+        (lambda: nn.Linear(2, 2, device='meta'), 'meta'),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), 'not DataParallel'),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(model, message):
+    with pytest.raises(ModelError, match=message):
+        check_can_be_sharded(model())
+
+
+def spoiled(rank):
+    learn = learner(cbs=[GuardNonFinite('raise'), Spoiled()])
+    try:
+        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+            learn.fit(1)
+    except (LossError, DistributedError) as e:
+        return str(e)
+
+
+class Spoiled(Callback):
+    "Make a gradient not finite whose shard is on one rank only."
+
+    order = 10.2
+    run_valid = False
+
+    def before_step(self):
+        grad = self.learn.model.head.weight.grad.to_local()
+        if grad.numel():
+            grad.fill_(torch.nan)
+
+
+def test_a_gradient_that_one_process_alone_has_is_looked_at_by_all():
+    for text in run_ranks(spoiled, 2):
+        assert 'gradient' in text, text

@@ -1,0 +1,376 @@
+"""`learn.launch`: processes started from a notebook, their results, and their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Timer
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import EMA, SGD, Callback, Learner, mae
+from learnkit.checkpoint.digest import differences, learn_digest
+from learnkit.core.errors import DistributedError, LearnkitError, MissingExtraError, OptionError
+from learnkit.distributed import DistributedTraining
+from learnkit.distributed.launch import environment, free_port, launch
+from learnkit.testing import synth_learner
+from learnkit.testing.forks import start
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+pytest.importorskip('cloudpickle')
+starts_processes = pytest.mark.dist
+
+
+def line() -> Learner:
+    torch.manual_seed(3)
+    halved = lambda params, lr: SGD(params, lr=lr / 2, mom=0.9)  # a notebook's function
+    return synth_learner(
+        n_train=6, lr=0.05, opt_func=halved, cbs=EMA(0.9), metrics=[mae, lambda p, y: (p - y).sum()]
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (
+        Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0] != 'Z'
+        if sys.platform == 'linux'
+        else True
+    )
+
+
+def wait_until_ended(pids: list[int], within_s: float = 4.0) -> bool:
+    end = monotonic() + within_s
+    while any(map(alive, pids)) and monotonic() < end:
+        sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def write_pid(folder: Path, learn: Any) -> None:
+    "Write the id of this process to a file for the test."
+    rank = learn.world.rank
+    (folder / f'{rank}.new').write_text(str(os.getpid()))
+    (folder / f'{rank}.new').rename(folder / f'{rank}.pid')
+
+
+def wait_for_ever(folder: Path, learn: Any) -> None:
+    write_pid(folder, learn)
+    while True:
+        sleep(0.01)
+
+
+def pids(folder: Path, n: int = 2, within_s: float = 40.0) -> list[int]:
+    end = monotonic() + within_s
+    while len(list(folder.glob('*.pid'))) < n and monotonic() < end:
+        sleep(0.01)
+    return [int(path.read_text()) for path in sorted(folder.glob('*.pid'))]
+
+
+# -- what comes back
+
+
+def _trained(rank: int) -> Any:
+    "Train in one of two processes that were not started by `launch`."
+    learn = line()
+    with learn.no_bar(), pytest.warns(UserWarning, match='this one trains alone'):
+        learn.fit(1)
+    with learn.no_bar(), learn.distributed('ddp', batch_size='global'):
+        learn.fit(2)
+    return learn.checkpoint_state()
+
+
+@starts_processes
+def test_everything_is_brought_back(capsys: pytest.CaptureFixture[str]) -> None:
+    learn = line()
+    with learn.no_bar():
+        learn.fit(1)
+    capsys.readouterr()
+
+    class Printing(Callback):
+        "A class defined in the notebook."
+
+        def after_fit(self) -> None:
+            print(f'process {self.world.rank} of {self.world.size}')
+
+    def train(learn: Learner) -> Any:
+        learn.fit(2, cbs=Printing())
+        return {'ranks': learn.world.gather(learn.world.rank), 'x': torch.ones(2)}
+
+    model = learn.model
+    result = launch(learn, train, 2, strategy='ddp', batch_size='global')
+    assert result['ranks'] == [0, 1] and torch.equal(result['x'], torch.ones(2))
+    written = capsys.readouterr()
+    assert written.out.count('process 0 of 2') == 1 and 'process 1' not in written.out
+    # heading, two rows, and what Tell has said
+    assert len(written.out.splitlines()) == 4 and written.err == ''
+
+    assert not differences(run_ranks(_trained, 2)[0], learn.checkpoint_state())
+    assert learn.model is model and learn.world.size == 1 and len(learn.history) == 3
+    assert learn.time.ep == 3 and learn.opt.n_steps == 6 * 3
+    with learn.no_bar():
+        learn.fit(1)  # and it trains on
+
+
+@starts_processes
+@pytest.mark.full
+def test_one_process_trains_as_this_one_would_and_odd_results_stay_behind() -> None:
+    here, there = line(), line()
+    with here.no_bar():
+        here.fit(1)
+
+    def train(learn: Learner) -> Any:
+        with learn.no_bar():
+            learn.fit(1)
+        return learn
+
+    with pytest.warns(UserWarning, match=r'returned a Learner'):
+        assert launch(there, train, 1) is None
+    assert learn_digest(here) == learn_digest(there)
+
+
+# -- how they end
+
+
+@starts_processes
+def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: Path) -> None:
+    learn = line()
+    before = learn_digest(learn)
+
+    class Boom(Callback):
+        def after_loss(self) -> None:
+            if self.world.rank == 1 and self.train_iter == 2:
+                raise ValueError('boom in a notebook')
+
+    def train(learn: Learner) -> None:
+        write_pid(tmp_path, learn)
+        learn.fit(1, cbs=Boom())
+
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .*ValueError: boom') as error:
+        launch(learn, train, 2)
+    assert 'Boom.after_loss (epoch 0, batch 2)' in str(error.value)
+    assert 'distributed/launching.py' not in str(error.value)
+    assert wait_until_ended(pids(tmp_path)) and learn_digest(learn) == before
+
+
+@starts_processes
+@pytest.mark.full
+def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
+    def die(learn: Learner) -> None:
+        write_pid(tmp_path, learn)
+        if learn.world.rank == 1:
+            print('last words', file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .* SIGKILL') as error:
+        launch(line(), die, 2)
+    assert error.value.args[0].endswith('for want of memory perhaps.\nlast words\n')
+    assert wait_until_ended(pids(tmp_path))
+
+
+@starts_processes
+@pytest.mark.full
+def test_one_that_does_not_end_with_the_others_is_ended(tmp_path: Path) -> None:
+    def linger(learn: Learner) -> None:
+        (wait_for_ever if learn.world.rank else write_pid)(tmp_path, learn)
+
+    with pytest.raises(DistributedError, match=r'Process 1 of 2 .* 1 s '):
+        launch(line(), linger, 2, timeout='1s')
+    assert wait_until_ended(pids(tmp_path))
+
+
+@starts_processes
+def test_an_interrupt_ends_them(tmp_path: Path) -> None:
+    learn = line()
+    before = learn_digest(learn)
+
+    def stop_button() -> None:
+        if len(pids(tmp_path)) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    button = Timer(0.1, stop_button)
+    button.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(learn, partial(wait_for_ever, tmp_path), 2)
+    button.join()
+    assert wait_until_ended(pids(tmp_path), 0.2) and learn_digest(learn) == before
+
+
+@starts_processes
+def test_they_die_with_their_parent(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp('temporary')
+    monkeypatch.setattr(tempfile, 'tempdir', str(folder))  # others launch at the same time
+    with start(lambda: launch(line(), partial(wait_for_ever, tmp_path), 2)) as parent:
+        running = pids(tmp_path)
+        assert len(running) == 2 and all(map(alive, running)), parent.stderr
+        parent.send(signal.SIGKILL, group=False)
+        assert wait_until_ended(running)
+    assert not list(folder.glob('learnkit-launch-*'))
+
+
+# -- what is refused, before anything is started
+
+
+def _in_a_run(learn: Learner) -> None:
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: launch(learn, print, 2)))
+
+
+def _on_gpus(learn: Learner) -> None:
+    learn.dls._device = torch.device('cuda')  # without a GPU, the setter refuses it
+    launch(learn, print, torch.cuda.device_count() + 2)
+
+
+REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
+    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
+    (lambda learn: launch(learn, print, 0), OptionError, 'nproc=0: give a whole number'),
+    (lambda learn: launch(learn, print, 2.0), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
+    (lambda learn: launch(learn, print, True), OptionError, 'nproc=True'),
+    (lambda learn: launch(learn, print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
+    (lambda learn: launch(learn, print, 2, timeout='3ep'), OptionError, 'timeout'),
+    (_in_a_run, DistributedError, 'inside a run'),
+    (_on_gpus, DistributedError, r'and there (is|are) \d+ GPU'),
+]
+
+
+@pytest.mark.parametrize(
+    ('call', 'error', 'message'), REFUSED, ids=[message for *_, message in REFUSED]
+)
+def test_what_cannot_be_launched(
+    call: Callable[[Learner], Any],
+    error: type[LearnkitError],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr('subprocess.Popen', None)
+    with pytest.raises(error, match=message), (learn := line()).no_bar():
+        call(learn)
+
+
+class WithFile(nn.Module):
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self.line, self.log = nn.Linear(1, 1), file
+
+    def forward(self, x: Any) -> Any:
+        return self.line(x)
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('subprocess.Popen', None)
+    with open(tmp_path / 'log', 'w') as file:
+
+        class Note(Callback):
+            def __init__(self) -> None:
+                self.to = {'files': [1, file]}
+
+        cases: list[tuple[str, Callable[[], Any]]] = [
+            (
+                r'learn\.note\.to\[\'files\'\]\[1\] \(TextIOWrapper\)',
+                lambda: launch(synth_learner(cbs=Note()), print),
+            ),
+            (
+                r'`file` of fn \(TextIOWrapper\)',
+                lambda: launch(line(), lambda learn: file.write('x')),
+            ),
+            (
+                r'learn\.model\.0\.log \(TextIOWrapper\)',
+                lambda: launch(synth_learner(model=nn.Sequential(WithFile(file))), print),
+            ),
+            (r'learn\.dls\.train \(generator\)', _launch_generator),
+        ]
+        for message, call in cases:
+            with pytest.raises(
+                DistributedError, match=message + ' cannot be sent to another process'
+            ):
+                call()
+
+
+def _launch_generator() -> None:
+    x = torch.ones(2, 1)
+    learn = synth_learner()
+    learn.dls.train = ((x, x) for _ in range(3))
+    launch(learn, print)
+
+
+def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'cloudpickle', None)
+    with pytest.raises(
+        MissingExtraError, match=r'^learn.launch needs cloudpickle: pip install cloudpickle$'
+    ):
+        launch(line(), print)
+
+
+def test_the_learners_own_callback_overrides_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from learnkit.distributed.launch import _make_team
+
+    own = DistributedTraining('ddp', uneven='drop')
+    learn = synth_learner(cbs=own)
+    assert _make_team(learn, print, 2, '10m', {}) is own
+    assert _make_team(learn, print, 2, '10m', {'strategy': 'fsdp'}).strategy == 'fsdp'
+
+
+def test_processes_share_the_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    env = environment(1, 10_000, port := free_port())
+    assert env['OMP_NUM_THREADS'] == '1' and (env['RANK'], env['WORLD_SIZE']) == ('1', '10000')
+    assert env['MASTER_PORT'] == str(port)
+    monkeypatch.setenv('OMP_NUM_THREADS', '5')
+    assert environment(0, 2, port)['OMP_NUM_THREADS'] == '5'
+
+
+@starts_processes
+def test_a_process_that_a_launcher_has_started_can_launch_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_torchrun = {
+        'RANK': '3',
+        'LOCAL_RANK': '3',
+        'WORLD_SIZE': '4',
+        'LOCAL_WORLD_SIZE': '4',
+        'GROUP_RANK': '2',
+        'MASTER_ADDR': 'elsewhere',
+        'MASTER_PORT': '1',
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+    }
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    odd = (
+        'TORCHELASTIC_RUN_ID',
+        'TORCHELASTIC_ERROR_FILE',
+        'ROLE_RANK',
+        'ROLE_WORLD_SIZE',
+        'ROLE_NAME',
+        'GROUP_WORLD_SIZE',
+        'SLURM_PROCID',
+        'SLURM_LOCALID',
+        'SLURM_STEP_NUM_TASKS',
+    )
+    for name in odd:
+        monkeypatch.setenv(name, '7')
+    assert launch(
+        line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s'
+    ) == [0, []]
+    env = environment(1, 2, 5)
+    assert [env[name] for name in list(of_torchrun)[:-1]] == [
+        '1',
+        '1',
+        '2',
+        '2',
+        '0',
+        '127.0.0.1',
+        '5',
+    ]

@@ -1,0 +1,328 @@
+"""Shards of loaders: together they yield the batches of one process once each, and resume from any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+
+from learnkit.core.random import capture_rng, same_states
+from learnkit.distributed.shards import shard
+from tests.helpers.positions import (
+    EpochCountSampler,
+    IndexByIndex,
+    Items,
+    OwnSeed,
+    SetEpochSampler,
+    Stream,
+)
+from tests.helpers.shards import (
+    Make,
+    Together,
+    batch_list,
+    ids,
+    items,
+    make_by_kind,
+    own_loader,
+    rounds_of,
+    seed_all,
+    tensors,
+)
+
+pytestmark = pytest.mark.dist
+
+OTHERS = ('torch', 'numpy', 'python')
+
+
+def alone(make: Make, epochs: int = 2, seed: int = 1) -> tuple[list[list[Any]], Any]:
+    "Return the batches of one process, and the global generators after them."
+    seed_all(seed)
+    dl = make(seed)
+    return [[ids(b) for b in dl] for _ in range(epochs)], capture_rng()
+
+
+KINDS = [
+    'tensors',
+    'tensors shuffled',
+    'tensors, seed',
+    'tensors, global',
+    'items',
+    'items shuffled',
+    'items, generator',
+    'items, global',
+    'weighted',
+]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('size', [1, 2, 7])
+def test_rounds_are_the_batches_of_one_process(kind: str, size: int) -> None:
+    make = make_by_kind(kind)
+    for n in {18, 3 * size, 3 * size + 1, 6 * size - 1, 20}:
+        for batch_size, bs in (('process', 3 * size), ('global', 3)):
+            for drop_last in (False, True):
+                if drop_last and n < bs:
+                    continue
+                expected, rng = alone(
+                    lambda s, n=n, bs=bs, d=drop_last: make(bs, drop_last=d)(s, n=n)
+                )
+                ranks = Together(
+                    lambda s, n=n, d=drop_last: make(3, drop_last=d)(s, n=n),
+                    size,
+                    batch_size=batch_size,
+                )
+                found = [rounds_of(ranks, ranks.epoch()) for _ in range(2)]
+                assert found == expected, (n, batch_size, drop_last)
+                assert same_states(ranks.rngs[0], rng), (n, batch_size, drop_last)
+
+
+@pytest.mark.parametrize('kind', ['tensors shuffled', 'items shuffled', 'tensors', 'list'])
+@pytest.mark.parametrize('size', [1, 2, 7])
+@pytest.mark.parametrize('batch_size', ['process', 'global'])
+def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
+    kind: str, size: int, batch_size: str
+) -> None:
+    for n in {*range(14 * size, 14 * size + 3), 15 * size - 1, 16 * size, 16 * size + 1}:
+        make = (
+            (lambda s, n=n: batch_list(s, n=n))
+            if kind == 'list'
+            else (lambda s, n=n: make_by_kind(kind)(4)(s, n=n))
+        )
+        full = 4 * size if batch_size == 'process' else 4
+        for uneven in ('join', 'pad', 'drop'):
+            ranks = Together(make, size, batch_size=batch_size, uneven=uneven)
+            rounds = rounds_of(ranks, ranks.epoch())
+            given = sorted(chain.from_iterable(rounds))
+            if uneven == 'join':
+                assert given == list(range(n))
+            elif uneven == 'pad':
+                assert set(given) == set(range(n))
+                shares = [{dl.share(i)[0] for dl in ranks.shards} for i in range(len(rounds))]
+                if kind != 'list' or batch_size == 'global':
+                    assert all(len(s) == 1 for s in shares)
+            elif kind != 'list':
+                assert len(given) == len(set(given)) == n // full * full
+
+
+def test_of_a_round_that_is_repeated_the_beginning_comes_again() -> None:
+    ranks = Together(tensors, 4, uneven='pad')
+    assert [p[1] for p in ranks.epoch()] == [[16, 17], [18, 19], [20, 21], [16, 17]]
+    ranks = Together(
+        lambda s: tensors(s, n=9, bs=3, shuffle=False), 2, uneven='pad', batch_size='global'
+    )
+    assert ranks.epoch() == [[[0, 1], [3, 4], [6, 7]], [[2, 0], [5, 3], [8, 6]]]
+    assert ranks.shards[0].share(0) == (2, 4)
+
+
+def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
+    for make in (tensors, items):
+        ranks = Together(lambda s, make=make: make(s, n=9), 2)
+        assert ranks.epoch() == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], [8]]]
+        assert [dl.share(1) for dl in ranks.shards] == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize('make', [tensors, items, batch_list, own_loader])
+@pytest.mark.parametrize('size', [2, 5])
+@pytest.mark.parametrize('batch_size', ['process', 'global'])
+def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: str) -> None:
+    for n in range(1, 5 * size):
+        ranks = Together(
+            lambda s, n=n: make(s, n=n, bs=2), size, batch_size=batch_size, fillers=False
+        )
+        parts = ranks.epoch()
+        counted: list[int] = []
+        for dl, part in zip(ranks.shards, parts, strict=True):
+            assert len(dl) == len(part) > 0
+            shares = [dl.share(i)[0] for i in range(len(part))]
+            if make in (tensors, items):
+                assert len(part) == 1 or 0 not in shares
+            counted += chain.from_iterable(p for p, k in zip(part, shares, strict=True) if k)
+        assert sorted(counted) == list(range(n)), n
+
+
+class Sizes:
+    "A batch sampler with unknown batch sizes that counts its passes."
+
+    passes = 0
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        order, i = torch.randperm(self.n).tolist(), 0
+        while i < self.n:
+            k = int(torch.randint(1, 5, ()))
+            yield order[i : i + k]
+            i += k
+
+
+@pytest.mark.parametrize('size', [2, 3])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_batch_sampler_with_its_own_state_runs_in_each_process(size: int, workers: int) -> None:
+    def make(seed: int) -> Any:
+        return items(seed, n=40, batch_sampler=lambda s, n: Sizes(n), num_workers=workers)
+
+    expected, _ = alone(make)
+    ranks = Together(make, size)
+    for i in range(2):
+        parts = ranks.epoch()
+        rounds = [
+            list(chain.from_iterable(expected[i][j : j + size]))
+            for j in range(0, len(expected[i]), size)
+        ]
+        assert len(parts[0]) == len(rounds) and sorted(chain.from_iterable(rounds)) == list(
+            range(40)
+        )
+        for j, of_round in enumerate(rounds):
+            pieces = [p[j] for p, dl in zip(parts, ranks.shards, strict=True) if dl.share(j)[0]]
+            assert list(chain.from_iterable(pieces)) == of_round
+            assert ranks.shards[0].share(j)[1] == len(of_round)
+    assert [whole.batch_sampler.passes for whole in ranks.wholes] == [2] * size
+
+
+@pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_user_samplers(sampler: Any, workers: int) -> None:
+    def made(seed: int, n: int) -> Any:
+        return sampler() if sampler in (EpochCountSampler, IndexByIndex) else sampler(seed)
+
+    def make(bs: int) -> Make:
+        return lambda seed: items(seed, bs=bs, num_workers=workers, sampler=made)
+
+    expected, rng = alone(make(8))
+    ranks = Together(make(4), 2)
+    assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
+    assert same_states(ranks.rngs[0], rng)
+
+
+def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
+    class Whole(Items):
+        def __getitem__(self, i: Any) -> Tensor:
+            return torch.tensor(i)
+
+    def make(bs: int) -> Make:
+        return lambda seed: DataLoader(
+            Whole(), batch_size=None, sampler=BatchSampler(range(22), bs, drop_last=False)
+        )
+
+    expected, rng = alone(make(8))
+    ranks = Together(make(4), 2)
+    assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
+    assert same_states(ranks.rngs[0], rng)
+    assert ranks.shards[0].batch_size is None
+
+
+@pytest.mark.parametrize('kind', ['items shuffled', 'items, generator'])
+@pytest.mark.parametrize('persistent', [False, True])
+def test_workers(kind: str, persistent: bool) -> None:
+    options = {'num_workers': 2, 'persistent_workers': persistent}
+    expected, rng = alone(lambda s: make_by_kind(kind)(8)(s, **options), 3)
+    ranks = Together(lambda s: make_by_kind(kind)(4)(s, **options), 2)
+    assert [rounds_of(ranks, ranks.epoch()) for _ in range(3)] == expected
+    assert same_states(ranks.rngs[0], rng)
+
+
+@pytest.mark.parametrize('noise', OTHERS)
+def test_workers_of_different_processes_draw_different_numbers(noise: str) -> None:
+    def make(seed: int) -> Any:
+        return DataLoader(Items(noise), 4, shuffle=True, num_workers=2)
+
+    for seeds in (None, 1):
+        ranks = Together(make, 2)
+        if seeds:
+            ranks.rngs[1] = ranks.rngs[0]
+        ranks.take_order()
+        drawn = ranks.each(lambda _, dl: [b[:, 1] for b in dl])
+        assert len(torch.cat([*drawn[0], *drawn[1]]).unique()) == 22
+
+
+def test_augmentation_does_not_move_the_order() -> None:
+    def make(seed: int) -> Any:
+        return DataLoader(Items('torch'), 4, shuffle=True)
+
+    ranks = Together(make, 2)
+    parts = [ranks.epoch() for _ in range(2)]
+    assert [sorted(chain.from_iterable(p[0] + p[1])) for p in parts] == [list(range(22))] * 2
+    assert not same_states(ranks.rngs[0]['torch'], ranks.rngs[1]['torch'])
+
+
+# ------------------------------------------------------------------------------ loaders of any kind
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        batch_list,
+        own_loader,
+        lambda s, n=22, bs=4: tuple(batch_list(s, n, bs)),
+        lambda s, n=22, bs=4: DataLoader(Stream(s), bs),
+        lambda s, n=22, bs=4: DataLoader(Stream(s, own=False), bs),
+        lambda s, n=22, bs=4: DataLoader(Stream(s), bs, num_workers=2),
+    ],
+)
+@pytest.mark.parametrize('size', [1, 3, 4])
+def test_any_iterable(make: Make, size: int) -> None:
+    if getattr(make(1), 'num_workers', 0) and size != 3:
+        return  # which takes long
+    expected, rng = alone(make)
+    sized = not isinstance(make(1), DataLoader)
+    for batch_size in ('process', 'global'):
+        per = size if batch_size == 'process' else 1
+        ranks = Together(make, size, batch_size=batch_size)
+        for epoch in range(2):
+            ranks.take_order()
+            parts = ranks.each(lambda _, dl: [ids(b) for b in dl])
+            found, lists = rounds_of(ranks, parts, sized=sized), expected[epoch]
+            assert found == [
+                list(chain.from_iterable(lists[i : i + per])) for i in range(0, len(lists), per)
+            ]
+        assert same_states(ranks.rngs[0], rng)
+
+
+def test_ends_of_any_iterable() -> None:
+    for uneven, last in (('join', [[4], [4]]), ('pad', [[4], [4]]), ('drop', [])):
+        shards = [
+            shard([torch.tensor([i]) for i in range(5)], rank, 2, uneven=uneven)
+            for rank in range(2)
+        ]
+        parts = [[b.tolist() for b in dl] for dl in shards]
+        assert parts == [[[0], [2], *last[:1]], [[1], [3], *last[1:]]]
+        assert [len(dl) for dl in shards] == [len(p) for p in parts]
+        if uneven != 'drop':
+            assert shards[1].share(2) == ((0, 1) if uneven == 'join' else (1, 2))
+
+
+def test_rows_of_any_batch() -> None:
+    batch = {
+        'x': torch.arange(5),
+        'y': [{'a': i} for i in range(5)],
+        'scale': torch.tensor(2.0),
+        'name': 'text',
+    }
+    shards = [
+        shard([batch], rank, 2, 'global', uneven) for uneven in ('join', 'pad') for rank in range(2)
+    ]
+    found = [(b['x'].tolist(), [d['a'] for d in b['y']]) for dl in shards for b in dl]
+    assert found == [
+        ([0, 1], [0, 1]),
+        ([2, 3, 4], [2, 3, 4]),
+        ([0, 1, 2], [0, 1, 2]),
+        ([3, 4, 0], [3, 4, 0]),
+    ]
+    assert all(b['scale'] == 2 and b['name'] == 'text' for dl in shards for b in dl)
+
+
+def test_iterators_are_drawn_from_and_no_further() -> None:
+    wholes: list[Any] = [iter([torch.tensor([i]) for i in range(9)]) for _ in range(2)]
+    shards = [shard(whole, rank, 2) for rank, whole in enumerate(wholes)]
+    assert all(isinstance(dl, Iterator) and iter(dl) is dl for dl in shards)
+    assert [[next(dl).item() for _ in range(2)] for dl in shards] == [[0, 2], [1, 3]]
+    assert [next(whole).item() for whole in wholes] == [4, 4]
+    with pytest.raises(TypeError, match='not known'):
+        len(shards[0])

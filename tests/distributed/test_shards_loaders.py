@@ -1,0 +1,122 @@
+"""Shards of whole `DataLoaders`, loaders that are already sharded, and refused loaders."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from learnkit import DataLoaders, TensorLoader
+from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError, OptionError
+from learnkit.data.dataloaders import in_order
+from learnkit.data.evaluator import Evaluator
+from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
+from tests.helpers.positions import Items
+from tests.helpers.shards import batch_list, ids, items, own_loader, tensors
+
+
+def test_loaders_have_all_that_the_users_have() -> None:
+    x = torch.arange(40)
+    night = Evaluator(TensorLoader(x[:5], bs=4), every='2ep')
+    dls = DataLoaders(
+        TensorLoader(x, bs=4),
+        {'day': DataLoader(x[:6], 2), 'night': night},
+        [x[:2], x[2:4]],
+        device='cpu',
+        path='data',
+        n_inp=1,
+    )
+    before = dict(vars(dls))
+    shares = shard_loaders(dls, 1, 2)
+    assert type(shares) is DataLoaders and (shares.n_inp, shares.path, shares.device) == (
+        1,
+        dls.path,
+        dls.device,
+    )
+    assert shares.evaluators == {'night': night} and len(shares) == 4
+    assert [[ids(b) for b in dl] for _, dl in shares.evaluation] == [[[2, 3], [5]], [[2, 3, 4]]]
+    assert [b.tolist() for b in shares.others[0]] == [[2, 3]]
+    assert vars(dls) == before and dls.train is before['train']
+
+
+def test_evaluation_takes_every_sample_once() -> None:
+    x = torch.arange(11)
+    dls = DataLoaders(TensorLoader(x, bs=2), TensorLoader(x, bs=2, drop_last=True))
+    parts = [
+        [ids(b) for b in shard_loaders(dls, rank, 4, uneven='drop').valid] for rank in range(4)
+    ]
+    assert sorted(chain.from_iterable(chain.from_iterable(parts))) == list(range(10))
+    assert [len(shard_loaders(dls, rank, 4, uneven='drop').train) for rank in range(4)] == [1] * 4
+
+
+def test_loaders_of_another_library_keep_their_attributes() -> None:
+    class Others:
+        vocab = ['a', 'b']
+        device = torch.device('cpu')
+
+        def __init__(self) -> None:
+            self.train, self.valid = [torch.arange(2), torch.arange(2)], [torch.arange(4)]
+
+        def __getitem__(self, i: int) -> Any:
+            return (self.train, self.valid)[i]
+
+    shares = shard_loaders(Others(), 1, 2)
+    assert shares.vocab == ['a', 'b'] and shares.device.type == 'cpu'
+    assert len(list(shares.train)) == 1 and [name for name, _ in shares.evaluation] == ['valid']
+
+
+def test_users_loaders_are_not_changed() -> None:
+    for make in (tensors, items, batch_list, own_loader):
+        dl: Any = make(1)
+        before = dict(getattr(dl, '__dict__', {}))
+        list(shard(dl, 0, 2)), list(shard(dl, 1, 2))
+        assert getattr(dl, '__dict__', {}) == before
+
+
+def test_loaders_that_share_out_by_themselves_are_left_alone() -> None:
+    ds = Items()
+    by_torch = DataLoader(ds, 4, sampler=DistributedSampler(ds, num_replicas=2, rank=1))
+    assert shard(by_torch, 1, 2) is by_torch
+    batches = BatchSampler(DistributedSampler(ds, num_replicas=2, rank=1), 4, False)
+    assert shard(dl := DataLoader(ds, batch_sampler=batches), 1, 2) is dl
+    first = FirstBatches(by_torch, 2)
+    assert len(first) == len(list(first)) == 2 and first.sampler is by_torch.sampler
+
+
+def test_shares_of_shares_and_other_mistakes_are_refused() -> None:
+    with pytest.raises(LoaderError, match='share of one process already'):
+        shard(shard(tensors(1), 0, 2), 0, 2)
+    with pytest.raises(OptionError, match=r"batch_size='proces': .*`process`"):
+        shard([1], 0, 2, 'proces')
+    with pytest.raises(OptionError, match="uneven='even': give 'join' or 'pad' or 'drop'"):
+        shard([1], 0, 2, uneven='even')
+    for train in (tensors(1, n=7), items(1, n=7), batch_list(1, n=3)):
+        with pytest.raises(EmptyLoaderError, match='all 2 processes'):
+            shard_loaders(DataLoaders(train), 0, 2, uneven='drop')
+    with pytest.raises(EmptyLoaderError):
+        shard_loaders(DataLoaders(tensors(1, n=7, drop_last=True)), 0, 2)
+
+
+def test_lengths_that_differ_are_refused_with_all_of_them() -> None:
+    with pytest.raises(DistributedError, match='5 in process 0, 4 in process 1'):
+        check_lengths([5, 4])
+    with pytest.raises(DistributedError, match='an unknown number in process 1'):
+        check_lengths([5, None], uneven='drop')
+    assert check_lengths([5, 4], uneven='drop') == 4
+    assert check_lengths([3, 3]) == 3
+    assert check_lengths([None, None]) is None
+
+
+def test_in_order_is_a_share_of_the_whole_in_order() -> None:
+    for make in (tensors, items):
+        parts = [
+            [ids(b) for b in in_order(shard(make(1, shuffle=True, drop_last=True), rank, 2))]
+            for rank in range(2)
+        ]
+        assert parts == [
+            [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18]],
+            [[4, 5, 6, 7], [12, 13, 14, 15], [19, 20, 21]],
+        ]

@@ -1,0 +1,128 @@
+"""Callback states: a key for each callback, plain values, and warnings that name missing callbacks."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import EMA, Callback, CallbackError, EarlyStoppingCallback
+from learnkit.testing import synth_learner
+
+
+class Counter(Callback):
+    "Counts batches."
+
+    def __init__(self, state_key: str | None = None) -> None:
+        self.n = 0
+        if state_key:
+            self.state_key = state_key
+
+    def after_batch(self) -> None:
+        self.n += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'n': self.n}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.n = sd['n']
+
+
+def learner(*cbs: Any) -> Any:
+    learn = synth_learner(cbs=list(cbs), n_train=3, n_valid=1)
+    learn.logger = lambda row: None
+    return learn
+
+
+def test_two_of_one_class_keep_separate_states() -> None:
+    a, b = Counter(), Counter()
+    learn = learner(a, b)
+    learn.fit(1)
+    b.n = 100
+    states = learn.callback_states()
+    assert states['counter'] == {'n': 4} and states['counter_2'] == {'n': 100}
+
+    c, d = Counter(), Counter()
+    learner(c, d).load_callback_states(states)
+    assert (c.n, d.n) == (4, 100)
+
+
+def test_states_survive_a_file_that_loads_safely() -> None:
+    learn = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
+    learn.fit(2)
+    file = io.BytesIO()
+    torch.save(learn.callback_states(), file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    assert set(states) == {'recorder', 'ema', 'early_stopping', 'own', 'train_eval'}
+    other = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
+    other.load_callback_states(states)
+    assert other.early_stopping.best == learn.early_stopping.best and other.history == learn.history
+    assert other.counter.n == learn.counter.n == 8
+
+
+def test_what_is_missing_is_reported_by_name() -> None:
+    states = learner(EMA(), Counter()).callback_states()
+    other = learner(EarlyStoppingCallback())
+    with pytest.warns(UserWarning, match='There is') as caught:
+        other.load_callback_states(states)
+    texts = sorted(str(w.message) for w in caught)
+    assert len(texts) == 3
+    assert texts[0].startswith('There is a state for a callback `counter`')
+    assert texts[1].startswith('There is a state for a callback `ema`')
+    assert texts[2].startswith(
+        'There is no state for the callback `early_stopping` (EarlyStoppingCallback)'
+    )
+
+
+def test_a_state_that_would_not_load_safely_is_refused() -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {'inner': {'f': print}}
+
+    with pytest.raises(
+        CallbackError, match=r"Odd: state_dict\(\)\['inner'\]\['f'\] .*builtin_function"
+    ):
+        learner(Odd()).callback_states()
+
+
+def test_a_stateless_callback_saves_nothing() -> None:
+    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {
+        'recorder',
+        'train_eval',
+    }
+
+
+class Image(torch.Tensor):
+    "A tensor subclass like fastai's typed tensors."
+
+
+def test_typed_tensors_are_saved_plain_and_get_their_type_again() -> None:
+    class Keep(Callback):
+        def after_batch(self) -> None:
+            self.last = self.x.as_subclass(Image)
+            self.pair = self.y.as_subclass(Image), 3
+
+    class Own(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {'image': torch.ones(2).as_subclass(Image)}
+
+    learn = learner(Keep(), Own())
+    learn.fit(1)
+    states = learn.callback_states()
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded['own']['image']) is torch.Tensor
+
+    other = learner(Keep(), Own())
+    other.load_callback_states(loaded)
+    cb = other.cbs[-2]
+    assert type(cb.last) is Image and type(cb.pair[0]) is Image and cb.pair[1] == 3
+    assert torch.equal(cb.last, learn.cbs[-2].last)
+    loaded['keep']['last']['type'] = 'os.system'  # no class of tensors: nothing is imported
+    other.load_callback_states(loaded)
+    assert type(cb.last) is torch.Tensor

@@ -1,0 +1,247 @@
+"""Callbacks added or removed during a fit start there, and leave gradients, rates and losses right."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as torch_lr
+
+from learnkit import Callback, DataLoaders, Learner, MetricError, MixUp, TensorLoader
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedLin
+from learnkit.callbacks.tracking import (
+    EarlyStoppingCallback,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TrackerCallback,
+)
+from learnkit.testing import synth_learner
+
+
+def quiet(learn: Learner) -> Learner:
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    return learn
+
+
+def at(event: str, epoch: int, act: Any) -> Callback:
+    done: list[bool] = []
+
+    def run(cb: Any) -> None:
+        if cb.fitting and cb.epoch == epoch and not done:
+            done.append(True)
+            act(cb.learn)
+
+    handler = Callback(**{event: run})
+    handler.order = -5
+    return handler
+
+
+# mixed precision that leaves
+
+
+def trained(*cbs: Any, fp16: bool = True) -> Learner:
+    gen = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(8, 6, generator=gen), torch.randn(8, 3, generator=gen)) for _ in range(6)
+    ]
+    torch.manual_seed(4)
+    learn = quiet(
+        Learner(batches, nn.Linear(6, 3), F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs)
+    )
+    if fp16:
+        learn.to_fp16(init_scale=2.0**12)
+    learn.fit(1)
+    return learn
+
+
+@pytest.mark.parametrize('leave', ['to_fp32', 'to_bf16', 'to_fp16'])
+@pytest.mark.parametrize(
+    ('event', 'n_acc'), [('before_backward', 0), ('after_backward', 0), ('after_batch', 16)]
+)
+def test_gradients_are_unscaled_when_mixed_precision_leaves(
+    leave: str, event: str, n_acc: int
+) -> None:
+    acc = [GradientAccumulation(n_acc)] if n_acc else []
+
+    def change(cb: Any) -> None:
+        if cb.train_iter == (3 if n_acc else 2) and cb.training:
+            getattr(cb.learn, leave)()
+
+    changer = Callback(**{event: change})
+    changer.order = 20
+    got, plain = trained(changer, *acc), trained(*acc, fp16=False)
+    torch.testing.assert_close(got.model.weight, plain.model.weight, rtol=0.02, atol=0.01)
+    assert got.opt.n_steps == plain.opt.n_steps and all(loss < 10 for loss in got.recorder.losses)
+
+
+def test_gradients_that_only_the_scale_made_infinite_are_not_used() -> None:
+    def spoil(cb: Any) -> None:
+        if cb.train_iter == 2:
+            cb.learn.model.weight.grad[0, 0] = float('inf')
+            cb.learn.to_fp32()
+
+    learn = trained(Callback(after_backward=spoil))
+    assert learn.model.weight.isfinite().all()
+
+
+# trackers and schedulers that come
+
+
+@pytest.mark.parametrize(
+    'event',
+    [
+        'before_epoch',
+        'before_batch',
+        'after_train',
+        'before_validate',
+        'after_validate',
+        'after_epoch',
+    ],
+)
+@pytest.mark.parametrize(
+    'cls',
+    [
+        TrackerCallback,
+        EarlyStoppingCallback,
+        ReduceLROnPlateau,
+        SaveModelCallback,
+        partial(SaveModelCallback, every_epoch=True),
+    ],
+)
+def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
+    cls: Any, event: str, tmp_path: Path
+) -> None:
+    learn, tracker = quiet(synth_learner(lr=0.02, path=tmp_path)), cls()
+    learn.fit(3, cbs=at(event, 1, lambda learn: learn.add_cb(tracker)))
+    if getattr(tracker, 'every_epoch', False):
+        assert (tmp_path / 'models' / 'model_2.pth').exists()
+    else:
+        assert tracker.best == min(row['valid_loss'] for row in learn.history[1:])
+    learn.fit(1)
+
+
+def test_an_unknown_column_raises_when_the_callback_is_added() -> None:
+    learn = quiet(synth_learner(lr=0.02))
+    with pytest.raises(MetricError, match='Did you mean `valid_loss`'):
+        learn.fit(
+            2,
+            cbs=at(
+                'before_epoch',
+                1,
+                lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less')),
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    'event', ['before_epoch', 'before_batch', 'before_step', 'after_batch', 'after_epoch']
+)
+@pytest.mark.parametrize('by', ['epoch', 'batch'])
+def test_a_scheduler_that_comes_in_the_middle_of_a_fit_begins_there(by: str, event: str) -> None:
+    learn = quiet(synth_learner(n_train=4, lr=0.5))
+    sched = LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5), by)
+    learn.fit(3, cbs=at(event, 1, lambda learn: learn.add_cb(sched)))
+    by_epoch = [0.5] * 8 + [0.25] * 4
+    lrs = learn.recorder.lrs
+    if by == 'epoch':
+        assert lrs[:8] == by_epoch[:8] and (lrs == by_epoch or event == 'after_epoch')
+    else:
+        assert lrs[:5] == [0.5] * 5 and lrs[-1] < 0.1
+        assert all(b in (a, a / 2) for a, b in pairwise(lrs))
+
+
+def test_both_name_an_unknown_monitor_alike() -> None:
+    texts = []
+    for cb in (
+        LRScheduler(torch_lr.ReduceLROnPlateau, monitor='valid_los'),
+        TrackerCallback('valid_los', comp='less'),
+    ):
+        with pytest.raises(MetricError) as caught:
+            quiet(synth_learner()).fit(1, cbs=cb)
+        texts.append(str(caught.value).replace(type(cb).__name__, ''))
+    assert texts[0] == texts[1]
+
+
+def test_a_copy_after_a_fit_with_a_scheduler_continues_alike() -> None:
+    learn = quiet(
+        synth_learner(
+            n_train=4, lr=0.05, cbs=LRScheduler(partial(torch_lr.StepLR, step_size=1, gamma=0.5))
+        )
+    )
+    learn.fit(2)
+    copy = deepcopy(learn)
+    assert copy.lr_scheduler._view.opt is copy.opt is not learn.opt
+    for it in (learn, copy):
+        it.fit(2)
+    assert copy.recorder.lrs == learn.recorder.lrs and torch.equal(copy.model.a, learn.model.a)
+
+
+@pytest.mark.parametrize(
+    'other', [lambda: LRScheduler(partial(torch_lr.StepLR, step_size=1)), ReduceLROnPlateau]
+)
+def test_two_callbacks_that_set_the_rate_raise_a_warning(other: Any) -> None:
+    learn = quiet(synth_learner(cbs=other()))
+    with pytest.warns(UserWarning, match='set the learning rate'):
+        learn.fit_one_cycle(1, 0.01)
+    learn.fit(1, cbs=ParamScheduler({'mom': SchedLin(0.9, 0.8)}))
+
+
+# MixUp that goes
+
+
+def test_the_loss_is_blended_to_the_end_of_a_batch_in_which_mixup_goes() -> None:
+    def losses(act: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        dls = DataLoaders(
+            TensorLoader(torch.randn(32, 4), torch.randint(3, (32,)), bs=8, shuffle=False),
+            TensorLoader(torch.randn(8, 4), torch.randint(3, (8,)), bs=8),
+        )
+        learn = quiet(Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), lr=0.1, cbs=MixUp()))
+        torch.manual_seed(1)
+        learn.fit(1, cbs=Callback(after_pred=lambda cb: act(cb.learn) if cb.training else None))
+        return learn.recorder.losses
+
+    def evaluate(learn: Learner) -> None:
+        with learn.removed_cbs(MixUp):
+            learn.validate()
+
+    plain = losses(lambda learn: None)
+    assert losses(evaluate) == plain
+    assert losses(lambda learn: learn.remove_cb(MixUp))[0] == plain[0]
+
+
+# a loader without a length
+
+
+class Endless:
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 3)
+
+
+def test_a_schedule_that_cannot_move_inside_an_epoch_is_reported() -> None:
+    learn = quiet(Learner(DataLoaders(Endless()), nn.Linear(1, 1), F.mse_loss, lr=0.01))
+    with pytest.warns(UserWarning, match='n_iter'):
+        learn.fit_one_cycle(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit_one_cycle('5ba')
+        learn.fit_one_cycle(0)
+        learn.dls = DataLoaders(Endless(), n_iter=3)
+        learn.fit_one_cycle(1)
+    assert len(set(learn.recorder.lrs)) == 3
+
+
+def test_a_resumed_fine_tuning_leaves_the_frozen_epochs_out() -> None:
+    learn = quiet(synth_learner(n_train=2, splitter=lambda m: [[m.a], [m.b]]))
+    learn.fine_tune(3, freeze_epochs=3, start_epoch=1)
+    assert [row['epoch'] for row in learn.history] == [1, 2] and learn.opt.n_steps == 4

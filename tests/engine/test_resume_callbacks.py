@@ -1,0 +1,236 @@
+"""State of single callbacks that the next step, or the end of the fit, depends on after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learnkit import EMA, Callback, GradientAccumulation, Learner
+from learnkit.callbacks import (
+    BnFreeze,
+    Checkpoint,
+    FixedStopper,
+    LoadWeights,
+    SaveModelCallback,
+    SpeedMonitor,
+    SystemMonitor,
+    TrackerCallback,
+)
+from learnkit.checkpoint.digest import differences
+from learnkit.core.errors import CancelStepException, MetricError, WeightsError
+from learnkit.engine.portable_paths import from_portable_path
+from learnkit.loggers import ConsoleLogger, JSONLinesLogger
+from learnkit.testing import synth_learner
+from tests.helpers.every_callback import learner
+from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop
+
+
+def saved(learn: Learner, ba: int) -> list[Any]:
+    "Return a list that receives a Learner's checkpoint after `ba` batches, saved to and loaded from a file."
+    kept: list[Any] = []
+
+    def keep(cb: Callback) -> None:
+        if cb.learn.time.ba == ba:
+            kept.append(through_a_file(cb.learn.checkpoint_state()))
+
+    last = Callback(batch_checkpoint=keep)
+    last.order = 3000
+    learn.add_cb(last)
+    return kept
+
+
+def test_the_first_step_after_a_resume_may_be_skipped(tmp_path: Path) -> None:
+    def skip(cb: Callback) -> None:
+        if cb.learn.time.ba in (3, 4):
+            raise CancelStepException
+
+    check_every_place(lambda: learner(tmp_path, EMA(), Callback(before_step=skip)))
+
+
+def test_layers_that_were_frozen_are_trained_again(tmp_path: Path) -> None:
+    def freeze(cb: Any) -> None:
+        cb.model.norm.requires_grad_(cb.epoch != 0)
+
+    check_every_place(lambda: learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze)))
+    learn = learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze))
+    learn.fit(2)
+    assert (
+        learn.bn_freeze.state_dict() == {'frozen': []} and learn.model.norm.num_batches_tracked == 4
+    )
+
+
+def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
+    def make(folder: str) -> Learner:  # the first epoch is the best
+        return learner(
+            tmp_path / folder, SaveModelCallback(comp=lambda new, best: best == float('-inf'))
+        )
+
+    end, kept = train_without_stop(lambda: make('before'), lambda learn, _: learn.fit(2))
+    sd = kept[-1]['callbacks']['save_model']
+    assert sd['best_path'] == sd['last_saved_path'] == 'models/model.pth' and sd['compared'] is True
+    (tmp_path / 'before').rename(tmp_path / 'after')
+    learn = make('after')
+    # the best is that of the first epoch, from before the move
+    learn.fit(2, resume=through_a_file(kept[5]))
+    assert not differences(end['model'], learn.model.state_dict())
+    assert learn.save_model.last_saved_path == tmp_path / 'after' / 'models' / 'model.pth'
+
+
+def test_a_fit_without_any_best_warns_after_a_resume_too(tmp_path: Path) -> None:
+    def make() -> Learner:
+        return learner(tmp_path, SaveModelCallback(monitor=lambda learn: float('nan')))
+
+    learn = make()
+    kept = saved(learn, 8)
+    with pytest.warns(UserWarning, match='No epoch had a monitored'):
+        learn.fit(2)
+    learn = make()
+    with pytest.warns(UserWarning, match='No epoch had a monitored'):
+        learn.fit(2, resume=kept[0])
+
+
+def test_a_stopper_counts_from_the_checkpoint(tmp_path: Path) -> None:
+    learn = learner(tmp_path, FixedStopper('8ba'))
+    kept = saved(learn, 5)
+    learn.fit(3)
+    assert learn.time.ba == 8
+    learn.fit(3, resume=kept[0])  # in the Learner that is through
+    assert learn.time.ba == 8 and len(learn.history) == 2
+
+
+def test_a_tracker_finds_its_column_in_the_history_to_come(tmp_path: Path) -> None:
+    def measure(cb: Callback) -> None:
+        cb.learn.log('extra', cb.learn.time.ba)
+
+    first = Callback(after_batch=measure)
+    first.run_valid = False
+
+    def fit(learn: Learner, resume: Any) -> None:
+        if resume is False:
+            learn.fit(1)
+        learn.fit(2, cbs=TrackerCallback('extra', comp='greater'), resume=resume)
+
+    check_every_place(
+        lambda: learner(tmp_path, Callback(after_batch=measure)), fit, lambda kept: kept[6:9]
+    )
+    _, kept = train_without_stop(lambda: learner(tmp_path, Callback(after_batch=measure)), fit)
+    learn = learner(tmp_path, Callback(after_batch=measure))
+    with pytest.raises(MetricError, match='no such value'):
+        learn.fit(2, cbs=TrackerCallback('extras'), resume=kept[6])
+
+
+def test_weights_are_loaded_once(tmp_path: Path) -> None:
+    learn = learner(tmp_path, Checkpoint(folder=tmp_path / 'c', background=False, keep_last=None))
+    learn.fit(1)
+    file = next((tmp_path / 'c').glob('*.ckpt'))
+    weights = {k: v.clone() for k, v in learn.model.state_dict().items()}
+    loaded: list[float] = []
+
+    def make(at: str) -> Learner:
+        return learner(
+            tmp_path,
+            LoadWeights(file, at),
+            Callback(after_load=lambda cb: loaded.append(cb.learn.time.ba)),
+        )
+
+    learn = make('before_fit')
+    kept = saved(learn, 2)
+    learn.fit(0)
+    # the weights alone
+    assert not differences(weights, learn.model.state_dict()) and learn.opt.n_steps == 0
+    learn.fit(1)
+    loaded.clear()
+    make('before_fit').fit(1, resume=kept[0])
+    assert loaded == [0]  # the checkpoint's own
+
+    learn = make('before_epoch')
+    kept = saved(learn, 2)
+    learn.fit(2)
+    loaded.clear()
+    make('before_epoch').fit(2, resume=kept[0])
+    assert loaded == [0, 4]  # and at the next epoch
+    with pytest.raises(WeightsError, match='there is no file'):
+        learner(tmp_path, LoadWeights('other', 'before_epoch')).fit(2, resume=kept[0])
+
+
+def test_a_console_line_is_not_cut_by_a_checkpoint(tmp_path: Path) -> None:
+    def printed(n: int, resume: Any = False, keep: int = 0) -> tuple[list[str], list[Any]]:
+        lines: list[str] = []
+        logger = ConsoleLogger(every='4ba', out=lines.append)
+        learn = learner(tmp_path, SpeedMonitor(every='1ba'), logger, eval_every=None)
+        kept = saved(learn, keep)
+        learn.fit(n, resume=resume)
+        return [line.split(':')[0] for line in lines], kept
+
+    whole, kept = printed(2, keep=6)
+    assert whole == printed(2)[0] == ['step 4', 'step 8']
+    assert printed(2, resume=kept[0])[0] == ['step 8']
+
+
+def test_what_is_logged_twice_in_a_step_is_averaged_over_a_stop(tmp_path: Path) -> None:
+    class Twice(Callback):
+        order, run_valid = 200, False
+
+        def after_batch(self) -> None:
+            self.learn.log('x', 1.0)
+
+        def after_train(self) -> None:
+            self.learn.log('x', 5.0)
+
+    def make(folder: str) -> Learner:
+        return learner(tmp_path / folder, Twice(), JSONLinesLogger(every='100ba'))
+
+    learn = make('a')
+    kept = saved(learn, 4)
+    learn.fit(1)
+    again = make('b')
+    again.fit(1, resume=kept[0])
+    last = [(tmp_path / folder / 'metrics.jsonl').read_text().splitlines()[-1] for folder in 'ab']
+    assert '"x": 3.0' in last[0] and '"x": 3.0' in last[1]
+
+
+def test_values_of_the_machine_are_not_compared() -> None:
+    learn = synth_learner(cbs=[SpeedMonitor(every='1ba'), SystemMonitor(every='1ba')])
+    assert learn.check_resume()
+
+
+def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def make() -> Learner:
+        return learner(
+            tmp_path,
+            GradientAccumulation(30),
+            EMA(),
+            Callback(after_step=lambda cb: steps.append(cb.learn.opt.n_steps)),
+        )
+
+    kept = check_every_place(make)
+    steps.clear()
+    make().fit(2, resume=through_a_file(kept[3]))  # the last batch of the first epoch
+    assert steps == [2, 3, 4]
+
+
+def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path) -> None:
+    mine = tmp_path / 'mine.txt'
+    mine.write_text('all of it')
+    (tmp_path / 'run').mkdir()
+    assert (
+        from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth')
+        == tmp_path / 'run' / 'models' / 'a.pth'
+    )
+    for kept in (str(mine), '../mine.txt'):
+        with pytest.warns(UserWarning, match='lies outside of'):
+            assert from_portable_path(synth_learner(path=tmp_path / 'run'), kept) is None
+        learn = synth_learner(path=tmp_path / 'run', cbs=SaveModelCallback())
+        state = {
+            **learn.save_model.state_dict(),
+            'best': 0.0,
+            'best_path': kept,
+            'last_saved_path': kept,
+        }
+        with pytest.warns(UserWarning, match='lies outside of'):
+            learn.save_model.load_state_dict(state)
+    assert from_portable_path(synth_learner(path=tmp_path / 'run'), str(mine), tmp_path) == mine

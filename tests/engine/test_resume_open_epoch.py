@@ -1,0 +1,395 @@
+"""A fit resumed in the middle of an epoch records exactly what an uninterrupted fit records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnkit import (
+    Callback,
+    DataLoaders,
+    EarlyStoppingCallback,
+    Learner,
+    Metric,
+    MetricError,
+    Recorder,
+    TrainEvalCallback,
+)
+from learnkit.callbacks import GradientAccumulation
+from learnkit.callbacks.schedule import ParamScheduler, SchedCos
+from learnkit.checkpoint.state import collect_state, copy_to_host
+from learnkit.core.time import format_seconds
+from learnkit.metrics import RMSE, AccumMetric, mae
+from tests.helpers.clock import use_clock
+
+N_BATCHES, N_EPOCH = 5, 3
+
+
+def data(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g)
+    return x, x.sum(1, keepdim=True) + torch.randn(n, 1, generator=g)
+
+
+def learner(*cbs: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    dls = DataLoaders.from_tensors(
+        data(4 * N_BATCHES - 1, 1), {'valid': data(6, 2), 'other': data(5, 3)}, bs=4
+    )
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    options = {'metrics': [mae, RMSE(), AccumMetric(ratio)], **kwargs}
+    learn = Learner(
+        dls,
+        model,
+        loss_func=nn.MSELoss(),
+        lr=0.05,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs],
+        **options,
+    )
+    learn.rows = []
+    learn.logger = lambda row: learn.rows.append(list(row))
+    return learn
+
+
+class Take(Callback):
+    "Takes the state after some batches, after an epoch, or before an evaluation."
+
+    def __init__(self, after: int, event: str = 'batch_checkpoint') -> None:
+        self.after, self.states = after, []
+        setattr(self, event, self._take)
+
+    def _take(self) -> None:
+        if self.learn.train_iter == self.after:
+            self.states.append(self.learn.checkpoint_state())
+
+    def _before_evaluation(self) -> None:
+        learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
+        if learn.train_iter == self.after:
+            self.states.insert(0, copy_to_host(collect_state(learn, place)))
+
+    def state_dict(self) -> None:
+        return None
+
+
+def resumed(
+    make: Callable[[], Any],
+    after: int,
+    event: str = 'batch_checkpoint',
+    again: Callable[[], Any] | None = None,
+) -> tuple[Any, Any]:
+    "Return the Learner that trained without a stop, and one that resumed from its state."
+    straight, take = make(), Take(after, event)
+    straight.add_cb(take)
+    straight.fit(N_EPOCH)
+    other = (again or make)()
+    torch.manual_seed(99)  # nothing of it may count
+    other.fit(N_EPOCH, resume=take.states[0])
+    return straight, other
+
+
+def timeless(rows: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k != 'time'} for r in rows]
+
+
+def ratio(preds: Tensor, targs: Tensor) -> Tensor:
+    return preds.median() / targs.std()
+
+
+def assert_recorded_alike(a: Any, b: Any) -> None:
+    assert timeless(a.history) == timeless(b.history) and len(a.history) == N_EPOCH
+    one, two = a.recorder, b.recorder
+    assert (
+        one.evaluations == two.evaluations
+        and list(one.iters) == list(two.iters)
+        and one.n_fits == two.n_fits
+    )
+    assert (
+        one.smooth_loss.smooth == two.smooth_loss.smooth
+        and one.smooth_loss.raw == two.smooth_loss.raw
+    )
+    assert one.lrs == two.lrs and one.hps == two.hps and len(one.lrs) == N_EPOCH * N_BATCHES
+    assert (
+        list(map(list, one.values)) == list(map(list, two.values))
+        and one.metric_names == two.metric_names
+    )
+    assert list(a.final_record) == list(b.final_record)
+    assert a.rows[-1][:-1] == b.rows[-1][:-1]
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize('after', range(1, 2 * N_BATCHES + 1))
+def test_every_row_and_step_equals_a_fit_without_a_stop(after: int) -> None:
+    def log(cb: Any) -> None:
+        cb.learn.log('extra', cb.loss * cb.train_iter, weight=cb.iter + 1)
+
+    make = lambda: learner(Callback(after_loss=log), ParamScheduler({'lr': SchedCos(0.1, 0.01)}))
+    straight, other = resumed(make, after)
+    assert_recorded_alike(straight, other)
+    assert {'train_mae', 'train_rmse', 'extra', 'valid_extra', 'other/mae'} <= set(other.history[0])
+
+
+@pytest.mark.parametrize('after', [N_BATCHES, 2 * N_BATCHES])
+def test_between_epochs(after: int) -> None:
+    assert_recorded_alike(*resumed(learner, after, 'epoch_checkpoint'))
+
+
+@pytest.mark.parametrize('after', [1, 3, 4, 7])
+def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -> None:
+    make = partial(learner, eval_every='3ba')
+    straight, other = resumed(make, after)
+    assert_recorded_alike(straight, other)
+    assert [r['ba'] for r in other.recorder.evaluations] == [
+        r['ba'] for r in straight.recorder.evaluations
+    ]
+
+
+@pytest.mark.parametrize('after', [3, 5, 8, 9, 10])
+def test_from_before_an_evaluation(after: int) -> None:
+    "3 and 9 are within an epoch, 5 and 10 after its training, and 8 has no evaluation next."
+    make = partial(learner, eval_every='3ba', metrics=[mae, Doubtful()])
+    straight, other = resumed(make, after)
+    assert_recorded_alike(straight, other)
+    straight, other = resumed(partial(learner, metrics=[mae, Doubtful()]), after)
+    assert_recorded_alike(straight, other)
+
+
+@pytest.mark.parametrize('microbatch', [2, 'auto'])
+def test_in_microbatches_and_between_two_steps(microbatch: Any) -> None:
+    assert_recorded_alike(
+        *resumed(lambda: learner(GradientAccumulation(8), microbatch=microbatch), 3)
+    )
+
+
+def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = use_clock(monkeypatch, 'learnkit.callbacks.recorder')
+    take, nap = Take(3), lambda cb: clock.sleep(1.0 * cb.training)
+    learner(take, Callback(before_batch=nap)).fit(1)
+    other = learner(Callback(before_batch=nap))
+    clock.sleep(100.0)
+    other.fit(1, resume=take.states[0])
+    assert other.history[0]['time'] == 5.0  # naps
+    assert other.rows[-1][-1] == format_seconds(other.history[0]['time'])
+
+
+def test_two_fits_are_counted() -> None:
+    straight, other, take = learner(), learner(), Take(2)
+    straight.fit(1)
+    straight.add_cb(take)
+    straight.fit(2)
+    other.fit(2, resume=take.states[0])
+    assert timeless(other.history) == timeless(straight.history)
+    assert [(r['fit'], r['epoch']) for r in other.history] == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> None:
+    def log(cb: Any) -> None:
+        cb.learn.log('extra', cb.loss)
+
+    def watch() -> Any:
+        return EarlyStoppingCallback(monitor='extra', comp='greater', patience=99)
+
+    straight, other, take = (
+        learner(Callback(after_loss=log)),
+        learner(Callback(after_loss=log)),
+        Take(2),
+    )
+    straight.fit(1)
+    straight.fit(2, cbs=[watch(), take])
+    other.fit(2, cbs=watch(), resume=take.states[0])
+    assert timeless(other.history) == timeless(straight.history)
+    with pytest.raises(MetricError, match='no such value is recorded'):
+        learner(Callback(after_loss=log)).fit(
+            2, cbs=EarlyStoppingCallback(monitor='extr'), resume=take.states[0]
+        )
+
+
+# --------------------------------------------------------------------------- another set of metrics
+
+
+class Doubtful(Metric):
+    "Accumulates in a list attribute."
+
+    def reset(self) -> None:
+        self.all: list[Tensor] = []
+
+    def accumulate(self, learn: Any) -> None:
+        self.all.append(learn.pred.detach().sum())
+
+    @property
+    def value(self) -> Tensor:
+        return torch.stack(self.all).logsumexp(0)
+
+
+class Seen(Metric):
+    "Collects targets in a set, which is not a plain value."
+
+    def reset(self) -> None:
+        self.seen: set[float] = set()
+
+    def accumulate(self, learn: Any) -> None:
+        self.seen |= set(learn.yb[0].flatten().tolist())
+
+    @property
+    def value(self) -> int:
+        return len(self.seen)
+
+
+def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
+    make = partial(learner, metrics=[mae, Seen()])
+    with pytest.warns(
+        UserWarning,
+        match=r'`seen` \(.*attribute `seen` holds a set',
+    ):
+        straight, other = resumed(make, 2)
+    n = 4 * N_BATCHES - 1
+    assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH
+    # the batches of the first epoch are shuffled
+    assert [r['train_seen'] for r in other.history] == [n - 8, n, n]
+    assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
+
+
+def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
+    with pytest.warns(
+        UserWarning,
+        match=r'`rmse` \(.*no metric',
+    ):
+        straight, other = resumed(
+            partial(learner, metrics=[mae, nn.L1Loss()]),
+            3,
+            again=partial(learner, metrics=[RMSE(), mae]),
+        )
+    assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
+    assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
+    assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
+
+
+def test_a_metric_of_the_same_name_and_another_kind_starts_over() -> None:
+    with pytest.warns(UserWarning, match=r'`rmse` \(.* RMSE\)'):
+        resumed(
+            partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}])
+        )
+
+
+# ---------------------------------------------------------------------------------------- the state
+
+
+def test_the_state_matches_the_uninterrupted_run_but_for_its_clocks() -> None:
+    straight, other = resumed(lambda: learner(eval_every='2ba'), 7)
+    a, b = straight.recorder.state_dict(), other.recorder.state_dict()
+    assert Recorder.nondeterministic_state == ('seconds',)
+    for state in (a, b):
+        for row in state['history']:
+            assert row.pop('time') >= 0
+        for name in Recorder.nondeterministic_state:
+            del state[name]
+    assert same(a, b)
+    b['open']['n_before'] += 1
+    assert not same(a, b)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:
+    def load(cb: Any) -> None:
+        if cb.training and not cb.train_iter:
+            cb.learn.recorder.load_state_dict(state)
+
+    take, other = Take(3), learner(Callback(before_draw=load), metrics=[mae, AccumMetric(ratio)])
+    learner(take, metrics=other.metrics).fit(2)
+    state = take.states[0]['callbacks']['recorder']
+    before = repr(state)
+    other.fit(1)
+    assert repr(state) == before and len(other.recorder.lrs) == 3 + N_BATCHES
+
+
+def test_outside_of_a_fit_the_history_is_restored_and_no_epoch_is_open() -> None:
+    take = Take(3)
+    straight = learner(Callback(after_loss=lambda cb: cb.learn.log('extra', 1e6)), take)
+    straight.fit(1)
+    other = learner()
+    other.recorder.load_state_dict(take.states[0]['callbacks']['recorder'])
+    assert other.history == [] and len(other.recorder.lrs) == 3
+    other.fit(1)
+    assert 'extra' not in other.history[0] or other.history[0]['extra'] is None
+
+
+def test_values_that_cannot_be_saved_are_left_out_of_the_state() -> None:
+    class Odd(Metric):
+        value = property(lambda self: object())
+
+    learn = learner(metrics=[Odd(), mae])
+    learn.fit(1)
+    state = learn.callback_states()['recorder']
+    assert state['history'][0]['valid_odd'] is None and state['final_record'] is not None
+    assert state['history'][0]['valid_mae'] == learn.history[0]['valid_mae']
+
+
+def test_a_state_of_many_steps_is_a_handful_of_tensors() -> None:
+    recorder, n = Recorder(), 10_000
+    group = {'lr': 0.1, 'betas': (0.9, 0.99), 'eps': 1e-8, 'weight_decay': 0, 'params': []}
+    for i in range(n):
+        recorder._steps.record(group)
+        group['lr'] = 0.1 / (i + 2)
+        recorder.smooth_loss.accumulate(SimpleNamespace(loss=torch.tensor(float(i))))
+    for _ in range(2):
+        state = recorder.state_dict()
+        columns = state['steps']['columns']
+        assert sorted(columns) == ['eps', 'lr', 'mom', 'sqr_mom', 'wd']
+        assert all(c.dtype == torch.float64 and len(c) == n for c in columns.values())
+        assert columns['lr'].tolist() == [0.1 / (i + 1) for i in range(n)]
+        assert len(state['smooth_loss']['smooth']) == n
+        again = Recorder()
+        again.load_state_dict(state)
+        assert again.lrs == recorder.lrs and again.hps == recorder.hps
+        assert again.smooth_loss.smooth == recorder.smooth_loss.smooth
+
+
+# ------------------------------------------------- loaders that draw their order at the first batch
+
+
+def shuffled_at_the_first_batch(*cbs: Callback) -> Learner:
+    torch.manual_seed(0)
+    x, y = data(20, 1)
+    train = DataLoader(TensorDataset(x, y), 4, shuffle=True)  # of torch's global generator
+    learn = Learner(DataLoaders(train), nn.Linear(3, 1), nn.MSELoss(), lr=0.05, cbs=cbs)
+    learn.remove_cb(learn.progress)
+    learn.logger = noop
+    return learn
+
+
+@pytest.mark.parametrize('draws', [False, True])
+def test_the_order_is_drawn_again_also_if_a_callback_draws_before_it(draws: bool) -> None:
+    def draw(cb: Callback) -> None:
+        torch.rand(3)
+
+    def draws_numbers() -> list[Callback]:
+        return [Callback(before_draw=draw)] if draws else []
+
+    whole, take = shuffled_at_the_first_batch(*draws_numbers()), Take(7)
+    with whole.added_cbs(take):
+        whole.fit(3)
+    resumed = shuffled_at_the_first_batch(*draws_numbers())
+    torch.manual_seed(9)
+    resumed.fit(3, resume=take.states[0])
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert resumed.recorder.losses == whole.recorder.losses

@@ -1,5 +1,0 @@
-"""Show the values in the assertions of the shared helpers too."""
-
-import pytest
-
-pytest.register_assert_rewrite('fault_helpers')

@@ -1,0 +1,165 @@
+"""Test-time augmentation: compared with direct computation, new draws each time, data with augmentation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from learnkit import Callback, DataLoaders, Learner, TensorLoader
+from learnkit.core.errors import LoaderError, OptionError
+
+X, Y = torch.linspace(-1, 1, 26).view(13, 2), torch.arange(13)
+
+
+class Softmax(nn.CrossEntropyLoss):
+    def activation(self, out: Tensor) -> Tensor:
+        return out.softmax(-1)
+
+
+def make(valid: Any = None) -> Learner:
+    torch.manual_seed(0)
+    valid = TensorLoader(X, Y % 3, bs=4) if valid is None else valid
+    learn = Learner(
+        DataLoaders(TensorLoader(X, Y % 3, bs=4, shuffle=True, drop_last=True), valid),
+        nn.Linear(2, 3),
+        Softmax(),
+    )
+    learn.remove_cb(learn.progress)
+    return learn
+
+
+class Scale:
+    "Scale a sample by 1 the first time, by 2 the second time, and so on."
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.n += len(x)
+        return x * ((self.n - 1) // 13 + 1)
+
+
+def by_hand(learn: Learner, n: int) -> tuple[Tensor, Tensor]:
+    "Return the plain predictions, and the stacked predictions of each time."
+    with torch.no_grad():
+        return learn.model(X).softmax(-1), torch.stack(
+            [learn.model(X * (i + 1)).softmax(-1) for i in range(n)]
+        )
+
+
+@pytest.mark.parametrize('ds_idx', [0, 1])
+@pytest.mark.parametrize('n', [1, 4])
+def test_mean_maximum_and_both(n: int, ds_idx: int) -> None:
+    learn = make()
+    plain, aug = by_hand(learn, n)
+    preds, targs = learn.tta(ds_idx, n=n, augment=Scale())
+    assert torch.allclose(preds, 0.75 * aug.mean(0) + 0.25 * plain, atol=1e-6) and torch.equal(
+        targs, Y % 3
+    )
+    preds, _ = learn.tta(ds_idx, n=n, beta=0.6, augment=Scale())
+    assert torch.allclose(preds, 0.4 * aug.mean(0) + 0.6 * plain, atol=1e-6)
+    preds, _ = learn.tta(ds_idx, n=n, use_max=True, augment=Scale())
+    assert torch.allclose(preds, torch.maximum(aug.max(0)[0], plain), atol=1e-6)
+    (first, second), _ = learn.tta(ds_idx, n=n, beta=None, augment=Scale())
+    assert torch.allclose(first, aug.mean(0), atol=1e-6) and torch.allclose(
+        second, plain, atol=1e-6
+    )
+
+
+def test_each_time_draws_other_numbers_and_all_generators_are_restored() -> None:
+    learn, drawn = make(), []
+
+    def noise(x: Tensor) -> Tensor:
+        drawn.append((float(torch.rand(1)), random.random(), np.random.rand()))
+        return x
+
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    learn.tta(n=3, dl=[(X, Y % 3)], augment=noise)
+    for values in zip(*drawn, strict=True):
+        assert len(set(values)) == 3
+    assert states() == before and learn.model.training and learn.run.depth == 0
+
+
+def test_several_inputs() -> None:
+    class Sum(nn.Linear):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a + b)
+
+    learn = Learner(([(X, X, Y)], [(X, X, Y)]), Sum(2, 3), default_cbs=False)
+    preds, _ = learn.tta(n=1, beta=0.0, augment=lambda a, b: (a, b + 1))
+    assert torch.allclose(preds, learn.model(X, X + 1), atol=1e-6)
+
+
+class Augmented(TensorDataset):
+    "Adds 1 to inputs while it acts as the training set, like a data set of fastai."
+
+    split_idx = 1
+
+    def __getitem__(self, i: Any) -> Any:
+        x, y = super().__getitem__(i)
+        return x + (self.split_idx == 0), y
+
+    @contextmanager
+    def set_split_idx(self, i: int) -> Iterator[Any]:
+        before, self.split_idx = self.split_idx, i
+        try:
+            yield self
+        finally:
+            self.split_idx = before
+
+
+def test_data_sets_with_their_own_augmentation() -> None:
+    ds = Augmented(X, Y % 3)
+    learn = make(DataLoader(ds, 4))
+    preds, _ = learn.tta(n=2)
+    with torch.no_grad():
+        expected = 0.75 * learn.model(X + 1).softmax(-1) + 0.25 * learn.model(X).softmax(-1)
+    assert torch.allclose(preds, expected, atol=1e-6) and ds.split_idx == 1
+    preds, _ = learn.tta(n=2, beta=0.0, augment=lambda x: 2 * x)
+    assert torch.allclose(preds, learn.model(2 * (X + 1)).softmax(-1), atol=1e-6)
+
+
+def test_a_missing_or_wrong_augmentation_is_reported() -> None:
+    learn, events_seen = make(), []
+    learn.add_cb(Callback(before_fit=lambda cb: events_seen.append(1)))
+    with pytest.raises(OptionError, match='augment='):
+        learn.tta()
+    with pytest.raises(OptionError, match='augment='):
+        learn.tta(item_tfms=abs)
+    for n in (0, 2.5):
+        with pytest.raises(OptionError, match='whole number'):
+            learn.tta(n=n, augment=abs)
+    assert events_seen == []
+
+
+def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
+    weighted = DataLoader(
+        TensorDataset(X, Y % 3), 4, sampler=WeightedRandomSampler(torch.ones(13), 13)
+    )
+    with pytest.raises(LoaderError, match='other samples'):
+        make().tta(dl=weighted, augment=abs)
+
+
+def test_an_error_in_the_augmentation_comes_out() -> None:
+    learn = make()
+
+    def fail(x: Tensor) -> Tensor:
+        raise OSError('gone')
+
+    state = torch.get_rng_state()
+    with pytest.raises(OSError, match='gone'):
+        learn.tta(augment=fail)
+    assert (
+        torch.equal(state, torch.get_rng_state()) and learn.model.training and len(learn.cbs) == 2
+    )

@@ -1,0 +1,437 @@
+"""Displayed samples: pixels, titles and cells, the method that displays them, and an unchanged Learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from learnkit import Callback, ClassificationInterpretation, DataLoaders, Learner, TensorLoader
+from learnkit.core.errors import OptionError
+from learnkit.core.plotting import WRONG
+from learnkit.core.random import capture_own, capture_rng, same_states
+from learnkit.data.show import (
+    as_pictures,
+    as_targets,
+    class_colors,
+    draw_images,
+    draw_masks,
+    wrong_ones,
+)
+from learnkit.data.tables import Table, readable
+from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
+
+
+def loaders(x: Any, y: Any, vocab: Any = None, bs: int = 4, **kwargs: Any) -> DataLoaders:
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, **{'shuffle': False, **kwargs})
+    if vocab is not None:
+        dls.vocab = vocab
+    return dls
+
+
+def titles(axs: Any) -> list[str]:
+    return [ax.get_title() for ax in axs]
+
+
+# ------------------------------------------------------------------------------- show_batch: images
+
+
+@pytest.mark.parametrize('shape', [(6, 1, 5, 4), (6, 5, 4)])
+def test_images_of_one_channel_with_the_names_of_their_classes(shape: tuple[int, ...]) -> None:
+    pytest.importorskip('matplotlib')
+    x, y = torch.rand(shape), torch.tensor([0, 1, 1, 0, 1, 0])
+    axs = loaders(x, y, ['cat', 'dog'], bs=6).show_batch(max_n=5)
+    assert titles(axs) == ['cat', 'dog', 'dog', 'cat', 'dog'] and len(axs.figure.axes) == 5
+    for ax, image in zip(axs, x, strict=False):
+        assert np.array_equal(ax.images[0].get_array(), image.reshape(5, 4).numpy())
+        assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == 'gray'
+        assert not any(spine.get_visible() for spine in ax.spines.values()) and not len(
+            ax.get_xticks()
+        )
+
+
+@pytest.mark.parametrize('last', [False, True])
+def test_bytes_and_floats_in_color(last: bool) -> None:
+    pytest.importorskip('matplotlib')
+    x = torch.randint(256, (3, 3, 6, 5), dtype=torch.uint8)
+    axs = loaders(x.permute(0, 2, 3, 1) if last else x, torch.zeros(3)).show_batch(figsize=(4, 2))
+    assert np.array_equal(axs[1].images[0].get_array(), (x[1].permute(1, 2, 0) / 255).numpy())
+    assert axs.figure.get_size_inches().tolist() == [4, 2]
+
+
+def test_pixels_beyond_0_and_1_are_stretched_alike() -> None:
+    x = torch.tensor([[[-1.0, 0.0], [1.0, 3.0]], [[0.0, 0.0], [0.0, torch.nan]]])
+    assert as_pictures(x)[:, 0].tolist() == [[[0, 0.25], [0.5, 1]], [[0.25, 0.25], [0.25, 0]]]
+    digits = torch.tensor([[[0.0, 16.0], [8.0, 4.0]]])
+    assert as_pictures(digits)[0, 0].tolist() == [[0, 1], [0.5, 0.25]]
+    assert torch.equal(as_pictures(digits / 32), digits[None] / 32)
+    assert as_pictures(torch.zeros(1, 5, 2, 2)).shape == (1, 1, 2, 2)  # of five channels the mean
+
+
+def test_masks_are_laid_over_their_images() -> None:
+    pytest.importorskip('matplotlib')
+    x, mask = torch.rand(4, 3, 6, 5), torch.randint(3, (4, 6, 5))
+    axs = loaders(x, mask).show_batch()
+    assert (
+        np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
+        and axs[2].images[1].get_alpha() == 0.5
+    )
+    assert {ax.images[1].get_clim() for ax in axs} == {(0, 2)} and titles(axs) == [''] * 4
+
+
+def test_other_targets_are_titles_too() -> None:
+    pytest.importorskip('matplotlib')
+    x = torch.rand(3, 1, 4, 4)
+    assert titles(loaders(x, torch.tensor([0.5, 2, 1e-7])).show_batch()) == ['0.5', '2', '1e-07']
+    labels = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
+    assert titles(loaders(x, labels, [*'abc']).show_batch()) == ['a, c', 'none', 'b']
+    two = DataLoaders(
+        [(x, torch.tensor([1, 0, 1]), torch.tensor([[0.5, 2], [1, 1], [3, 4]]))], n_inp=1
+    )
+    assert titles(two.show_batch()) == ['1, 0.5, 2', '0, 1, 1', '1, 3, 4']
+    assert titles(DataLoaders([{'image': x, 'labels': torch.tensor([2, 1, 0])}]).show_batch()) == [
+        '2',
+        '1',
+        '0',
+    ]
+    assert titles(DataLoaders([(x,)]).show_batch()) == [''] * 3
+
+
+# ------------------------------------------------------------------------------- show_batch: tables
+
+
+def test_vectors_are_a_table() -> None:
+    x, y = torch.arange(6.0).view(3, 2) / 3, torch.tensor([1, 0, 1])
+    table = loaders(x, y, ['no', 'yes']).show_batch(max_n=2)
+    assert table.columns == {
+        'x[0]': x[:2, 0].tolist(),
+        'x[1]': x[:2, 1].tolist(),
+        'target': ['yes', 'no'],
+    }
+    assert repr(table).splitlines() == [
+        '  x[0]    x[1]  target',
+        '     0  0.3333     yes',
+        '0.6667       1      no',
+    ]
+    assert len(table) == 2
+
+
+def test_a_table_as_a_page_and_as_a_frame() -> None:
+    table = Table({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]}, wrong=[1])
+    html = table._repr_html_()
+    assert (
+        '<b>' not in html
+        and '&lt;b&gt;' in html
+        and html.count('wrong') == 1
+        and 'a' * 58 not in html
+    )
+    assert repr(table).splitlines()[-1].endswith('2  wrong')
+    pd = pytest.importorskip('pandas')
+    assert table.to_pandas().equals(
+        pd.DataFrame({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]})
+    )
+
+
+def test_long_vectors_signals_words_and_dicts() -> None:
+    long = loaders(torch.rand(3, 30), torch.zeros(3)).show_batch()
+    assert list(long.columns) == [*[f'x[{i}]' for i in range(8)], '...', 'target']
+    assert long.columns['...'] == ['22 more'] * 3
+    signals = torch.rand(3, 1, 30)
+    assert (
+        loaders(signals, torch.zeros(3)).show_batch().columns['x[3]'] == signals[:, 0, 3].tolist()
+    )
+    words = DataLoaders([(['some words', 'others'], torch.tensor([1, 0]))]).show_batch(max_n=1)
+    assert words.columns == {'x': ['some words'], 'target': [1]}
+    batch = {
+        'ids': torch.tensor([[1, 2], [3, 4]]),
+        'age': torch.tensor([5, 6]),
+        'labels': torch.tensor([0, 1]),
+    }
+    assert DataLoaders([batch]).show_batch().columns == {
+        'ids[0]': [1, 3],
+        'ids[1]': [2, 4],
+        'age': [5, 6],
+        'target': [0, 1],
+    }
+    videos = loaders(torch.rand(3, 2, 3, 4, 5), torch.zeros(3)).show_batch()
+    assert videos.columns['x'] == ['Tensor[2, 3, 4, 5] float32'] * 3
+
+
+def test_which_loader_and_which_batch() -> None:
+    x = torch.arange(12.0)
+    dls = DataLoaders.from_tensors(
+        (x, x), {'a': (x + 20, x), 'b': (x + 50, x)}, bs=4, shuffle=False
+    )
+    assert dls.show_batch().columns['x'] == [0, 1, 2, 3]
+    assert dls.show_batch(ds_idx=1).columns['x'] == [20, 21, 22, 23]
+    assert dls.show_batch(ds_idx='b', max_n=1).columns['x'] == [50]
+    assert dls.show_batch((x[:2] - 1, x[:2])).columns['x'] == [-1, 0]
+
+
+def test_bad_questions_are_reported() -> None:
+    dls = loaders(torch.rand(3, 2), torch.zeros(3))
+    for bad in (0, -1, 2.5, True, None):
+        with pytest.raises(OptionError, match='max_n='):
+            dls.show_batch(max_n=bad)  # type: ignore[arg-type]
+    once = DataLoaders(iter([(torch.zeros(2), torch.zeros(2))]))
+    with pytest.raises(OptionError, match='is an iterator'):
+        once.show_batch()
+    assert len(list(once.train)) == 1
+
+
+class Shows(list[Any]):
+    "A loader with `show_batch`."
+
+    def show_batch(self, b: Any = None, max_n: int = 9, **kwargs: Any) -> Any:
+        return b, max_n, kwargs
+
+
+class ShowsItself(Dataset[Any]):
+    "A data set with `show`."
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.zeros(2), 0
+
+    def show_batch(self, max_n: int = 9) -> Any:
+        return 'itself', max_n
+
+
+def test_the_datas_own_method_comes_first() -> None:
+    dls = DataLoaders(Shows([(torch.zeros(2), torch.zeros(2))]), DataLoader(ShowsItself()))
+    assert dls.show_batch(max_n=3, more=1) == (None, 3, {'more': 1}) and dls.show_batch('b') == (
+        'b',
+        9,
+        {},
+    )
+    assert dls.show_batch(ds_idx=1) == ('itself', 9)
+
+
+# ----------------------------------------------------------------------------- nothing is disturbed
+
+
+class Counting(Sampler[int]):
+    "Draws the order of each epoch from a count of epochs."
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(
+            torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        )
+
+
+class Noisy(Dataset[Any]):
+    "Samples with noise from their own generator and from the global generators."
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([i + self.rng.random(), np.random.rand(), torch.rand(()).item()]), i % 2
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        'tensors': lambda: TensorLoader(
+            torch.rand(12, 3), torch.arange(12) % 2, bs=4, shuffle=True
+        ),
+        'shuffled': lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
+        'seeded': lambda: DataLoader(
+            Noisy(), batch_size=4, shuffle=True, generator=torch.Generator()
+        ),
+        'counting': lambda: DataLoader(Noisy(), batch_size=4, sampler=Counting()),
+    }
+
+
+@pytest.mark.parametrize('kind', kinds())
+@pytest.mark.parametrize('when', ['before', 'in the middle'])
+def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path: Path) -> None:
+    def trained(look: bool) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        dl = kinds()[kind]()
+        learn = Learner(
+            DataLoaders(dl, dl), nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1, default_cbs=False
+        )
+
+        def looks(*_: Any) -> None:
+            learn.dls.show_batch()
+            if learn.training or not learn.run.depth:
+                learn.show_results(ds_idx=0)
+
+        if look and when == 'before':
+            looks()
+        learn.fit(2, cbs=Callback(after_batch=looks) if look and when != 'before' else None)
+        return learn.model.weight.detach(), (capture_rng(), capture_own(dl))
+
+    (a, before), (b, after) = trained(False), trained(True)
+    assert (
+        torch.equal(a, b) and same_states(before[0], after[0]) and repr(before[1]) == repr(after[1])
+    )
+
+
+def test_persistent_workers_continue_with_their_epoch() -> None:
+    dl = DataLoader(
+        [(torch.tensor([float(i)]), 0) for i in range(6)],
+        batch_size=1,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    dls, seen = DataLoaders(dl), []
+    for x, _ in dl:
+        seen.append(x.item())
+        if len(seen) == 2:
+            assert dls.show_batch().columns['x'] == [0]
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------------------------------- show_results
+
+
+def test_results_of_images_show_target_and_prediction_and_mark_the_wrong_ones() -> None:
+    pytest.importorskip('matplotlib')
+    from matplotlib.colors import to_rgba
+
+    x, y = torch.rand(5, 1, 1, 2), torch.tensor([0, 1, 1, 0, 1])
+    dls = loaders(x.expand(5, 1, 2, 2), y, ['cat', 'dog'], bs=5)
+    learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), nn.CrossEntropyLoss())
+    classes = learn.get_preds()[0].argmax(1).tolist()
+    axs = learn.show_results(max_n=4, figsize=(3, 3))
+    names = [(dls.vocab[t], dls.vocab[p]) for t, p in zip(y[:4], classes, strict=False)]
+    assert titles(axs) == [f'target {t}\npredicted {p}' for t, p in names]
+    for ax, t, p in zip(axs, y.tolist(), classes, strict=False):
+        assert (ax.title.get_fontweight() == 'bold') == ax.spines['top'].get_visible() == (t != p)
+        if t != p:
+            assert (
+                to_rgba(ax.title.get_color()) == to_rgba(WRONG) == ax.spines['top'].get_edgecolor()
+            )
+
+
+@pytest.mark.parametrize('n', [1, 4, 7])
+def test_a_saved_picture_has_its_titles_whole(n: int, tmp_path: Path) -> None:
+    plt = pytest.importorskip('matplotlib.pyplot')
+    titles = ['target 4\npredicted 9\nloss 14.64'] * n
+    axs = draw_images(torch.ones(n, 3, 8, 8), titles, wrong=range(n))
+    axs.figure.savefig(tmp_path / 'a.png')  # the first drawing of the figure
+    picture = plt.imread(tmp_path / 'a.png')[:, :, :3]
+    assert (picture[:2] == 1).all() and (picture[2:40] < 1).any()
+
+
+def test_results_of_vectors_are_a_table() -> None:
+    x, y = torch.tensor([[2.0, 1], [0, 1], [3, 0]]), torch.tensor([0, 0, 1])
+    table = Learner(
+        loaders(x, y, ['no', 'yes']), nn.Identity(), CrossEntropyLossFlat()
+    ).show_results()
+    assert table.columns['predicted'] == ['no', 'yes', 'no'] and table.wrong == [1, 2]
+    x, y = torch.tensor([-1.0, 2, 3]), torch.tensor([0.0, 0, 1])
+    for loss in (nn.BCEWithLogitsLoss(), BCEWithLogitsLossFlat()):
+        table = Learner(loaders(x, y), nn.Identity(), loss).show_results()
+        assert table.columns['predicted'] == [0, 1, 1] and table.wrong == [1]
+    table = Learner(loaders(x, y + 0.5), nn.Identity(), nn.MSELoss()).show_results()
+    assert table.columns['predicted'] == [-1, 2, 3] and table.wrong == []
+    table = Learner(DataLoaders([(x,)]), nn.Identity(), nn.MSELoss()).show_results(ds_idx=0)
+    assert table.columns == {'x': [-1, 2, 3], 'predicted': [-1, 2, 3]}
+
+
+def test_results_of_masks_are_next_to_their_images_with_one_legend() -> None:
+    pytest.importorskip('matplotlib')
+    x, mask = torch.rand(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    mask[1, 0] = -100
+    model = nn.Conv2d(3, 3, 1)
+    learn = Learner(loaders(x, mask, ['road', 'a $x_{$', 'tree']), model, nn.CrossEntropyLoss())
+    axs = learn.show_results()
+    pred = model(x).argmax(1)
+    right = [(pred == mask)[i][mask[i] >= 0].float().mean().item() for i in range(2)]
+    predicted = [f'predicted\nright {r:.1%}' for r in right]
+    assert titles(axs) == ['', 'target', predicted[0], '', 'target', predicted[1]]
+    pictures = [as_pictures(x), class_colors(mask), class_colors(pred)]
+    for i, ax in enumerate(axs):
+        expected = pictures[i % 3][i // 3].permute(1, 2, 0).numpy()
+        assert np.array_equal(ax.images[0].get_array(), expected) and len(ax.images) == 1
+    (legend,) = axs.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    found = sorted({*mask.unique().tolist(), *pred.unique().tolist()} - {-100})
+    assert names == [*(['road', 'a $x_{$', 'tree'][k] for k in found), 'ignored']
+    colors = [patch.get_facecolor()[:3] for patch in legend.get_patches()]
+    expected = class_colors(torch.tensor([[[*found, -1]]]))[0, :, 0].T
+    assert torch.allclose(torch.tensor(colors).float(), expected)
+    axs.figure.canvas.draw()
+    # no part of the legend lies over the pictures
+    box = legend.get_window_extent()
+    assert all(ax.get_window_extent().x1 <= box.x0 for ax in axs)
+
+
+def test_binary_masks_of_floats_and_the_largest_losses() -> None:
+    pytest.importorskip('matplotlib')
+    x = torch.rand(5, 1, 4, 4)
+    mask = (x > 0.5).float()
+    model = nn.Conv2d(1, 1, 1)
+    with torch.no_grad():
+        model.weight.fill_(10.0), model.bias.fill_(-4.0)
+    learn = Learner(loaders(x, mask, bs=5), model, nn.BCEWithLogitsLoss())
+    axs = learn.show_results(max_n=4)
+    assert len(axs) == 12 and axs.figure.get_axes()[0].get_gridspec().ncols == 6
+    expected = class_colors((x[1, 0] > 0.4)[None].long())[0].permute(1, 2, 0).numpy()
+    assert np.array_equal(axs[5].images[0].get_array(), expected)
+    interp = ClassificationInterpretation.from_learner(learn)
+    axs = interp.plot_top_losses(2)
+    worst = interp.top_losses(2)[1].tolist()
+    assert titles(axs)[::3] == [f'loss {interp.losses[i]:.4g}' for i in worst]
+    for ax, i in zip(axs[1::3], worst, strict=True):
+        expected = class_colors(mask[i].long())[0].permute(1, 2, 0).numpy()
+        assert np.array_equal(ax.images[0].get_array(), expected)
+    # pixels that are no mask: floats other than 0 and 1
+    other = Learner(loaders(x, x), nn.Identity(), nn.MSELoss()).show_results()
+    assert len(other) == 4
+
+
+def test_a_legend_of_many_classes_is_cut() -> None:
+    pytest.importorskip('matplotlib')
+    x, mask = torch.rand(1, 1, 6, 5), torch.arange(30).view(1, 6, 5)
+    model = lambda x: nn.functional.one_hot(mask, 30).permute(0, 3, 1, 2).float()
+    axs = draw_masks(x, {'target': mask, 'predicted': model(x).argmax(1)})
+    names = [text.get_text() for text in axs.figure.legends[0].get_texts()]
+    assert names == [*map(str, range(24)), '... 6 more']
+
+
+def test_classes_are_distinguished_from_scores_by_shape() -> None:
+    scores = torch.randn(4, 5, 3)
+    assert torch.equal(as_targets(scores, torch.zeros(4, 3, dtype=torch.int64)), scores.argmax(1))
+    assert torch.equal(as_targets(scores, torch.zeros(4, 5, dtype=torch.int64)), scores.argmax(-1))
+    for other in (torch.zeros(4, 5, 3), torch.zeros(4, 7).long(), torch.zeros(3, 3).long(), None):
+        assert as_targets(scores, other) is scores
+    assert wrong_ones(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 1], [1, 0]])) == [1]
+    assert (
+        wrong_ones(None, torch.zeros(2))
+        == wrong_ones(torch.zeros(2, 3, 3), torch.ones(2, 3, 3))
+        == []
+    )
+
+
+def test_what_a_person_reads() -> None:
+    assert (
+        readable(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
+        and readable(None, 2) == ['NoneType'] * 2
+    )
+    assert readable((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
+        'b, 0.5',
+        'a, 2',
+    ]
+    assert readable(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
+    assert readable(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]

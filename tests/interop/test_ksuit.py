@@ -1,0 +1,525 @@
+"""ksuit- and Noether-style callbacks in a Learner: small typical ones, and the arguments of their hooks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import nn
+
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnkit.core.errors import CallbackError, LoaderError, MetricError, OptionError
+from learnkit.interop import from_ksuit
+from learnkit.testing import RegModel
+
+
+def learner(
+    *cbs: Any, path: Any = None, microbatch: int | None = 4, model: nn.Module | None = None
+) -> Learner:
+    "Return a Learner with 3 batches of 8 samples in microbatches of 4, and two validation loaders of 2 batches."
+    torch.manual_seed(0)
+    x = torch.randn(24, 1)
+    batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in (0, 8, 16)]
+    dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[1:]})
+    learn = Learner(
+        dls,
+        model or RegModel(),
+        nn.MSELoss(),
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        microbatch=microbatch,
+        path=path,
+        cbs=[cb if isinstance(cb, (Callback, type)) else from_ksuit(cb) for cb in cbs],
+    )
+    learn.logger = noop
+    return learn
+
+
+class Base:
+    "A base class like ksuit's, which calls `periodic_callback` at its interval."
+
+    def __init__(
+        self, every_n_epochs: Any = None, every_n_updates: Any = None, every_n_samples: Any = None
+    ) -> None:
+        self.every_n_epochs, self.every_n_updates = every_n_epochs, every_n_updates
+        self.every_n_samples = every_n_samples
+        self.trainer = self.model = self.writer = None
+
+    def after_epoch(self, update_counter: Any, **kwargs: Any) -> None:
+        if self.every_n_epochs and update_counter.cur_iteration.epoch % self.every_n_epochs == 0:
+            self.periodic_callback(interval_type='epoch', update_counter=update_counter, **kwargs)
+
+    def after_update(self, update_counter: Any, **kwargs: Any) -> None:
+        if self.every_n_updates and update_counter.cur_iteration.update % self.every_n_updates == 0:
+            self.periodic_callback(interval_type='update', update_counter=update_counter, **kwargs)
+
+    def periodic_callback(self, **kwargs: Any) -> None:
+        pass
+
+
+# -- typical callbacks in miniature ----------------------------------------------------------------
+
+
+class EvalLoss(Base):
+    "Writes the mean error on a loader at each interval."
+
+    dataset_key = 'night'
+
+    def process_data(self, batch: Any, *, trainer_model: nn.Module) -> Any:
+        x, y = batch
+        assert not trainer_model.training and not torch.is_grad_enabled()
+        return {'error': (trainer_model(x) - y).abs(), 'y': y}
+
+    def process_results(
+        self, results: Any, *, interval_type: str, update_counter: Any, **_: Any
+    ) -> None:
+        assert results['error'].shape == (16, 1)
+        self.writer.add_scalar(f'error/{interval_type}', results['error'].mean())  # type: ignore[attr-defined]
+
+
+class BestMetric:
+    "Records another metric at the best value of one metric."
+
+    def __init__(self, source: str, target: str, every_n_epochs: int = 1) -> None:
+        self.source, self.target, self.every_n_epochs = source, target, every_n_epochs
+        self.best, self.at_best, self.metric_property_provider = None, None, None
+
+    def before_training(self, **_: Any) -> None:
+        self.higher = self.metric_property_provider.higher_is_better(self.source)
+
+    def _periodic_callback(self, **_: Any) -> None:
+        now = self.writer.log_cache[self.source]
+        if self.best is None or (now > self.best if self.higher else now < self.best):
+            self.best, self.at_best = now, self.writer.log_cache[self.target]
+        self.writer.add_scalar(
+            key=f'{self.target}/at_best', value=self.at_best, logger=self.logger, format_str='.3f'
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'best': self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict['best']
+
+
+class Ema:
+    "Averages the weights, and saves the average in a separate file."
+
+    def __init__(self, factor: float, every_n_epochs: int) -> None:
+        self.factor, self.every_n_epochs, self.average = factor, every_n_epochs, {}
+
+    def _before_training(self, model: nn.Module, **_: Any) -> None:
+        self.average = self.average or {name: p.clone() for name, p in model.named_parameters()}
+
+    def _track_after_update_step(self, model: nn.Module, **_: Any) -> None:
+        for name, p in model.named_parameters():
+            self.average[name].lerp_(p, 1 - self.factor)
+
+    def _periodic_callback(self, update_counter: Any, **_: Any) -> None:
+        for tag in (update_counter.cur_checkpoint, 'latest'):
+            self.checkpoint_writer.save_model_checkpoint(
+                state_dict=self.average,
+                checkpoint_tag=tag,
+                model_info='ema',
+                model_name='net',
+                ema=self.factor,
+            )
+
+    def resume_from_checkpoint(self, resumption_paths: Any, model: nn.Module) -> None:
+        file = resumption_paths.checkpoint_path / 'net_ema_cp=latest_model.th'
+        self.average = torch.load(file, weights_only=True)['state_dict']
+
+
+class Progress(Base):
+    "Records its progress as strings."
+
+    def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
+        end = self.trainer.end_checkpoint  # type: ignore[attr-defined]
+        self.lines_seen = [
+            *getattr(self, 'lines_seen', []),
+            f'{interval_type} {update_counter.cur_iteration} of {end}',
+        ]
+
+
+def test_best_metric_reads_what_validation_has_measured() -> None:
+    cb = BestMetric('day/loss', 'night/loss')
+    learn = learner(cb)
+    learn.fit(3)
+    rows = learn.history
+    best = [min(range(i + 1), key=lambda j: rows[j]['day/loss']) for i in range(3)]
+    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(
+        [rows[j]['night/loss'] for j in best]
+    )
+
+
+def test_best_metric_speaks_through_its_logger(caplog: pytest.LogCaptureFixture) -> None:
+    learn = learner(BestMetric('day/loss', 'night/loss'))
+    with caplog.at_level(logging.INFO):
+        learn.fit(1)
+    assert caplog.messages == [f'night/loss/at_best: {learn.history[0]["night/loss"]:.3f}']
+
+
+def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path) -> None:
+    cb = Ema(0.9, every_n_epochs=2)
+    steps: list[Any] = []
+    look = lambda c: steps.append(c.model.a.item())
+    watch = Callback(before_fit=look, after_step=look)
+    learn = learner(cb, watch, path=tmp_path)
+    learn.fit(2)
+    average = steps[0]
+    for a in steps[1:]:
+        average = 0.9 * average + 0.1 * a
+    assert cb.average['a'].item() == pytest.approx(average, rel=1e-5)
+    folder = tmp_path / 'checkpoints'
+    assert sorted(f.name for f in folder.iterdir()) == [
+        'net_ema_cp=E2_U6_S48_model.th',
+        'net_ema_cp=latest_model.th',
+    ]
+    stored = torch.load(folder / 'net_ema_cp=latest_model.th', weights_only=True)
+    assert (
+        stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
+        and stored['ema'] == 0.9
+    )
+
+    other = Ema(0.9, every_n_epochs=2)
+    learner(other, path=tmp_path / 'elsewhere').cbs[-1].resume_from_checkpoint(folder, learn.model)
+    assert torch.equal(other.average['a'], cb.average['a'])
+
+
+def test_progress_by_every_interval() -> None:
+    cb = Progress(every_n_epochs=2, every_n_updates=2)
+    learner(cb).fit(2)
+    assert cb.lines_seen == [
+        'update E0_U2_S16 of E2_U6_S48',
+        'update E1_U4_S32 of E2_U6_S48',
+        'update E2_U6_S48 of E2_U6_S48',
+        'epoch E2_U6_S48 of E2_U6_S48',
+    ]
+
+
+def test_samples_count_when_a_multiple_is_crossed() -> None:
+    class BySamples:
+        every_n_samples = 20
+
+        def __init__(self) -> None:
+            self.at: list[int] = []
+
+        def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
+            self.at.append(update_counter.sample)
+            assert interval_type == 'sample'
+
+    cb = BySamples()
+    learner(cb).fit(2)
+    assert cb.at == [24, 40]
+
+
+def test_periodic_evaluation_of_a_loader_by_name() -> None:
+    cb = EvalLoss(every_n_epochs=1)
+    learn = learner(cb)
+    learn.fit(2)
+    x, y = (torch.cat(part) for part in zip(*learn.dls[2], strict=True))
+    assert learn.history[-1]['error/epoch'] == pytest.approx(
+        (learn.model(x) - y).abs().mean().item(), rel=1e-5
+    )
+    cb.dataset_key = 'nigth'
+    with pytest.raises(LoaderError, match='Did you mean `night`'):
+        learn.fit(1)
+
+
+# -- what hooks are given --------------------------------------------------------------------------
+
+
+def test_results_of_batches_are_joined_by_their_kind() -> None:
+    class Pass:
+        every_n_epochs, dataset_key = 1, 'day'
+
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+        def process_data(self, batch: Any, *, trainer_model: Any) -> Any:
+            return self.result
+
+        def process_results(self, results: Any, **_: Any) -> None:
+            self.got = results
+
+    cbs = [
+        Pass(r)
+        for r in (
+            2.0,
+            None,
+            torch.tensor(1),
+            {'a': torch.ones(3)},
+            (torch.ones(1, 2), torch.zeros(1)),
+        )
+    ]
+    learner(*cbs).fit(1)
+    a, b, c, d, (e, f) = (cb.got for cb in cbs)
+    assert a.tolist() == [2.0, 2.0] and b is None and c.tolist() == [1, 1] and d['a'].shape == (6,)
+    assert e.shape == (2, 2) and f.tolist() == [0.0, 0.0]
+
+
+def test_order_and_number_of_hooks() -> None:
+    names: list[str] = []
+    hooks = [
+        'before_training',
+        'before_epoch',
+        'before_every_update',
+        'before_every_accumulation_step',
+        'before_every_backward',
+        'track_after_accumulation_step',
+        'before_every_optim_step',
+        'track_after_update_step',
+        'after_update',
+        'after_epoch',
+        'after_training',
+        'at_eval',
+    ]
+    All = type('All', (), {h: lambda self, h=h, **_: names.append(h) for h in hooks})
+    learn = learner(All())
+    learn.fit(2)
+    update = ['before_every_update', *hooks[3:6] * 2, *hooks[6:9]]
+    assert names == [
+        'before_training',
+        *['before_epoch', *update * 3, 'after_epoch'] * 2,
+        'after_training',
+    ]
+    names.clear()
+    learn.validate()
+    assert names == ['at_eval']
+    learn.get_preds()
+    assert names == ['at_eval']
+
+
+def test_values_of_an_accumulation_step_and_an_update() -> None:
+    class Look:
+        def __init__(self) -> None:
+            self.steps, self.times, self.losses = [], [], []
+
+        def track_after_accumulation_step(
+            self,
+            *,
+            batch: Any,
+            losses: Any,
+            update_outputs: Any,
+            accumulation_step: int,
+            accumulation_steps: int,
+            update_counter: Any,
+        ) -> None:
+            assert (
+                batch[0].shape == update_outputs['pred'].shape == (4, 1)
+                and not update_outputs['pred'].requires_grad
+            )
+            self.steps.append((accumulation_step, accumulation_steps, update_counter.update))
+            self.losses.append(
+                (update_outputs['pred'] - batch[1]).square().mean().item() - losses['total'].item()
+            )
+
+        def track_after_update_step(self, *, times: dict[str, float], update_counter: Any) -> None:
+            self.times.append(
+                (
+                    sorted(times),
+                    update_counter.effective_batch_size,
+                    update_counter.updates_per_epoch,
+                )
+            )
+            assert times['data_time'] >= 0 and times['update_time'] > 0
+
+    cb = Look()
+    learner(cb).fit(1)
+    assert cb.steps == [(i, 2, update) for update in range(3) for i in (0, 1)]
+    assert cb.times == [(['backward', 'data_wait', 'forward', 'update'], 8, 3)] * 3
+    assert cb.losses == pytest.approx([0.0] * 6, abs=1e-6)
+
+
+def test_accumulated_batches_are_one_update() -> None:
+    class Count:
+        def __init__(self) -> None:
+            self.at: list[Any] = []
+
+        def after_update(self, update_counter: Any) -> None:
+            self.at.append(str(update_counter.cur_checkpoint))
+
+    cb = Count()
+    learner(cb, GradientAccumulation(n_acc=16), microbatch=None).fit(1)
+    assert cb.at[0] == 'E0_U1_S16' and len(cb.at) < 3
+
+
+def test_hooks_run_without_gradients_and_in_evaluation_mode_and_change_nothing() -> None:
+    class Draw:
+        every_n_updates = 1
+
+        def periodic_callback(self, *, trainer_model: nn.Module, **_: Any) -> None:
+            assert not torch.is_grad_enabled() and not trainer_model.training
+            torch.rand(3)
+
+    def trained(*cbs: Any) -> list[float]:
+        torch.manual_seed(1)
+        learn = learner(
+            *cbs, model=nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        )
+        learn.fit(2)
+        return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).tolist()
+
+    assert trained(Draw()) == trained()
+
+
+def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
+    class Own:
+        path_provider = writer = None
+
+        def __init__(self) -> None:
+            self.tracker = 'mine'
+
+        def before_training(self, update_counter: Any) -> None:
+            assert self.tracker == 'mine' and self.update_counter is update_counter
+            assert self.model is self.trainer.model and str(self.trainer.device) == 'cpu'
+            assert list(self.data_container.datasets) == ['train', 'day', 'night']
+            assert self.trainer.callbacks == [self] and self.trainer.log_writer is self.writer
+            assert (self.trainer.precision, self.trainer.grad_scaler) == ('fp32', None)
+            assert (
+                update_counter.epoch == 0
+                and not update_counter.is_finished
+                and not update_counter.is_full_epoch
+            )
+
+    cb = Own()
+    learn = learner(cb)
+    learn.fit(1)
+    other = learner(cb)
+    other.fit(1)
+    assert cb.model is other.model  # what was given here follows the Learner
+
+
+def test_writers_are_one_for_all_and_refuse_a_name_twice() -> None:
+    class Write:
+        every_n_updates = 1
+
+        def periodic_callback(self, *, update_counter: Any) -> None:
+            self.writer.add_scalar('a/', 2 * update_counter.update)
+
+    class Read:
+        every_n_updates = 1
+
+        def periodic_callback(self, **_: Any) -> None:
+            self.got = [*getattr(self, 'got', []), dict(self.writer.log_cache)]
+
+    read = Read()
+    learn = learner(Write(), read)
+    learn.fit(1)
+    assert [(row['update'], row['a']) for row in read.got] == [(1, 2), (2, 4), (3, 6)]
+    assert learn.history[0]['a'] == 4
+    assert read.writer.get_all_metric_values('a') == [2, 4, 6]
+    with pytest.raises(MetricError, match="'a' was logged already at E0_U1_S8"):
+        learner(Write(), Write()).fit(1)
+
+
+def test_early_stopping_by_exception_and_by_answer() -> None:
+    class EarlyStopIteration(StopIteration):
+        pass
+
+    class Raises:
+        def after_update(self, update_counter: Any) -> None:
+            if update_counter.update == 2:
+                raise EarlyStopIteration
+
+    class Answers:
+        def should_stop_after_epoch(self, checkpoint: Any) -> bool:
+            return checkpoint.epoch == 2
+
+    learn = learner(Raises())
+    learn.fit(5)
+    assert learn.time.st == 2
+    learn = learner(Answers())
+    learn.fit(5)
+    assert learn.time.ep == 2
+
+
+def test_a_singleton_writer_of_a_base_class_is_lent_for_the_run() -> None:
+    class OldBase:
+        log_writer_singleton = None
+
+        @property
+        def writer(self) -> Any:
+            return OldBase.log_writer_singleton
+
+    class Old(OldBase):
+        def _after_training(self, **_: Any) -> None:
+            self.had = self.writer.log_entries is not None
+
+    cb = Old()
+    learner(cb).fit(1)
+    assert cb.had and OldBase.log_writer_singleton is None
+
+
+def test_state_goes_through() -> None:
+    cb = BestMetric('day/loss', 'night/loss')
+    learn = learner(cb)
+    learn.fit(1)
+    sd = learn.cbs[-1].state_dict()
+    assert sd['callback'] == {'best': learn.history[0]['day/loss']}
+    cb.best = None
+    learn.cbs[-1].load_state_dict(sd)
+    assert cb.best == sd['callback']['best']
+
+
+def test_checkpoint_writer_saves_model_and_optimizer(tmp_path: Path) -> None:
+    class Save:
+        every_n_epochs = 1
+
+        def periodic_callback(self, **_: Any) -> None:
+            self.checkpoint_writer.save(
+                self.model, 'best', trainer=self.trainer, save_latest_weights=True
+            )
+
+    learn = learner(Save(), path=tmp_path)
+    learn.fit(1)
+    files = {f.name: torch.load(f, weights_only=True) for f in (tmp_path / 'checkpoints').iterdir()}
+    assert sorted(files) == [
+        f'RegModel_cp={x}.th'
+        for x in ('best_model', 'best_optim', 'best_trainer', 'latest_model', 'latest_trainer')
+    ]
+    assert torch.equal(files['RegModel_cp=best_model.th']['state_dict']['a'], learn.model.a)
+    assert files['RegModel_cp=best_trainer.th']['update'] == 3
+
+
+def test_mistakes() -> None:
+    class Nothing:
+        def go(self) -> None:
+            pass
+
+    class Misspelt:
+        def periodic_calback(self, **_: Any) -> None:
+            pass
+
+    class Never(Progress):
+        pass
+
+    with pytest.raises(CallbackError, match=r'ksuit .*before_training'):
+        from_ksuit(Nothing())
+    with pytest.warns(UserWarning, match='Did you mean `periodic_callback`'):
+        from_ksuit(Misspelt())
+    with pytest.raises(OptionError, match=r'Never.every_n_epochs=0'):
+        from_ksuit(Never(every_n_epochs=0))
+
+    class Fails:
+        def track_after_update_step(self, **_: Any) -> None:
+            raise ValueError('no')
+
+    learn = learner(Fails())
+    with pytest.raises(ValueError, match='no') as e:
+        learn.fit(1)
+    assert 'in Fails.track_after_update_step, a ksuit-style callback' in e.value.__notes__
+    learn.remove_cb(learn.cbs[-1])
+    learn.fit(1)
+
+
+def test_metric_names_without_meaning_are_an_error() -> None:
+    provider = learner(Progress(every_n_epochs=1)).cbs[-1].services['metric_property_provider']
+    assert provider.is_neutral_key('optim/lr/0') and provider.lower_is_better('valid_loss')
+    assert provider.lower_is_better('night/wer') and provider.is_neutral_key('lossdiff/a')
+    with pytest.raises(MetricError, match="Is more of 'score' better"):
+        provider.higher_is_better('score')

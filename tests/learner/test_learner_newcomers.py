@@ -1,0 +1,419 @@
+"""Common mistakes that torch accepts, or reports far from their cause, are reported at once with the fix."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit import Callback, DataLoaders, GuardNonFinite, Learner, TensorLoader, to_device
+from learnkit.core.errors import BatchError, LoaderError, LossError, MetricError
+from learnkit.losses import MSELossFlat
+from learnkit.metrics import (
+    Dice,
+    F1Score,
+    RocAuc,
+    accuracy,
+    accuracy_multi,
+    error_rate,
+    foreground_acc,
+    mse,
+    top_k_accuracy,
+)
+from learnkit.testing import synth_learner
+
+torch.manual_seed(0)
+X, Y = torch.randn(32, 4), torch.randn(32)
+LABELS = (Y > 0).long()
+
+
+def learner(
+    y: Any, n_out: int = 1, loss_func: Any = F.mse_loss, x: Any = X, **kwargs: Any
+) -> Learner:
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=16, device='cpu', shuffle=False)
+    return Learner(dls, nn.Linear(4, n_out), loss_func, default_cbs=True, **kwargs)
+
+
+def untouched(learn: Learner, error: type[Exception], match: str | None = None) -> BaseException:
+    "Fit, and check that the error is raised before a weight changes."
+    before = [p.clone() for p in learn.model.parameters()]
+    with pytest.raises(error, match=match) as e, learn.no_bar():
+        learn.fit(1)
+    assert all(map(torch.equal, before, learn.model.parameters()))
+    return e.value
+
+
+def notes(e: BaseException) -> str:
+    return '\n'.join(getattr(e, '__notes__', ()))
+
+
+# -- metrics of classes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'metric', [accuracy, error_rate, top_k_accuracy, partial(top_k_accuracy, k=1)]
+)
+def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
+    with pytest.raises(MetricError, match=r'axis -1: .*`accuracy_multi`'):
+        metric(torch.randn(8, 1), torch.ones(8).long())
+    learn = learner(
+        LABELS[:, None].float(), loss_func=F.binary_cross_entropy_with_logits, metrics=metric
+    )
+    untouched(learn, MetricError, 'one output')
+    learn.metrics = accuracy_multi
+    with learn.no_bar():
+        learn.fit(1)
+    preds = learn.model(X).detach()[:, 0]
+    assert learn.history[0]['accuracy_multi'] == pytest.approx(
+        ((preds > 0) == (LABELS == 1)).float().mean().item()
+    )
+
+
+def test_one_output_for_other_metrics_of_classes() -> None:
+    pytest.importorskip('torchmetrics')
+    pred, targ = torch.randn(8, 1), torch.ones(8).long()
+    for metric, expected_text in (
+        (F1Score(), '`F1ScoreMulti`'),
+        (RocAuc(), '`RocAucMulti`'),
+        (Dice(), 'the model two outputs'),
+        (foreground_acc, 'the model two outputs'),
+    ):
+        with pytest.raises(MetricError, match=f'one output along axis -?1: .*{expected_text}'):
+            metric(pred, targ)
+
+
+def test_classes_along_another_axis_may_be_followed_by_one() -> None:
+    pred, targ = torch.randn(8, 3, 1), torch.zeros(8, 1).long()
+    assert accuracy(pred, targ, axis=1) == (pred.argmax(1) == targ).float().mean()
+
+
+@pytest.mark.parametrize(
+    'metric', [accuracy, partial(error_rate, axis=-1), {'a': accuracy}, F1Score]
+)
+def test_targets_that_are_not_class_numbers(metric: Any) -> None:
+    if metric is F1Score:
+        metric = F1Score(average='macro')
+    learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
+    untouched(learn, MetricError, r'not class numbers.*`mse`')
+    learn.metrics = [mse] if metric is accuracy else []
+    learn.dls = DataLoaders.from_tensors(
+        (X, LABELS.float()), (X, LABELS.float()), bs=16, device='cpu'
+    )
+    learn.metrics = accuracy  # of whole numbers, whatever their dtype
+    with learn.no_bar():
+        learn.fit(1)
+    assert 0 <= learn.history[0]['accuracy'] <= 1
+
+
+# -- shapes that would be broadcast ----------------------------------------------------------------
+
+BROADCASTING: list[Callable[..., Any]] = [
+    F.mse_loss,
+    nn.MSELoss(),
+    nn.L1Loss(reduction='sum'),
+    F.huber_loss,
+    partial(F.smooth_l1_loss, beta=0.5),
+    lambda pred, y: ((pred - y) ** 2).mean(),
+]
+
+
+@pytest.mark.parametrize('loss', BROADCASTING)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.int64])
+def test_losses_that_would_compare_everything_with_everything(
+    loss: Any, dtype: torch.dtype
+) -> None:
+    e = untouched(
+        learner((9 * Y).to(dtype), loss_func=loss),
+        LossError,
+        r'shapes \(16, 1\) and \(16,\) are broadcast',
+    )
+    assert 'each of the 16 predictions' in str(
+        e
+    ) and '`y[:, None]`, or the loss `model(x).squeeze(1)`' in str(e)
+    learn = learner((9 * Y)[:, None], loss_func=loss)
+    with learn.no_bar():
+        learn.fit(1)
+
+
+def test_targets_with_an_axis_more() -> None:
+    with pytest.raises(LossError, match=r'`y\[:, 0\]`, or the loss `model\(x\)\[:, None\]`'):
+        Learner([(X, Y[:, None])], nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), F.mse_loss).fit(1)
+
+
+@pytest.mark.parametrize(
+    'loss',
+    [
+        MSELossFlat(),
+        lambda p, y: F.mse_loss(p.squeeze(1), y),
+        lambda p, y: F.l1_loss(p, y[:, None]),
+        lambda p, y: F.binary_cross_entropy_with_logits(p.view(-1), (y > 0).float()),
+    ],
+)
+def test_losses_that_flatten_are_fine(loss: Any) -> None:
+    learn = learner(Y, loss_func=loss)
+    nn.init.zeros_(learn.model.weight)  # so that all predictions are equal
+    with learn.no_bar():
+        learn.fit(1)
+    assert len(learn.history) == 1
+
+
+def test_shapes_are_looked_at_once_a_fit_and_again_in_the_next() -> None:
+    seen: list[int] = []
+
+    def loss(pred: Tensor, y: Tensor) -> Tensor:
+        seen.append(len(y))
+        return F.mse_loss(pred[:, 0], y + 0 * torch.rand(1))
+
+    learn = learner(Y, loss_func=loss)
+    torch.manual_seed(1)
+    with learn.no_bar():
+        learn.fit(2)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    for _ in range(2 * 2):
+        torch.rand(1)  # by the training batches alone
+    assert torch.equal(drawn, torch.rand(1))
+    assert len(seen) == 2 + 2 * (2 + 2)  # two trials, then each batch once
+    learn.loss_func = F.mse_loss
+    untouched(learn, LossError, 'are broadcast')
+
+
+def test_shapes_may_be_fixed_in_after_pred() -> None:
+    def squeeze(cb: Callback) -> None:
+        cb.learn.pred = cb.pred.squeeze(1)
+
+    learn = learner(Y, cbs=Callback(after_pred=squeeze))
+    with learn.no_bar():
+        learn.fit(1)
+
+
+# -- targets and weights of a loss -----------------------------------------------------------------
+
+CE, BCE, BCEL = F.cross_entropy, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
+HINTS = [
+    (CE, 3, LABELS.float(), "y.astype('int64')"),
+    (CE, 3, LABELS.int(), 'y.long()'),
+    (CE, 3, LABELS.bool(), 'y.long()'),
+    (CE, 3, LABELS[:, None], '`y[:, 0]`'),
+    (nn.CrossEntropyLoss(), 3, LABELS[:, None].float(), '`y[:, 0].long()`'),
+    (CE, 3, F.one_hot(LABELS, 3), '`y.argmax(1)`'),
+    (BCEL, 1, LABELS[:, None], 'y.float()'),
+    (BCEL, 1, LABELS[:, None].bool(), 'y.float()'),
+    (BCEL, 1, Y, '`y[:, None]`'),
+    (lambda p, y: BCE(p.sigmoid(), y), 1, LABELS[:, None], 'y.float()'),
+    (
+        partial(CE, weight=torch.tensor([1, 2, 3])),
+        3,
+        LABELS,
+        'its weight is in int64. Give `weight.float()`',
+    ),
+    (
+        nn.CrossEntropyLoss(torch.ones(3).double()),
+        3,
+        LABELS,
+        'its weight is in float64. Give `weight.float()`',
+    ),
+    (partial(CE, weight=torch.ones(3, device='meta')), 3, LABELS, '`weight.to(learn.dls.device)`'),
+]
+
+
+@pytest.mark.parametrize(('loss', 'n_out', 'y', 'expected_text'), HINTS)
+def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
+    e = untouched(learner(y, n_out, loss), Exception)
+    assert expected_text in notes(e), notes(e)
+
+
+def test_a_hint_of_targets_whose_loss_fails_in_backward() -> None:
+    e = untouched(learner(LABELS[:, None], loss_func=F.huber_loss), RuntimeError)
+    assert "y.astype('float32')" in notes(e), notes(e)
+
+
+def test_other_errors_of_a_loss_get_no_hint() -> None:
+    def loss(pred: Tensor, y: Tensor) -> Tensor:
+        raise ValueError('Long story')
+
+    assert notes(untouched(learner(LABELS, 3, loss), ValueError)).startswith(
+        'loss got Tensor[16, 3] float32 and the targets (Tensor[16] int64,)\n'
+    )
+
+
+def test_batch_norm_with_one_sample() -> None:
+    learn = Learner([(X[:1], Y[:1])], nn.BatchNorm1d(4), F.mse_loss)
+    assert '`drop_last=True`' in notes(untouched(learn, ValueError))
+
+
+# -- what a callback writes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(('name', 'entry'), [('xb', 'x'), ('yb', 'y')])
+def test_a_tensor_where_a_tuple_belongs(name: str, entry: str) -> None:
+    def write(cb: Callback) -> None:
+        setattr(cb.learn, name, getattr(cb, entry))
+
+    learn = learner(Y[:, None], cbs=Callback(before_batch=write))
+    expected_text = rf'`{name}` is Tensor\[16, .\] float32, not a tuple: write `self.learn.{name} = \({entry},\)`'
+    untouched(learn, BatchError, expected_text)
+
+
+@pytest.mark.parametrize('name', ['x', 'y'])
+def test_the_batchs_entries_are_written_by_their_tuple(name: str) -> None:
+    def write(cb: Callback) -> None:
+        setattr(cb.learn, name, cb.x)
+
+    learn = learner(Y[:, None], cbs=Callback(before_batch=write))
+    untouched(learn, AttributeError, rf'write `self.learn.{name}b = \({name},\)`')
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+FRAME = {'a': [0.5, 1.5, 2.5, 3.5], 'b': [1.0, 0.0, 1.0, 0.0]}
+
+
+def test_data_frames_columns_and_lists() -> None:
+    pandas = pytest.importorskip('pandas')
+    frame = pandas.DataFrame(FRAME)
+    y = pandas.Series([0, 1, 1, 0], index=[7, 3, 5, 1])
+    expected = torch.tensor(list(FRAME.values()), dtype=torch.float64).T
+    parts = {'day': (frame[:2], y[:2]), 'night': (frame[2:], y[2:])}
+    dls = DataLoaders.from_tensors((frame, y), parts, bs=4, shuffle=False)
+    ((x, t),) = dls.train
+    assert (
+        torch.equal(x, expected)
+        and x.is_contiguous()
+        and t.tolist() == [0, 1, 1, 0]
+        and t.dtype == torch.int64
+    )
+    assert [x.tolist() for x, _ in dls['night']] == [expected[2:].tolist()]
+    one_set = DataLoaders.from_tensors({'x': frame, 'y': y}, {'x': frame, 'y': y}, bs=4)
+    assert sorted(next(iter(one_set.valid))) == ['x', 'y']
+    ((x, t),) = TensorLoader([[1, 2.5], [3, 4]], [True, False])
+    assert x.tolist() == [[1, 2.5], [3, 4]] and x.dtype == torch.float32 and t.dtype == torch.bool
+    assert TensorLoader(frame.astype('float32')).tensors[0].dtype == torch.float32
+
+
+def test_data_that_is_not_a_table_of_numbers() -> None:
+    pandas = pytest.importorskip('pandas')
+    frame = pandas.DataFrame(
+        {**FRAME, 'kind': ['cat', 'dog', 'cat', 'cow'], 'when': pandas.to_datetime([0, 1, 2, 3])}
+    )
+    for bad, expected_text in (
+        (frame, r"of the columns 'kind' \(.+\), 'when' \(datetime64.*\): encode classes"),
+        (frame['kind'], r'`pandas.factorize\(y\)\[0\]`'),
+        (['a', 'b'], r'encode classes'),
+        (np.array(['a', None], dtype=object), r'object.*encode'),
+        (frame['when'], r"`.astype\('int64'\)`"),
+        ([[1, 2], [3]], 'rows that differ in length'),
+        ([torch.zeros(1), torch.zeros(2)], 'different shapes'),
+        (5.0, 'no rows'),
+        ([], 'are empty'),
+    ):
+        with pytest.raises(LoaderError, match=expected_text):
+            TensorLoader(bad)
+    assert TensorLoader(pandas.factorize(frame['kind'])[0]).tensors[0].tolist() == [0, 1, 0, 2]
+
+
+A, B = (
+    np.random.default_rng(0).normal(size=(32, 4)).astype('float32'),
+    np.zeros((32, 1), dtype='float32'),
+)
+
+
+@pytest.mark.parametrize(
+    'batch',
+    [(A, B), [A, B], {'input': A, 'y': B}, (torch.tensor(A), B)],
+    ids=['tuple', 'list', 'dict', 'both'],
+)
+def test_batches_of_arrays(batch: Any) -> None:
+    A.flags.writeable = False  # as pandas gives them
+    learn = Learner([batch], nn.Linear(4, 1), F.mse_loss)
+    with learn.no_bar():
+        learn.fit(1)
+    preds, targs = learn.get_preds(dl=[batch])
+    assert torch.allclose(preds, learn.model(torch.tensor(A))) and torch.equal(
+        targs, torch.tensor(B)
+    )
+    A.flags.writeable = True
+    preds, targs = learn.get_preds(dl=[(A,)])
+    assert torch.allclose(preds, learn.model(torch.tensor(A))) and targs is None
+
+
+def test_strings_of_a_batch_are_not_changed() -> None:
+    names = np.array(['a', 'b'])
+    assert to_device((torch.zeros(2), names), 'cpu')[1] is names
+
+
+def test_arrays_and_loaders_in_the_place_of_a_number() -> None:
+    learn = learner(Y[:, None])
+    for given, expected_text in (
+        (A, r'no batches: give `dl=\[\(x,\)\]`'),
+        (X, r'no batches'),
+        (learn.dls.valid, 'a loader is given as `dl=`'),
+    ):
+        for do in (learn.get_preds, learn.validate):
+            with pytest.raises(LoaderError, match=expected_text):
+                do(given)
+
+
+@pytest.mark.parametrize('train', [(X, Y), [X, Y], (A, B), (X, X)])
+def test_inputs_and_targets_in_the_place_of_batches(train: Any) -> None:
+    learn = Learner([(X, Y)], nn.Linear(4, 1))
+    for give in (
+        lambda: DataLoaders(train),
+        lambda: DataLoaders([(X, Y)], train),
+        lambda: learn.validate(dl=train),
+    ):
+        with pytest.raises(LoaderError, match=r'DataLoaders\.from_tensors\(\(x, y\), \('):
+            give()
+
+
+def test_targets_in_the_place_of_a_validation_set() -> None:
+    for x, y in ((X, Y), (A, B), (X, LABELS)):
+        with pytest.raises(LoaderError, match=r'from_tensors\(\(x, y\), \(xv, yv\)\)'):
+            DataLoaders.from_tensors(x, y)
+    dls = DataLoaders.from_tensors(X, X[:7], bs=4)  # of inputs alone
+    assert sum(len(x) for (x,) in dls.valid) == 7
+
+
+# -- losses that are no numbers --------------------------------------------------------------------
+
+
+def breaking_at(n: int) -> Callback:
+    def spoil(cb: Callback) -> None:
+        if cb.train_iter == n:
+            cb.model.weight.data[:] = float('nan')
+
+    return Callback(before_batch=spoil)
+
+
+@pytest.mark.parametrize(('n', 'where'), [(0, 'epoch 0, batch 0'), (3, 'epoch 1, batch 1')])
+def test_a_loss_that_becomes_nan_is_reported_once(n: int, where: str) -> None:
+    learn = learner(Y[:, None], cbs=breaking_at(n))
+    with warnings.catch_warnings(record=True) as seen, learn.no_bar():
+        warnings.simplefilter('always')
+        learn.fit(4)
+    (one,) = seen
+    assert str(one.message).startswith(
+        f'train_loss is nan since {where}: with `cbs=GuardNonFinite()`'
+    )
+    assert one.filename == __file__
+
+
+def test_with_a_guard_only_the_guard_warns() -> None:
+    learn = learner(Y[:, None], cbs=[breaking_at(1), GuardNonFinite('skip')])
+    with warnings.catch_warnings(record=True) as seen, learn.no_bar():
+        warnings.simplefilter('always')
+        learn.fit(2)
+    assert [str(w.message)[:15] for w in seen] == ['The loss is nan']
+
+
+def test_a_row_that_is_read_too_early_raises() -> None:
+    learn = synth_learner(cbs=Callback(after_epoch=lambda cb: cb.history[-1]))
+    with learn.no_bar(), pytest.raises(IndexError, match='`order = 60`'):
+        learn.fit(1)

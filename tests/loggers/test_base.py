@@ -1,0 +1,463 @@
+"""Values that loggers receive, their times and their steps, read from a JSON lines file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from learnkit import Callback, MetricError, OptionError, Recorder, TimeError
+from learnkit.loggers import (
+    ConsoleLogger,
+    CSVLogger,
+    JSONLinesLogger,
+    Logger,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    read_log,
+)
+from learnkit.loggers.values import fetch
+from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
+from tests.loggers.logger_helpers import LogHalf, data, learner, plain_losses
+
+
+def logged(path: Path, name: str) -> dict[int, Any]:
+    "Return a value's steps and numbers."
+    rows = read_log(path / 'metrics.jsonl')
+    return {row['step']: row[name] for row in rows if name in row}
+
+
+def test_losses_match_a_plain_loop(tmp_path: Path) -> None:
+    train, valid = plain_losses(3)
+    learner(tmp_path, JSONLinesLogger(every='4ba')).fit(3)
+    losses, evaluated = logged(tmp_path, 'loss'), logged(tmp_path, 'valid_loss')
+    assert losses == pytest.approx({s: train[s - 1] for s in (4, 8, 12, 16, 20, 24, 28)}, rel=1e-6)
+    assert evaluated == pytest.approx({10: valid[0], 20: valid[1], 30: valid[2]}, rel=1e-6)
+
+
+def test_each_step_comes_once_and_in_order(tmp_path: Path) -> None:
+    learn = learner(tmp_path, LogHalf, JSONLinesLogger(every='3ba'))
+    learn.fit(2)
+    learn.fit(1)
+    assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 31))
+
+
+def test_hypers_match_the_step(tmp_path: Path) -> None:
+    learn = learner(tmp_path, JSONLinesLogger(every='1ba'))
+    learn.fit_one_cycle(2, lr_max=0.1)
+    assert list(logged(tmp_path, 'lr').values()) == pytest.approx(learn.recorder.lrs)
+    assert list(logged(tmp_path, 'mom').values()) == pytest.approx(learn.recorder.hps['mom'])
+
+
+def test_hypers_of_several_groups(tmp_path: Path) -> None:
+    groups = {'splitter': lambda m: [[m.weight], [m.bias]], 'lr': [0.1, 0.2]}
+    learner(tmp_path, JSONLinesLogger, **groups).fit(1)
+    assert logged(tmp_path, 'lr/0') == {10: pytest.approx(0.1)}
+    assert logged(tmp_path, 'lr/1') == {10: pytest.approx(0.2)}
+    assert not logged(tmp_path, 'lr')
+
+
+@pytest.mark.parametrize(
+    ('every', 'steps'), [('5ba', [5, 10]), ('12sp', [3, 6, 9]), ('4st', [4, 8]), (4, [4, 8])]
+)
+def test_every_takes_any_unit_of_a_step(tmp_path: Path, every: Any, steps: list[int]) -> None:
+    learner(tmp_path, JSONLinesLogger(every=every)).fit(1)
+    assert list(logged(tmp_path, 'loss')) == steps
+
+
+@pytest.mark.parametrize('every', ['1ep', '0ba', '-3ba', '5 parsecs', '0.1dur', 0, None])
+def test_every_that_makes_no_sense(every: Any) -> None:
+    with pytest.raises(TimeError):
+        JSONLinesLogger(every=every)
+
+
+def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
+    learn = learner(tmp_path, LogHalf, JSONLinesLogger)
+    learn.fit(2)
+    for column in ('epoch', 'train_loss', 'half', 'time'):
+        assert list(logged(tmp_path, f'epoch/{column}').values()) == [
+            row[column] for row in learn.history
+        ]
+    assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
+
+
+def test_metrics_by_loader(tmp_path: Path) -> None:
+    x, y, vx, vy = data()
+    loader = torch.utils.data.DataLoader
+    both = [torch.utils.data.TensorDataset(x, y), torch.utils.data.TensorDataset(vx, vy)]
+    learn = learner(tmp_path, JSONLinesLogger)
+    learn.dls = type(learn.dls)(
+        loader(both[0], 4), {'day': loader(both[1], 4), 'night': loader(both[1], 2)}
+    )
+    learn.metrics = [nn.L1Loss()]
+    learn.fit(1)
+    row = learn.history[-1]
+    for name in ('day/loss', 'night/loss', 'day/l1_loss', 'night/l1_loss'):
+        assert logged(tmp_path, name) == {10: row[name]}
+
+
+def test_what_callbacks_log_has_their_step(tmp_path: Path) -> None:
+    learner(tmp_path, LogHalf, JSONLinesLogger).fit(1)
+    halves = {step: loss / 2 for step, loss in enumerate(plain_losses(1)[0], 1)}
+    assert logged(tmp_path, 'half') == pytest.approx(halves, rel=1e-6)
+    assert list(logged(tmp_path, 'valid_half')) == [10]
+
+
+def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
+    class Count(Callback):
+        def before_validate(self) -> None:
+            self._n = 0
+
+        def after_loss(self) -> None:
+            if self.training:
+                return
+            self._n += 1
+            self.learn.log('n', self._n, weight=self._n)
+
+    learner(tmp_path, Count, JSONLinesLogger).fit(2)
+    # (1*1 + 2*2)/(1 + 2)
+    assert logged(tmp_path, 'valid_n') == {10: pytest.approx(5 / 3), 20: pytest.approx(5 / 3)}
+
+
+def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
+    class Pieces(Callback):
+        run_valid = False
+
+        def after_loss(self) -> None:
+            self.learn.log('size', len(self.x), weight=len(self.x))
+
+    learner(tmp_path, Pieces, JSONLinesLogger, microbatch=3).fit(1)
+    assert set(logged(tmp_path, 'size').values()) == {(3 * 3 + 1 * 1) / 4}
+
+
+def test_events_around_the_batch_belong_to_it(tmp_path: Path) -> None:
+    class Around(Callback):
+        run_valid = False
+
+        def before_batch(self) -> None:
+            self.learn.log('before', self.iter)
+
+        def after_batch(self) -> None:
+            self.learn.log('after', self.iter)
+
+    learner(tmp_path, Around, JSONLinesLogger).fit(1)
+    assert logged(tmp_path, 'before') == logged(tmp_path, 'after') == {i + 1: i for i in range(10)}
+
+
+def test_a_cancelled_batch_has_no_loss(tmp_path: Path) -> None:
+    from learnkit import CancelBatchException
+
+    class Skip(Callback):
+        def before_batch(self) -> None:
+            if self.training and self.iter == 3:
+                raise CancelBatchException
+
+    learner(tmp_path, Skip, JSONLinesLogger(every='1ba')).fit(1)
+    assert list(logged(tmp_path, 'loss')) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_rate_in_a_tensor_matches_the_step(tmp_path: Path) -> None:
+    def make(params: Any, lr: float) -> Any:
+        return torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False)
+
+    learn = learner(tmp_path, JSONLinesLogger(every='1ba'), opt_func=make)
+    learn.fit_one_cycle(1, lr_max=0.1)
+    assert list(logged(tmp_path, 'lr').values()) == pytest.approx(learn.recorder.lrs)
+    assert len(set(learn.recorder.lrs)) == 10
+
+
+def test_two_evaluations_in_one_step_leave_the_last(tmp_path: Path) -> None:
+    learn = learner(
+        tmp_path,
+        LogHalf,
+        JSONLinesLogger,
+        Callback(after_epoch=lambda cb: cb.learn.do_evaluation()),
+    )
+    learn.fit(1)
+    assert list(logged(tmp_path, 'valid_loss')) == list(logged(tmp_path, 'valid_half')) == [10]
+
+
+def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
+    again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
+    learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
+    learn.fit(1)
+    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(
+        plain_losses(1)[1], rel=1e-6
+    )
+    assert list(logged(tmp_path, 'valid_half')) == [10]
+
+
+class First(Callback):
+    def after_loss(self) -> None:
+        self.learn.log('same', 1.0)
+
+
+class Second(Callback):
+    def before_backward(self) -> None:
+        self._log_same()
+
+    def _log_same(self) -> None:
+        self.learn.log('same', 2.0)
+
+
+def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r'`same`.* step 1: by First .*`first`.* Second'):
+        learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
+
+
+def test_one_name_by_two_of_one_class(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r'by First \(`first`\) and by First \(`first_2`\)'):
+        learner(tmp_path, First(), First(), JSONLinesLogger).fit(1)
+
+
+def test_one_name_in_evaluation(tmp_path: Path) -> None:
+    def log(cb: Callback) -> None:
+        if not cb.training:
+            cb.learn.log('same', 1.0)
+
+    with pytest.raises(OptionError, match=r'`valid_same` .* step 10'):
+        learner(tmp_path, Callback(after_loss=log), Callback(after_pred=log), JSONLinesLogger).fit(
+            1
+        )
+
+
+def test_the_name_of_a_metric(tmp_path: Path) -> None:
+    def log(cb: Callback) -> None:
+        cb.learn.log('l1_loss', 1.0)
+
+    learn = learner(tmp_path, Callback(before_step=log), JSONLinesLogger, metrics=nn.L1Loss())
+    with pytest.raises(MetricError, match=r"log\('l1_loss'\)"):
+        learn.fit(1)
+
+
+def test_the_loggers_own_names(tmp_path: Path) -> None:
+    learn = learner(
+        tmp_path,
+        Callback(before_step=lambda cb: cb.learn.log('lr', 1.0)),
+        JSONLinesLogger(every='2ba'),
+    )
+    with pytest.raises(OptionError, match=r'`lr`.* step 2: .* JSONLinesLogger'):
+        learn.fit(1)
+
+
+def test_a_model_that_logs_is_a_writer_too(tmp_path: Path) -> None:
+    class Net(nn.Linear):
+        learn: Any = None
+
+        def forward(self, x: Any) -> Any:
+            if self.learn.fitting and self.training:
+                self.learn.log('same', 0.0)
+            return super().forward(x)
+
+    learn = learner(tmp_path, First, JSONLinesLogger)
+    learn.model = Net(3, 1)
+    object.__setattr__(learn.model, 'learn', learn)
+    with pytest.raises(OptionError, match=r'by `.*Net\.forward` and by First'):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize('name', ['step', '', 'a\nb'])
+def test_names_that_no_log_can_have(tmp_path: Path, name: str) -> None:
+    learn = learner(
+        tmp_path, Callback(before_step=lambda cb: cb.learn.log(name, 1.0)), JSONLinesLogger
+    )
+    with pytest.raises(OptionError, match='cannot be logged'):
+        learn.fit(1)
+
+
+def test_loss_parts(tmp_path: Path) -> None:
+    learn = learner(tmp_path, JSONLinesLogger)
+    learn.loss_func = lambda pred, y: {'a': (pred - y).square().mean(), 'b': pred.square().mean()}
+    learn.fit(1)
+    a, b = logged(tmp_path, 'train_a'), logged(tmp_path, 'train_b')
+    assert list(a) == list(range(1, 11))
+    assert logged(tmp_path, 'loss')[10] == pytest.approx(a[10] + b[10], rel=1e-6)
+
+
+def test_only_fits_are_logged(tmp_path: Path) -> None:
+    learn = learner(tmp_path, LogHalf, JSONLinesLogger)
+    learn.lr_find(num_it=5, show_plot=False)
+    learn.validate()
+    learn.get_preds()
+    assert not (tmp_path / 'metrics.jsonl').exists()
+    learn.fit(1)
+    before = (tmp_path / 'metrics.jsonl').read_text()
+    learn.validate()
+    learn.lr_find(num_it=5, show_plot=False)
+    assert (tmp_path / 'metrics.jsonl').read_text() == before
+    learn.fit(1)
+    assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 21))
+
+
+def test_without_a_recorder(tmp_path: Path) -> None:
+    learn = learner(tmp_path, JSONLinesLogger)
+    learn.remove_cb(Recorder)
+    learn.fit(1)
+    assert read_log(tmp_path / 'metrics.jsonl') == [
+        {'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}
+    ]
+
+
+def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
+    seen = []
+
+    def look(cb: Callback) -> None:
+        if cb.training:
+            seen.append(
+                len(logged(tmp_path, 'valid_loss')) if (tmp_path / 'metrics.jsonl').exists() else 0
+            )
+
+    learner(tmp_path, JSONLinesLogger(every='1000ba'), Callback(after_pred=look)).fit(2)
+    assert seen == [0] * 10 + [1] * 10
+
+
+def test_logging_changes_no_number(tmp_path: Path) -> None:
+    def trained(*loggers: Any) -> list[Any]:
+        learn = learner(tmp_path, LogHalf, *loggers)
+        random.seed(0)
+        np.random.seed(0)
+        learn.model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        learn.fit_one_cycle(2)
+        learn.close()
+        rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
+        weights = [p.tolist() for p in learn.model.parameters()]
+        return [
+            weights,
+            rows,
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+        ]
+
+    for module in ('tensorboard', 'wandb', 'mlflow'):
+        pytest.importorskip(module)
+    kinds: list[Any] = [CSVLogger, JSONLinesLogger, TensorBoardLogger, WandbLogger, MlflowLogger]
+    every = [cls(every='1ba') for cls in kinds]
+    assert trained() == trained(*every, ConsoleLogger(out=lambda line: None))
+
+
+def test_no_graph_is_held(tmp_path: Path) -> None:
+    logger = JSONLinesLogger(every='1000ba')
+
+    def look(cb: Callback) -> None:
+        for _, row in logger._rows:
+            for value in row.values():
+                parts = [value.total, value.count] if hasattr(value, 'total') else [value]
+                assert not any(
+                    torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None) for v in parts
+                )
+
+    learn = learner(
+        tmp_path,
+        logger,
+        Callback(after_loss=lambda cb: cb.learn.log('g', cb.learn.loss_grad)),
+        Callback(after_batch=look),
+    )
+    learn.fit(1)
+    assert len(logged(tmp_path, 'g')) == 10
+
+
+def test_nan_and_infinity_are_logged(tmp_path: Path) -> None:
+    learner(
+        tmp_path,
+        Callback(before_step=lambda cb: cb.learn.log('a', math.nan)),
+        Callback(after_step=lambda cb: cb.learn.log('b', torch.tensor(math.inf))),
+        JSONLinesLogger,
+    ).fit(1)
+    assert (
+        all(math.isnan(v) for v in logged(tmp_path, 'a').values())
+        and len(logged(tmp_path, 'a')) == 10
+    )
+    assert set(logged(tmp_path, 'b').values()) == {math.inf}
+
+
+def test_metrics_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
+    from learnkit import ValueMetric
+
+    learn = learner(tmp_path, JSONLinesLogger, metrics=ValueMetric(lambda: torch.ones(3), 'three'))
+    learn.fit(1)
+    assert not logged(tmp_path, 'three') and logged(tmp_path, 'valid_loss')
+
+
+def test_fetch_takes_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda t: calls.append(t.shape) or tolist(t))
+    rows = fetch([{'a': torch.tensor(1.5), 'b': 2}, {'a': torch.tensor([2.5], requires_grad=True)}])
+    assert rows == [{'a': 1.5, 'b': 2}, {'a': 2.5}] and calls == [(2,)]
+
+
+def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
+    learn = learner(tmp_path, JSONLinesLogger, LogHalf)
+    learn.fit(1)
+    learn.fit(2)
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    params = [line['params'] for line in lines if 'params' in line]
+    assert [p['epochs'] for p in params] == [1, 2]
+    assert {k: params[0][k] for k in ('model', 'parameters', 'loss', 'batch_size', 'lr')} == {
+        'model': 'Linear',
+        'parameters': 4,
+        'loss': 'MSELoss',
+        'batch_size': 4,
+        'lr': 0.1,
+    }
+    assert params[0]['callbacks'].endswith('JSONLinesLogger, LogHalf')
+    assert params[0]['callback/json_lines_logger/every'] == '10ba'
+
+
+def test_the_base_logger_trains(tmp_path: Path) -> None:
+    learn = learner(tmp_path, Logger())
+    learn.fit(1)
+    assert learn.base_logger._last_written == 10
+
+
+@pytest.mark.cuda
+def test_no_wait_for_the_device(tmp_path: Path) -> None:
+    import warnings
+
+    def waits(*loggers: Any) -> int:
+        learn = learner(tmp_path, LogHalf, *loggers)
+        learn.dls.to('cuda')
+        learn.fit(1)
+        torch.cuda.set_sync_debug_mode('warn')
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter('always')
+                learn.fit(3)
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
+        return len([w for w in caught if 'synchroniz' in str(w.message)])
+
+    # a transfer when an epoch begins, and at the end
+    assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3
+
+
+def test_a_learner_may_be_dropped_while_torch_locks_a_generator(tmp_path: Path) -> None:
+    # before Python 3.12, garbage is collected wherever an object is made, as inside `get_rng_state`
+    code = """
+import gc, torch
+from learnkit.loggers import CSVLogger
+from learnkit.testing import synth_learner
+
+def fit():
+    learn = synth_learner(cbs=CSVLogger('log.csv'))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+
+get_state = torch.default_generator.get_state
+gc.disable()
+fit()
+gc.enable()
+get_state()
+print('done')
+"""
+    printed = output_of(code, cwd=tmp_path, has=OPTIMIZER_MODULES, timeout_s=30)
+    assert printed == 'done\n' and (tmp_path / 'log.csv').exists()

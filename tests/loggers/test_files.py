@@ -1,0 +1,416 @@
+"""Logs in CSV and JSON lines: appended, resumed, truncated by a kill, refused; with images and text."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learnkit import Callback, OptionError
+from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
+from learnkit.loggers.grid import add_captions, arrange_images
+from learnkit.loggers.values import as_images, png
+from learnkit.testing.forks import start
+from tests.loggers.logger_helpers import LogHalf, learner, plain_losses, run_and_resume
+
+BOTH = pytest.mark.parametrize(
+    ('cls', 'name'),
+    [(CSVLogger, 'metrics.csv'), (JSONLinesLogger, 'metrics.jsonl')],
+    ids=['csv', 'jsonl'],
+)
+
+
+def steps(path: Path) -> list[int]:
+    return [row['step'] for row in read_log(path)]
+
+
+@BOTH
+def test_numbers_are_restored_exactly(tmp_path: Path, cls: Any, name: str) -> None:
+    learn = learner(tmp_path, cls(every='1ba'))
+    learn.fit(2)
+    rows = read_log(tmp_path / name)
+    assert [row['loss'] for row in rows] == [float(v) for v in learn.recorder.smooth_loss.raw]
+    assert [row['valid_loss'] for row in rows if 'valid_loss' in row] == [
+        row['valid_loss'] for row in learn.history
+    ]
+
+
+def test_csv_is_a_plain_table(tmp_path: Path) -> None:
+    learner(tmp_path, LogHalf, CSVLogger(every='5ba')).fit(1)
+    table = list(csv.reader((tmp_path / 'metrics.csv').read_text().splitlines()))
+    assert table[0] == [
+        'step',
+        'half',
+        'loss',
+        'lr',
+        'mom',
+        'valid_half',
+        'valid_loss',
+        'epoch/epoch',
+        'epoch/train_loss',
+        'epoch/half',
+        'epoch/time',
+    ]
+    assert len(table) == 11 and all(len(line) == 11 for line in table)
+    assert table[1][2:] == [''] * 9 and table[5][3] == '0.1'
+
+
+def test_csv_names_are_quoted(tmp_path: Path) -> None:
+    name = 'a, "b"'
+    learner(
+        tmp_path,
+        Callback(before_step=lambda cb: cb.learn.log(name, cb.iter)),
+        CSVLogger(every='2ba'),
+    ).fit(1)
+    assert [row[name] for row in read_log(tmp_path / 'metrics.csv')] == list(range(10))
+
+
+def test_pandas_reads_csv(tmp_path: Path) -> None:
+    pd = pytest.importorskip('pandas')
+    learner(tmp_path, CSVLogger(every='1ba')).fit(1)
+    assert pd.read_csv(tmp_path / 'metrics.csv')['loss'].tolist() == pytest.approx(
+        plain_losses(1)[0], rel=1e-6
+    )
+
+
+def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
+    pd = pytest.importorskip('pandas')
+    learn = learner(tmp_path, CSVLogger(every='1ba'))
+    learn.fit(1)
+    log = learn.csv_logger.read_log()
+    assert (
+        log.loss.dropna().tolist() == pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
+    )
+
+
+@BOTH
+def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, name: str) -> None:
+    learn = learner(tmp_path, cls(every='5ba', append=False))
+    learn.fit(1)
+    learn.fit(1)
+    learn.close()
+    learn.close()
+    learn.fit(1)
+    assert steps(tmp_path / name) == [5, 10, 15, 20, 25, 30]
+
+
+@BOTH
+def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: str) -> None:
+    learner(tmp_path, cls(every='5ba')).fit(1)
+    learner(tmp_path, cls(every='5ba')).fit(1)
+    assert steps(tmp_path / name) == [5, 10, 15, 20]
+    learner(tmp_path, cls(every='5ba', append=False)).fit(1)
+    assert steps(tmp_path / name) == [5, 10]
+
+
+@BOTH
+def test_several_learners_append_in_turn(tmp_path: Path, cls: Any, name: str) -> None:
+    logger = cls(every='5ba')
+    first, second = learner(tmp_path, logger), learner(tmp_path)
+    first.fit(1)
+    second.add_cb(logger)
+    second.fit(1)
+    second.fit(1)
+    first.add_cb(logger)
+    first.fit(1)
+    assert steps(tmp_path / name) == list(range(5, 45, 5))
+
+
+@BOTH
+def test_as_a_callback_of_one_fit(tmp_path: Path, cls: Any, name: str) -> None:
+    learn = learner(tmp_path)
+    learn.fit(1)
+    learn.fit(1, cbs=cls())
+    assert steps(tmp_path / name) == [20]
+
+
+@BOTH
+@pytest.mark.parametrize('every', ['5ba', '20sp'])
+def test_resume_drops_what_came_after_the_checkpoint(
+    tmp_path: Path, cls: Any, name: str, every: str
+) -> None:
+    run_and_resume(tmp_path, lambda: cls(every=every))
+    rows = read_log(tmp_path / name)
+    assert steps(tmp_path / name) == list(range(1, 31))
+    assert [row['half'] for row in rows] == pytest.approx(
+        [v / 2 for v in plain_losses(3)[0]], rel=1e-6
+    )
+    assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
+    # the checkpoint was before that of 10
+    assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
+
+
+@BOTH
+def test_a_state_loaded_in_the_same_process_drops_rows_too(
+    tmp_path: Path, cls: Any, name: str
+) -> None:
+    learn = learner(tmp_path, cls(every='5ba'))
+    learn.fit(1)
+    logger = next(cb for cb in learn.cbs if isinstance(cb, cls))
+    state, done = logger.state_dict(), learn.counters.by_unit()
+    learn.fit(2)
+    learn.counters.load_units(done)
+    logger.load_state_dict(state)
+    learn.fit(1)
+    assert steps(tmp_path / name) == [5, 10, 15, 20]
+
+
+@BOTH
+def test_a_checkpoint_has_everything_before_it_written(tmp_path: Path, cls: Any, name: str) -> None:
+    seen = []
+
+    def look(cb: Callback) -> None:
+        if cb.learn.time.ba != 7:
+            return
+        state = next(o for o in cb.learn.cbs if isinstance(o, cls)).state_dict()
+        seen.append((steps(tmp_path / name), [(ba, sorted(row)) for ba, row in state['rows']]))
+
+    learner(tmp_path, LogHalf, cls(every='1000ba'), Callback(batch_checkpoint=look)).fit(1)
+    assert seen == [([1, 2, 3, 4, 5, 6], [(7, ['half'])])]
+
+
+@BOTH
+def test_a_failed_run_is_written_to_its_end(tmp_path: Path, cls: Any, name: str) -> None:
+    def fail(cb: Callback) -> None:
+        if cb.iter == 6:
+            raise RuntimeError('no more')
+
+    learn = learner(tmp_path, LogHalf, cls(every='1000ba'), Callback(before_step=fail))
+    with pytest.raises(RuntimeError, match='no more'):
+        learn.fit(1)
+    assert steps(tmp_path / name) == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(RuntimeError, match='no more'):
+        learn.fit(1)
+    assert steps(tmp_path / name) == list(range(1, 15)), (
+        'the batch that failed has a step of its own'
+    )
+
+
+def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+    def kill(cb: Any) -> None:
+        if cb.iter == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def job() -> None:
+        loggers = CSVLogger(every='1ba'), JSONLinesLogger(every='1ba')
+        learner(tmp_path, LogHalf, *loggers, Callback(after_pred=kill)).fit(1)
+
+    with start(job) as child:
+        assert child.wait() == -signal.SIGKILL
+    for name in ('metrics.csv', 'metrics.jsonl'):
+        rows = read_log(tmp_path / name)
+        assert [row['step'] for row in rows] == list(range(1, 9))
+        assert [row['loss'] for row in rows] == pytest.approx(plain_losses(1)[0][:8], rel=1e-6)
+
+
+@BOTH
+def test_a_torn_line_is_passed_over_and_cut_off(tmp_path: Path, cls: Any, name: str) -> None:
+    learner(tmp_path, cls(every='5ba')).fit(1)
+    whole = (tmp_path / name).read_bytes()
+    for cut in (1, 2, 7):
+        (tmp_path / name).write_bytes(whole[:-cut])
+        assert steps(tmp_path / name) == [5]
+    learner(tmp_path, cls(every='5ba')).fit(1)
+    assert steps(tmp_path / name) == [5, 10, 15]
+    lines = (tmp_path / name).read_text().splitlines()
+    if cls is JSONLinesLogger:
+        assert all(json.loads(line) for line in lines)
+    else:
+        assert len({line.count(',') for line in lines}) == 1
+
+
+@BOTH
+def test_a_file_with_only_a_torn_line(tmp_path: Path, cls: Any, name: str) -> None:
+    (tmp_path / name).write_text('{"st' if cls is JSONLinesLogger else 'st')
+    learner(tmp_path, cls).fit(1)
+    assert steps(tmp_path / name) == [10]
+
+
+@BOTH
+@pytest.mark.parametrize('append', [True, False])
+def test_another_file_is_not_touched(tmp_path: Path, cls: Any, name: str, append: bool) -> None:
+    (tmp_path / name).write_text('my,data\n1,2\n')
+    learn = learner(tmp_path, cls(append=append))
+    weights = learn.model.weight.clone()
+    with pytest.raises(OptionError, match='Logger'):
+        learn.fit(1)
+    assert (tmp_path / name).read_text() == 'my,data\n1,2\n' and torch.equal(
+        weights, learn.model.weight
+    )
+
+
+@BOTH
+def test_two_on_one_file(tmp_path: Path, cls: Any, name: str) -> None:
+    learn = learner(tmp_path, cls(), cls(tmp_path / 'sub' / '..' / name))
+    with pytest.raises(OptionError, match=rf'both log to .*{name}'):
+        learn.fit(1)
+    assert not (tmp_path / name).exists() and learn.time.ba == 0
+    learner(tmp_path, cls(), cls(f'other.{name}')).fit(1)
+
+
+@BOTH
+def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> None:
+    (tmp_path / 'file').write_text('')
+    (tmp_path / f'folder.{name}').mkdir()
+    for place in (f'file/{name}', f'folder.{name}'):
+        learn = learner(tmp_path, cls(place))
+        with pytest.raises(OptionError, match='cannot be written'):
+            learn.fit(1)
+        assert learn.time.ba == 0
+
+
+def test_names_that_are_not_a_log() -> None:
+    for cls, name in ((CSVLogger, 'log.txt'), (JSONLinesLogger, 'log.csv')):
+        with pytest.raises(OptionError, match='writes files that end in'):
+            cls(name)
+    with pytest.raises(OptionError, match='log'):
+        read_log('log.txt')
+
+
+def test_configuration_in_a_file_next_to_the_csv(tmp_path: Path) -> None:
+    learner(tmp_path, CSVLogger).fit(1)
+    assert json.loads((tmp_path / 'metrics.csv.params.json').read_text())['model'] == 'Linear'
+
+
+@BOTH
+def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
+    pixels = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).reshape(2, 3, 4, 5)
+
+    def show(cb: Callback) -> None:
+        log_images(cb, 'in/puts', pixels, grid=False)
+        log_text(cb.learn, 'note', 'hello\n')
+
+    learner(tmp_path, cls(), Callback(after_epoch=show)).fit(2)
+    images = tmp_path / f'{name}.images'
+    assert sorted(p.name for p in images.iterdir()) == [
+        f'in_puts-{s}-{i}.png' for s in (10, 20) for i in (0, 1)
+    ]
+    image = pytest.importorskip('PIL.Image').open(images / 'in_puts-10-1.png')
+    assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
+    assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
+    assert steps(tmp_path / name) == [10, 20]
+
+
+@BOTH
+def test_a_batch_of_images_is_one_picture(tmp_path: Path, cls: Any, name: str) -> None:
+    pixels = torch.arange(5 * 3 * 4 * 6, dtype=torch.uint8).reshape(5, 3, 4, 6)
+    show = Callback(after_epoch=lambda cb: log_images(cb, 'pic', pixels))
+    learner(tmp_path, cls(), show).fit(1)
+    (file,) = (tmp_path / f'{name}.images').iterdir()
+    read = torch.from_numpy(np.array(pytest.importorskip('PIL.Image').open(file)))
+    expected = torch.full((4 + 2 + 4, 3 * 6 + 2 * 2, 3), 255, dtype=torch.uint8)
+    for i in range(5):
+        y, x = [(0, 0), (0, 8), (0, 16), (6, 0), (6, 8)][i]
+        expected[y : y + 4, x : x + 6] = pixels[i].permute(1, 2, 0)
+    assert file.name == 'pic-10-0.png' and torch.equal(read, expected)
+
+
+@pytest.mark.parametrize('channels', [1, 3, 4])
+def test_captions_are_above_their_images(channels: int) -> None:
+    pytest.importorskip('matplotlib')
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 40, channels), np.uint8)
+    names = ['$x_{$ <b>\N{CJK UNIFIED IDEOGRAPH-732B}', 'W' * 200, '']
+    captioned = add_captions(pixels, names)
+    assert captioned.shape == (3, 15 + 15, 120, channels)
+    assert np.array_equal(captioned[:, 15::3, ::3], pixels)  # enlarged three times
+    assert np.array_equal(captioned[:, 17::3, 2::3], pixels)
+    ink = (captioned[:, :15, :, 0] < 128).sum((1, 2))
+    assert ink[0] > 50 and ink[1] > 200 and ink[2] == 0
+    edges = captioned[:, :15, [0, -1]]
+    assert (edges[[0, 2]] == 255).all() and (captioned[2, :15] == 255).all()
+    # another text is another picture, and the same text the same one
+    again = add_captions(pixels, ['other', 'W' * 200, ''])
+    assert not np.array_equal(again[0, :15], captioned[0, :15])
+    assert np.array_equal(again[1:], captioned[1:])
+    two_lines = add_captions(pixels, ['a\nb', 'c', 'd\ne\nf\ng'])
+    assert two_lines.shape[1] == 3 * 15 + 15
+    wide = np.zeros((1, 4, 200, channels), np.uint8)
+    assert add_captions(wide, [3]).shape == (1, 19, 200, channels)
+
+
+@BOTH
+def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
+    pytest.importorskip('matplotlib')
+    pixels = torch.arange(2 * 3 * 4 * 6, dtype=torch.uint8).reshape(2, 3, 4, 6)
+
+    def show(cb: Callback) -> None:
+        log_images(cb, 'grid', pixels, captions=['cat', 7])
+        log_images(cb, 'each', pixels, captions=['cat', 7], grid=False)
+
+    learner(tmp_path, cls(), Callback(after_epoch=show)).fit(1)
+    folder, image = tmp_path / f'{name}.images', pytest.importorskip('PIL.Image')
+    files = {p.name: np.array(image.open(p)) for p in folder.iterdir()}
+    assert sorted(files) == ['each-10-0.png', 'each-10-1.png', 'grid-10-0.png']
+    expected = add_captions(as_images(pixels), ['cat', '7'])
+    assert np.array_equal(files['each-10-1.png'], expected[1])
+    assert np.array_equal(files['grid-10-0.png'][:, 98:], expected[1])
+    for bad in (['one'], 'ab'):
+        with pytest.raises(OptionError, match='a list of 2'):
+            arrange_images(pixels, bad)
+
+
+@pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])
+def test_png_is_what_pillow_reads(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    images = as_images(torch.rand(shape))
+    (tmp_path / 'a.png').write_bytes(png(images[0]))
+    read = np.array(pytest.importorskip('PIL.Image').open(tmp_path / 'a.png'))
+    assert np.array_equal(read.reshape(images[0].shape), images[0])
+
+
+def test_images_of_every_kind() -> None:
+    floats = torch.tensor([[0.0, 0.5, 1.0], [-3.0, 2.0, float('nan')]])
+    assert as_images(floats)[0, :, :, 0].tolist() == [[0, 128, 255], [0, 255, 0]]
+    assert as_images(floats > 0)[0, :, :, 0].tolist() == [[0, 255, 255], [0, 255, 0]]
+    assert (
+        as_images([torch.rand(3, 4, 4)] * 2).shape
+        == as_images(np.random.rand(2, 3, 4, 4)).shape
+        == (2, 4, 4, 3)
+    )
+    for bad in (
+        torch.rand(5),
+        torch.rand(2, 5, 4, 4),
+        torch.rand(0, 3, 4, 4),
+        'image',
+        torch.zeros(3, 3).long(),
+        [],
+    ):
+        with pytest.raises(OptionError, match='mages are'):
+            as_images(bad)
+
+
+@pytest.mark.parametrize(
+    ('cls', 'text'),
+    [
+        (CSVLogger, 'step,loss\n1,0.5\nhello,1\n'),
+        (JSONLinesLogger, '{"step": 1}\nhello\n'),
+        (JSONLinesLogger, '{"step": 1}\n{"step": "x"}\n'),
+    ],
+)
+def test_a_later_line_that_is_not_of_a_log_is_reported_before_training(
+    tmp_path: Path, cls: Any, text: str
+) -> None:
+    learn = learner(tmp_path, log := cls())
+    (tmp_path / log.fname).write_text(text)
+    with pytest.raises(OptionError, match='log'):
+        learn.fit(1)
+    assert learn.time.ba == 0 and (tmp_path / log.fname).read_text() == text
+
+
+@pytest.mark.parametrize('captions', ['ab', 5, iter('ab'), ['a']])
+def test_captions_that_are_not_a_list_are_refused(captions: Any) -> None:
+    with pytest.raises(OptionError, match='give a list of 2'):
+        arrange_images(torch.zeros(2, 3, 8, 6), captions)
+
+
+def test_captions_may_be_any_text() -> None:
+    matplotlib = pytest.importorskip('matplotlib')
+    with matplotlib.rc_context({'text.usetex': True}):
+        drawn = arrange_images(torch.zeros(2, 3, 8, 6), ['a_$b', 'name\udcff.png'], grid=False)
+    assert drawn.shape == (2, 143, 96, 3) and (drawn[:, :15] < 128).any((1, 2, 3)).all()

@@ -1,0 +1,197 @@
+"""Metrics over elements: the value on sequences of different lengths, invalid targets, and `on=`."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import DataLoaders, Learner
+from learnkit.core.errors import MetricError
+from learnkit.metrics import (
+    AvgLoss,
+    BrierScore,
+    LossMetric,
+    LossMetrics,
+    Perplexity,
+    RocAuc,
+    ValueMetric,
+    accuracy,
+    accuracy_multi,
+    error_rate,
+    exp_rmspe,
+    mae,
+    mse,
+    msle,
+    rmse,
+    top_k_accuracy,
+)
+from learnkit.metrics.averages import AvgMetric, as_metrics
+from learnkit.metrics.torchmetrics import GROUP
+from tests.helpers.measuring import batch, devices
+
+LENGTHS = (1, 5, 2, 9)
+
+
+def sequences(n_classes: int = 0, device: str = 'cpu') -> list[tuple[torch.Tensor, torch.Tensor]]:
+    "Return batches of 2 sequences of different lengths: class scores and numbers, or two sets of numbers."
+    if n_classes:
+        return [
+            (
+                torch.randn(2, t, n_classes, device=device),
+                torch.randint(n_classes, (2, t), device=device),
+            )
+            for t in LENGTHS
+        ]
+    return [(torch.rand(2, t, device=device), torch.rand(2, t, device=device)) for t in LENGTHS]
+
+
+def of_the_set(f: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], **kw: Any) -> float:
+    "Return the value of a list of metrics after all batches."
+    metric = as_metrics(f)[0]
+    metric.reset()
+    for pred, targ in batches:
+        metric.accumulate(batch(pred, targ, xb=(pred,), **kw))
+    return metric.value
+
+
+@devices
+@pytest.mark.parametrize(
+    'f',
+    [
+        accuracy,
+        error_rate,
+        top_k_accuracy,
+        partial(top_k_accuracy, k=2),
+        mse,
+        mae,
+        msle,
+        rmse,
+        exp_rmspe,
+        {'mine': partial(accuracy, axis=-1)},
+    ],
+)
+def test_sequences_of_any_length_give_the_value_on_the_set(f: Any, device: str) -> None:
+    inner = f['mine'] if isinstance(f, dict) else f
+    name = getattr(inner, 'func', inner).__name__
+    batches = sequences(7 if name in ('accuracy', 'error_rate', 'top_k_accuracy') else 0, device)
+    together = [torch.cat([b[i].flatten(0, 1) for b in batches]) for i in range(2)]
+    assert of_the_set(f, batches) == pytest.approx(float(inner(*together)), rel=1e-6)
+
+
+def test_five_of_six_tokens_are_right() -> None:
+    batches = [
+        (torch.eye(2)[torch.tensor([[1]])], torch.tensor([[0]])),
+        (torch.eye(2)[torch.tensor([[0, 1, 1, 1, 1]])], torch.tensor([[0, 1, 1, 1, 1]])),
+    ]
+    assert of_the_set(accuracy, batches) == pytest.approx(5 / 6)
+    # a mean over samples, as it was asked for
+    assert of_the_set(AvgMetric(accuracy), batches) == pytest.approx(0.5)
+
+
+def test_labels_are_counted_too() -> None:
+    batches = [(torch.randn(2, t), torch.randint(2, (2, t))) for t in LENGTHS]
+    right = sum(int(((p > 0) == (t == 1)).sum()) for p, t in batches)
+    assert of_the_set(partial(accuracy_multi, thresh=0.5), batches) == pytest.approx(
+        right / sum(2 * t for t in LENGTHS)
+    )
+
+
+def test_a_weight_func_still_weighs_batches() -> None:
+    batches = sequences()
+    weights = iter([1.0, 2.0, 3.0, 4.0])
+    got = of_the_set(mse, batches, weight_func=lambda xb, yb: next(weights))
+    assert got == pytest.approx(
+        sum(w * float(mse(*b)) for w, b in zip((1, 2, 3, 4), batches, strict=True)) / 10
+    )
+
+
+def test_in_a_learner() -> None:
+    batches = [(torch.randn(2, t, 3), torch.randint(3, (2, t))) for t in LENGTHS]
+    model = nn.Linear(3, 3)
+    loss = lambda pred, targ: nn.functional.cross_entropy(pred.flatten(0, 1), targ.flatten())
+    learn = Learner(DataLoaders(batches, batches), model, loss, metrics=[accuracy, error_rate])
+    with learn.no_bar():
+        _, acc, err = learn.validate()
+    right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in batches)
+    assert acc == pytest.approx(right / 34) and err == pytest.approx(1 - right / 34)
+
+
+# -- targets that are no class ---------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize('bad', [-1, 3, -100])
+def test_brier_score_names_targets_that_are_not_a_class(device: str, bad: int) -> None:
+    pred, targ = torch.randn(4, 3, device=device), torch.tensor([0, 2, bad, 1], device=device)
+    metric = BrierScore()
+    metric.accumulate(batch(pred, targ))
+    with pytest.raises(MetricError, match='1 of 4 targets are no class'):
+        _ = metric.value
+    metric.reset()
+    metric.accumulate(batch(pred[:2], targ[:2]))
+    p = pred[:2].double().softmax(1).cpu()
+    expected = sum(float(((p[i] - torch.eye(3)[t]) ** 2).sum()) for i, t in enumerate((0, 2))) / 2
+    assert metric.value == pytest.approx(expected)
+
+
+def test_what_waits_for_torchmetrics_is_counted_in_numbers() -> None:
+    pytest.importorskip('torchmetrics')
+    metric, n = RocAuc(), 1024
+    for _ in range(3):
+        metric.accumulate(batch(torch.randn(n, n), torch.randint(n, (n,))))
+    assert n * n == GROUP and not metric.metric.waiting
+
+
+# -- where a metric is computed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        AvgLoss,
+        Perplexity,
+        partial(LossMetric, 'kl'),
+        partial(ValueMetric, lambda: 1.0, 'one'),
+        lambda on: LossMetrics('kl', on=on)[0],
+    ],
+)
+def test_every_class_takes_on(make: Any) -> None:
+    assert make(on='train').on == 'train' and make(on=None).on is None
+    with pytest.raises(MetricError, match="'train', 'valid' or 'both'"):
+        make(on='test')
+
+
+def test_a_value_of_training_alone() -> None:
+    batches = [(torch.randn(4, 1), torch.randn(4, 1))]
+    learn = Learner(
+        DataLoaders(batches, batches),
+        nn.Linear(1, 1),
+        nn.MSELoss(),
+        metrics=[Perplexity(on='train'), ValueMetric(lambda: 2.0, 'two', on='both')],
+    )
+    learn.logger = lambda row: None
+    learn.fit(1)
+    assert set(learn.history[0]) == {
+        'fit',
+        'epoch',
+        'train_loss',
+        'train_perplexity',
+        'train_two',
+        'valid_loss',
+        'two',
+        'time',
+    }
+
+
+def test_a_part_of_the_loss_still_counts_samples() -> None:
+    metric = LossMetric('part')
+    for n, part in ((1, 4.0), (3, 8.0)):
+        metric.accumulate(
+            SimpleNamespace(loss_func=SimpleNamespace(part=part), xb=(), yb=(torch.zeros(n),))
+        )
+    assert metric.value == 7.0

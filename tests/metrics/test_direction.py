@@ -1,0 +1,172 @@
+"""The direction in which a metric improves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import learnkit.callbacks
+import learnkit.metrics
+from learnkit.callbacks import EarlyStoppingCallback, SaveModelCallback
+from learnkit.callbacks.monitor import Monitor
+from learnkit.core.errors import OptionError
+from learnkit.metrics import as_metrics
+from learnkit.metrics.direction import MetricProperties, as_comparison
+
+LOWER = {
+    'error_rate',
+    'mse',
+    'rmse',
+    'RMSE',
+    'mae',
+    'msle',
+    'exp_rmspe',
+    'ExpRMSPE',
+    'BrierScore',
+    'BrierScoreMulti',
+    'Perplexity',
+    'perplexity',
+    'HammingLoss',
+    'HammingLossMulti',
+}
+OTHERS = (
+    'Metric',
+    'Mean',
+    'AvgMetric',
+    'ElementMean',
+    'AvgLoss',
+    'AvgSmoothLoss',
+    'SumMetric',
+    'ValueMetric',
+    'TorchMetric',
+    'as_metrics',
+    'check_column',
+    'dry_run',
+    'measures_batches',
+    'LossMetric',
+    'LossMetrics',
+    'AccumMetric',
+    'skm_to_fastai',
+)
+
+
+def metric(name: str) -> Any:
+    made = getattr(learnkit.metrics, name)
+    needs_beta = name.startswith('FBeta')
+    return as_metrics(
+        made(2) if needs_beta else made() if inspect.isclass(made) or name[0].isupper() else made
+    )[0]
+
+
+@pytest.mark.parametrize('name', [n for n in learnkit.metrics.__all__ if n not in OTHERS])
+def test_every_metric_of_the_package_is_known(name: str) -> None:
+    assert MetricProperties()[metric(name).name] == ('lower' if name in LOWER else 'higher')
+
+
+@pytest.mark.parametrize(
+    ('names', 'way'),
+    [
+        (
+            'train_loss valid_loss night/loss valid_part_loss MeanSquaredError wer day/perplexity',
+            'lower',
+        ),
+        (
+            'accuracy valid_accuracy night/top_k_accuracy MulticlassAccuracy BinaryF1Score BinaryAUROC mIoU acc',
+            'higher',
+        ),
+        (
+            'lr lr/0 mom time epoch throughput/batches memory/peak l2_norm/grad/global loss_weight/aux',
+            'neutral',
+        ),
+    ],
+)
+def test_columns_by_their_own_names(names: str, way: str) -> None:
+    assert {name: MetricProperties()[name] for name in names.split()} == dict.fromkeys(
+        names.split(), way
+    )
+
+
+def test_an_unknown_name_is_an_error_that_states_how_to_declare_it() -> None:
+    ways = MetricProperties()
+    assert 'quux' not in ways and ways.get('quux') is None
+    with pytest.raises(OptionError, match=r"'night/quux'.*MetricProperties\(higher='quux'\)"):
+        ways['night/quux']
+    with pytest.raises(OptionError, match='Did you mean `accuracy`'):
+        ways['acuracy']
+    with pytest.raises(OptionError, match='is neutral'):
+        ways.higher_is_better('lr')
+    assert ways.is_neutral('lr') and not ways.is_neutral('loss')
+
+
+def test_what_is_declared_comes_first() -> None:
+    ways = MetricProperties(higher=['quux', 'loss'], lower='night/*', neutral='probe_*')
+    assert [
+        ways[n] for n in ('quux', 'valid_loss', 'night/accuracy', 'day/accuracy', 'probe_loss')
+    ] == ['higher', 'higher', 'lower', 'higher', 'neutral']
+    assert ways['night/quux'] == 'higher'  # a name comes before a pattern
+    assert ways.declare(lower='quux')['quux'] == 'lower'
+    assert (
+        ways.declare(higher='probe_l*')['probe_loss'] == 'higher' and ways['probe_acc'] == 'neutral'
+    )
+    assert repr(MetricProperties(lower='a')) == "MetricProperties(lower=['a'])"
+
+
+def test_comparisons() -> None:
+    ways = MetricProperties()
+    assert ways.is_better('valid_loss', 1.0, than=2.0) and not ways.is_better(
+        'accuracy', 1.0, than=2.0
+    )
+    assert not ways.is_better('accuracy', 2.0, than=2.0)
+    assert as_comparison(None, 'mae') is np.less and as_comparison('GT', 'mae') is np.greater
+    assert as_comparison(max, 'mae') is max
+    for wrong in ('lower', 3):
+        with pytest.raises(OptionError, match='comp='):
+            as_comparison(wrong, 'mae')  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    'wrong', [{'higher': 'a', 'lower': 'A'}, {'higher': ['']}, {'neutral': [3]}]
+)
+def test_contradictions_and_what_is_not_a_name_are_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError):
+        MetricProperties(**wrong)
+
+
+def test_trackers_take_them() -> None:
+    assert EarlyStoppingCallback('rmse', comp=MetricProperties()).comp is np.less
+    assert SaveModelCallback('quux', comp=MetricProperties(lower='quux')).comp is np.less
+    with pytest.raises(OptionError, match='quux'):
+        EarlyStoppingCallback('quux', comp=MetricProperties())
+    assert EarlyStoppingCallback('quux').comp is np.greater  # as in fastai, without them
+
+
+def test_negated_scores_and_names_that_only_look_like_metrics() -> None:
+    ways = MetricProperties()
+    for name in (
+        'neg_log_loss',
+        'neg_mean_squared_error',
+        'neg_brier_score',
+        'valid_neg_root_mean_squared_error',
+    ):
+        assert ways[name] == 'higher'
+    for name in ('loss_scale', 'acc_steps', 'map_size', 'iou_threshold'):
+        assert ways[name] == 'neutral'
+    for name in ('inaccuracy', 'dissimilarity', 'acc_foo', 'decorrelation', 'neg_log_likelihood'):
+        assert ways.get(name) is None
+    for name in ('BalancedAccuracy', 'CosineSimilarity', 'map_50', 'acc_top5'):
+        assert ways[name] == 'higher'
+
+
+CALLBACKS = [getattr(learnkit.callbacks, name) for name in learnkit.callbacks.__all__]
+MONITORS = [cls for cls in CALLBACKS if inspect.isclass(cls) and issubclass(cls, Monitor)]
+
+
+@pytest.mark.parametrize('cls', MONITORS)
+def test_what_monitors_log_is_neutral(cls: type[Monitor]) -> None:
+    assert len(MONITORS) > 5
+    for name in cls.metric_names:
+        assert MetricProperties()[re.sub('{.*?}', 'head_loss', name)] == 'neutral', name

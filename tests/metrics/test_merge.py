@@ -1,0 +1,546 @@
+"""For every metric, the merged states of several processes equal the state of one process on all batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import learnkit.metrics as M
+from learnkit.callbacks.epoch_metrics import EpochMetrics, value_of
+from learnkit.core.errors import MetricError
+from learnkit.metrics.averages import as_metrics
+from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses
+from learnkit.metrics.merge import (
+    check_mergeable,
+    interleave,
+    merge_states,
+    shared_state,
+    without_sync,
+)
+
+torchmetrics = pytest.importorskip('torchmetrics')
+tm = torchmetrics.classification
+
+
+def batch(pred: Any, *yb: Any, loss: Tensor | None = None) -> Any:
+    return SimpleNamespace(
+        pred=pred,
+        yb=yb,
+        xb=(pred,),
+        loss=loss,
+        weight_func=None,
+        loss_func=SimpleNamespace(part=loss),
+    )
+
+
+def batches(kind: str, n: int = 53, bs: int = 5) -> list[Any]:
+    g = torch.Generator().manual_seed(1)
+    scores, two = torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g)
+    classes, labels = torch.randint(4, (n,), generator=g), torch.randint(2, (n, 4), generator=g)
+    values, losses = torch.randn(n, 2, generator=g), torch.rand(n, generator=g)
+    pred, targ = {
+        'classes': (scores, classes),
+        'two': (two, classes % 2),
+        'labels': (scores, labels),
+        'values': (values[:, 0], (values[:, 0] + values[:, 1]).exp()),
+        'regression': (values[:, 0], values.sum(1)),
+        'pixels': (
+            scores.reshape(n, 4, 1, 1).expand(n, 4, 2, 3) + torch.randn(n, 4, 2, 3, generator=g),
+            torch.randint(4, (n, 2, 3), generator=g),
+        ),
+        'mask': (torch.randn(n, 2, 2, 3, generator=g), torch.randint(2, (n, 2, 3), generator=g)),
+        'tokens': (
+            torch.nn.functional.one_hot(torch.arange(n * 6).reshape(n, 6) % 7, 9).float(),
+            torch.arange(n * 6).reshape(n, 6) % (7 + (torch.arange(n)[:, None] > 30)),
+        ),
+    }[kind]
+    pieces = zip(*(t.split(bs) for t in (pred, targ, losses)), strict=True)
+    return [batch(p, t, loss=x.mean()) for p, t, x in pieces]
+
+
+def of_all(make: Callable[[], Metric], data: list[Any], size: int) -> list[tuple[Any, Metric]]:
+    "Return values and metrics of each process, after its part of the batches and the merge."
+    metrics = [make() for _ in range(size)]
+    for rank, m in enumerate(metrics):
+        m.reset()
+        for b in data[rank::size]:
+            m.accumulate(b)
+    for m in metrics:
+        check_mergeable(m)
+    states = [shared_state(m) for m in metrics]
+    read = []
+    for m in metrics:
+        merge_states(m, copy.deepcopy(states))
+        with without_sync([m]):
+            read.append((value_of(m, len(data)), m))
+    return read
+
+
+def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+    return bool(
+        torch.allclose(torch.as_tensor(a), torch.as_tensor(b), tolerance, tolerance, equal_nan=True)
+    )
+
+
+def median_error(p: Tensor, t: Tensor) -> Tensor:
+    return (p - t).abs().median()
+
+
+def wiggles(p: Tensor, t: Tensor) -> Tensor:
+    return (p[1:] - p[:-1]).abs().sum()  # by the order of the samples
+
+
+def metric_of(thing: Any, **options: Any) -> Callable[[], Metric]:
+    return lambda: as_metrics(
+        thing(**options) if options or isinstance(thing, (type, partial)) else thing
+    )[0]
+
+
+CASES = {
+    **{f.__name__: ('classes', metric_of(f)) for f in (M.accuracy, M.error_rate)},
+    'top_k': ('classes', metric_of(partial(M.ElementMean, partial(M.top_k_accuracy, k=2)))),
+    'accuracy_multi': ('labels', metric_of(M.accuracy_multi)),
+    **{f.__name__: ('regression', metric_of(f)) for f in (M.mse, M.mae, M.rmse)},
+    **{f.__name__: ('values', metric_of(f)) for f in (M.msle, M.exp_rmspe)},
+    **{
+        c.__name__: ('regression', metric_of(c))
+        for c in (
+            M.R2Score,
+            M.ExplainedVariance,
+            M.PearsonCorrCoef,
+            M.SpearmanCorrCoef,
+            M.RMSE,
+            M.ExpRMSPE,
+        )
+    },
+    **{
+        c.__name__: ('classes', metric_of(c))
+        for c in (
+            M.BrierScore,
+            M.AvgLoss,
+            M.Perplexity,
+            M.HammingLoss,
+            M.BalancedAccuracy,
+            M.CohenKappa,
+            M.MatthewsCorrCoef,
+            M.RocAuc,
+        )
+    },
+    **{
+        f'{c.__name__} {a}': ('classes', metric_of(c, average=a))
+        for a in ('macro', None)
+        for c in (M.F1Score, M.Precision, M.Recall, M.Jaccard)
+    },
+    'FBeta': ('classes', metric_of(M.FBeta, beta=2, average='weighted')),
+    **{c.__name__: ('two', metric_of(c)) for c in (M.RocAucBinary, M.APScoreBinary)},
+    **{
+        c.__name__: ('labels', metric_of(c))
+        for c in (
+            M.BrierScoreMulti,
+            M.F1ScoreMulti,
+            M.PrecisionMulti,
+            M.RecallMulti,
+            M.JaccardMulti,
+            M.HammingLossMulti,
+            M.MatthewsCorrCoefMulti,
+            M.RocAucMulti,
+            M.APScoreMulti,
+        )
+    },
+    'FBetaMulti': ('labels', metric_of(M.FBetaMulti, beta=2)),
+    **{
+        c.__name__: ('pixels', metric_of(c))
+        for c in (M.ForegroundAcc, M.DiceMulti, M.JaccardCoeffMulti)
+    },
+    **{c.__name__: ('mask', metric_of(c)) for c in (M.Dice, M.JaccardCoeff)},
+    'CorpusBLEUMetric': ('tokens', metric_of(M.CorpusBLEUMetric)),
+    'AccumMetric': ('regression', metric_of(M.AccumMetric, func=median_error)),
+    'AccumMetric in order': ('regression', metric_of(M.AccumMetric, func=wiggles)),
+    'AvgMetric': ('regression', metric_of(M.AvgMetric, func=torch.nn.functional.l1_loss)),
+    'LossMetric': ('classes', metric_of(M.LossMetric, attr='part')),
+    'renamed': ('classes', lambda: as_metrics({'f1': M.F1Score(average='macro')})[0]),
+    'torchmetrics accuracy': ('classes', metric_of(tm.MulticlassAccuracy, num_classes=4)),
+    'torchmetrics auroc': ('classes', metric_of(tm.MulticlassAUROC, num_classes=4)),
+    'torchmetrics pearson': ('regression', metric_of(torchmetrics.PearsonCorrCoef)),
+    'torchmetrics r2': ('regression', metric_of(torchmetrics.R2Score)),
+    'torchmetrics sum': (
+        'regression',
+        lambda: as_metrics(torchmetrics.MeanSquaredError() + torchmetrics.MeanAbsoluteError())[0],
+    ),
+    'torchmetrics min max': (
+        'classes',
+        lambda: as_metrics(torchmetrics.MinMaxMetric(tm.MulticlassAccuracy(num_classes=4)))[0],
+    ),
+}
+
+
+SIZES = (1, 2, 4, 13)  # of which each case has one in the ordinary form, beside 3
+
+
+@pytest.mark.parametrize(
+    ('name', 'size'),
+    [
+        pytest.param(name, size, marks=[] if size in (3, SIZES[i % 4]) else [pytest.mark.full])
+        for i, name in enumerate(CASES)
+        for size in (*SIZES, 3)
+    ],
+)
+def test_merged_it_is_the_metric_of_all_batches(name: str, size: int) -> None:
+    kind, make = CASES[name]
+    data = batches(kind)
+    alone = make()
+    alone.reset()
+    for b in data:
+        alone.accumulate(b)
+    expected = value_of(alone, len(data))
+
+    read = of_all(make, data, size)  # with 13 processes, two have seen nothing
+    if name == 'torchmetrics min max':
+        expected, read = expected['raw'], [(v['raw'], m) for v, m in read]
+    assert same(read[0][0], expected, 2e-6 if 'torchmetrics' in name else 1e-6)
+    assert all(same(v, read[0][0]) for v, _ in read)  # to the last bit
+
+
+def test_every_metric_of_the_package_is_tested() -> None:
+    classes = {name for name in M.__all__ if isinstance(getattr(M, name), type)}
+    left_out = {
+        'Metric',
+        'Mean',
+        'AvgSmoothLoss',
+        'ValueMetric',
+        'SumMetric',
+        'TorchMetric',
+        'ElementMean',
+    }
+    assert {getattr(M, name) for name in classes - left_out} <= {
+        type(make()) for _, make in CASES.values()
+    }
+
+
+@pytest.mark.parametrize('name', ['AccumMetric in order', 'SpearmanCorrCoef', 'RocAuc'])
+def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
+    kind, make = CASES[name]
+    data = batches(kind)
+    alone = make()
+    for b in data:
+        alone.accumulate(b)
+    for _, m in of_all(make, data, 3):
+        waiting = (
+            [torch.cat(ts) for ts in zip(*m.metric.waiting, strict=True)]
+            if m.metric.__dict__.get('waiting')
+            else [torch.cat(list(m.metric.metric.preds)), torch.cat(list(m.metric.metric.target))]
+        )
+        theirs = alone.metric.waiting
+        if theirs:
+            assert all(
+                torch.equal(a, torch.cat(b))
+                for a, b in zip(waiting, zip(*theirs, strict=True), strict=True)
+            )
+    assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
+
+
+def test_order_survives_a_checkpoint() -> None:
+    kind, make = CASES['AccumMetric in order']
+    data, metrics = batches(kind), [make(), make()]
+    for rank, m in enumerate(metrics):
+        for b in data[rank:6:2]:
+            m.accumulate(b)
+        resumed = metrics[rank] = make()
+        resumed.load_state_dict(m.state_dict())
+        for b in data[6 + rank :: 2]:
+            resumed.accumulate(b)
+    alone = make()
+    for b in data:
+        alone.accumulate(b)
+    states = [shared_state(m) for m in metrics]
+    merge_states(metrics[0], states)
+    assert metrics[0].value == alone.value
+
+
+def test_groups_that_were_counted_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    # three batches of 5 samples and 4 classes
+    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 60)
+    for name in ('RocAuc', 'F1Score macro'):
+        kind, make = CASES[name]
+        data, alone = batches(kind), make()
+        for b in data:
+            alone.accumulate(b)
+        for size in (2, 4):
+            assert all(same(v, alone.value, 1e-6) for v, _ in of_all(make, data, size))
+
+
+def test_a_merged_metric_continues_after_its_reset() -> None:
+    for name, (kind, make) in CASES.items():
+        data = batches(kind)
+        value, m = of_all(make, data, 2)[0]
+        m.reset()
+        for b in data:
+            m.accumulate(b)
+        if name != 'torchmetrics min max':
+            assert same(m.value, value, 2e-6), name
+
+
+# -- metrics of a user's own -----------------------------------------------------------------------
+
+
+class Counted(Metric):
+    sum_reduced = ('n', 'seen', 'by_class', 'rows')
+
+    def reset(self) -> None:
+        self.n, self.seen, self.by_class, self.rows = 0, [], {}, np.zeros(2)
+
+    def accumulate(self, learn: Any) -> None:
+        self.n += 1
+        self.seen.append(float(learn.pred))
+        key = int(learn.pred) % 2
+        self.by_class[key] = self.by_class.get(key, 0) + 1
+        self.rows = self.rows + [1, 2]
+
+    @property
+    def value(self) -> Any:
+        return self.n
+
+
+def test_summed_attributes_of_every_kind() -> None:
+    _, m = of_all(Counted, [batch(torch.tensor(float(i))) for i in range(5)], 2)[1]
+    assert (m.n, m.seen, m.by_class, m.rows.tolist()) == (
+        5,
+        [0.0, 2.0, 4.0, 1.0, 3.0],
+        {0: 3, 1: 2},
+        [5.0, 10.0],
+    )
+
+
+class Largest(Metric):
+    def reset(self) -> None:
+        self.most = -torch.inf
+
+    def accumulate(self, learn: Any) -> None:
+        self.most = max(self.most, float(learn.pred))
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.most = max(sd['most'] for sd in states)
+
+    @property
+    def value(self) -> float:
+        return self.most
+
+
+def test_a_user_defined_merge() -> None:
+    assert [
+        v for v, _ in of_all(Largest, [batch(torch.tensor(float(i))) for i in range(5)], 4)
+    ] == [4.0] * 4
+
+
+class Silent(Metric):
+    "A metric like fastai's, without a declared merge."
+
+    def reset(self) -> None:
+        self.total, self.n = 0.0, 0
+
+    def accumulate(self, learn: Any) -> None:
+        self.total, self.n = self.total + float(learn.pred), self.n + 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.n
+
+
+class Peak(M.AvgMetric):
+    "Its reset clears more than its base class declares."
+
+    def reset(self) -> None:
+        super().reset()
+        self.peak = 0.0
+
+
+class Hidden(M.AvgMetric):
+    "It accumulates more than its base class declares, without a reset."
+
+    last = 0.0
+
+    def accumulate(self, learn: Any) -> None:
+        super().accumulate(learn)
+        self.last = float(learn.pred.sum())
+
+
+class Counter:
+    "An object with the methods of torchmetrics."
+
+    def reset(self) -> None:
+        self.n = 0
+
+    def update(self, pred: Tensor, targ: Tensor) -> None:
+        self.n += 1
+
+    def compute(self) -> int:
+        return self.n
+
+
+class SummedCounter(Counter):
+    sum_reduced = ('n',)
+
+
+@pytest.mark.parametrize('metric', [Silent(), Peak(M.mse), {'x': Silent()}, Counter()])
+def test_a_metric_that_does_not_declare_its_merge_is_refused_at_the_start(metric: Any) -> None:
+    with pytest.raises(MetricError, match=r"sum_reduced = \('total', 'n'\)") as e:
+        check_mergeable(as_metrics(metric)[0])
+    assert any(name in str(e.value) for name in ('Silent', 'Peak', 'Counter'))
+
+
+def test_what_is_found_out_later_is_named() -> None:
+    data = batches('regression')
+    with pytest.raises(MetricError, match=r'Hidden\.last '):
+        of_all(lambda: Hidden(M.mse), data, 2)
+
+
+def test_an_object_with_the_methods_of_torchmetrics() -> None:
+    assert [
+        v for v, _ in of_all(lambda: as_metrics(SummedCounter())[0], batches('regression'), 3)
+    ] == [11.0] * 3
+
+
+def test_shapes_that_differ_are_reported() -> None:
+    one, two = M.DiceMulti(), M.DiceMulti()
+    one.accumulate(batches('pixels')[0])
+    two.accumulate(batches('mask')[0])
+    with pytest.raises(MetricError, match=r'_sums .*\[\(2, 2\), \(2, 4\)\]'):
+        merge_states(one, [shared_state(one), shared_state(two)])
+    with pytest.raises(MetricError, match=r'4 classes .* 9 '):
+        late = [M.HammingLoss(), M.HammingLoss()]
+        late[0].accumulate(batches('classes')[0])
+        late[1].accumulate(batch(torch.rand(3, 9), torch.tensor([0, 1, 2])))
+        merge_states(late[0], [shared_state(m) for m in late])
+
+
+def test_a_constant_is_not_merged() -> None:
+    class WithConstant(Counted):
+        def __init__(self) -> None:
+            self.k, self.names = 3, ['a']
+
+    assert of_all(WithConstant, [batch(torch.tensor(1.0))] * 3, 2)[0][0] == 3
+
+
+# -- torchmetrics' reductions ----------------------------------------------------------------------
+
+
+class Reduced(torchmetrics.Metric):
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for how in ('sum', 'mean', 'max', 'min'):
+            self.add_state(how, torch.tensor(0.0), how)
+        self.add_state('joined', torch.zeros(0), 'cat')
+        self.add_state('listed', [], None)
+        self.add_state('product', torch.tensor(1.0), lambda t: t.prod(0))
+
+    def update(self, pred: Tensor, targ: Tensor) -> None:
+        x, first, n = pred.sum(), self._update_count == 1, self._update_count
+        self.sum = self.sum + x
+        self.mean = self.mean + (x - self.mean) / n
+        self.max, self.min = (
+            (x, x) if first else (torch.maximum(self.max, x), torch.minimum(self.min, x))
+        )
+        self.joined = torch.cat([self.joined, x[None]])
+        self.listed.append(x)
+        self.product = self.product * x
+
+    def compute(self) -> Tensor:
+        ordered = self.joined.sort().values, torch.stack(self.listed).sort().values
+        return torch.cat(
+            [torch.stack([self.sum, self.mean, self.max, self.min, self.product]), *ordered]
+        )
+
+
+@pytest.mark.parametrize('size', [2, 3, 4, 13])
+def test_each_reduction(size: int) -> None:
+    data = batches('regression')
+    for b in data:
+        b.pred = b.pred.double().exp()
+    alone = as_metrics(Reduced())[0]
+    for b in data:
+        alone.accumulate(b)
+    assert same(
+        of_all(lambda: as_metrics(Reduced())[0], data, size)[0][0].double(),
+        alone.value.double(),
+        1e-5,
+    )
+
+
+def test_collections_become_their_members() -> None:
+    make = lambda i: as_metrics(
+        torchmetrics.MetricCollection([tm.MulticlassPrecision(4), tm.MulticlassRecall(4)])
+    )[i]  # which share what they count
+    data = batches('classes')
+    for i in range(2):
+        alone = make(i)
+        for b in data:
+            alone.accumulate(b)
+        assert same(of_all(partial(make, i), data, 2)[0][0], alone.value)
+
+
+# -- means, losses, logs ---------------------------------------------------------------------------
+
+
+def test_means() -> None:
+    parts = [Mean(), Mean(), Mean()]
+    for i, m in enumerate(parts[:2]):
+        m.add(torch.tensor(float(i)), weight=i + 1)
+    for m in parts:
+        m.reset() if not m.count else None
+    states = [shared_state(m) for m in parts]
+    merge_states(parts[2], states)
+    assert parts[2].value == 2 / 3
+
+
+def test_the_losses_of_an_epoch_are_put_in_place() -> None:
+    losses, weights = torch.rand(3, 40).tolist(), [[1.0] * 40, [3.0] * 40, [2.0] * 39 + [0.0]]
+    losses[2][-1] = float('nan')  # of a sample that does not count
+    mean = [
+        sum(r[i] * w[i] for r, w in zip(losses, weights, strict=True) if w[i])
+        / sum(w[i] for w in weights)
+        for i in range(40)
+    ]
+    assert merged_losses(losses, weights) == pytest.approx(mean, rel=1e-14)
+    assert merged_losses([[1.0, 2.0], [10.0, 20.0]], [[1.0, 1.0], [1.0, 0.0]], 'sum') == [11.0, 2.0]
+
+    ours, alone = AvgSmoothLoss(), AvgSmoothLoss()
+    for begun in (0, 20):
+        ours.mark(begun)
+        for x in losses[0][begun : begun + 20]:
+            ours.accumulate(SimpleNamespace(loss=torch.tensor(x)))
+        ours.state_dict()  # a checkpoint in the middle of the epoch
+        ours.replace(mean[begun : begun + 20])
+    for x in mean:
+        alone.accumulate(SimpleNamespace(loss=torch.tensor(x, dtype=torch.float64)))
+    assert ours.smooth == alone.smooth and torch.equal(
+        ours.state_dict()['raw'], alone.state_dict()['raw']
+    )
+
+    ours.mark(7)  # found again after a resume
+    ours.replace(mean[7:])
+    assert ours.smooth == alone.smooth
+
+
+def test_logs() -> None:
+    frames = [EpochMetrics(), EpochMetrics()]
+    for rank, frame in enumerate(frames):
+        both, own = frame.logged['both'], frame.logged[f'only {rank}'] = Mean(), Mean()
+        both.add(float(rank), weight=rank + 1)
+        own.add(5.0 + rank)
+        frame.logged['lr'] = Mean()
+        frame.logged['lr'].add(0.1 * (rank + 1))
+        frame.latest.add('lr')
+    states = [f.state_dict() for f in frames]
+    for frame in frames:
+        frame.merge_logged(states)
+        assert frame.collect() == {'both': 2 / 3, 'only 0': 5.0, 'lr': 0.1, 'only 1': 6.0}

@@ -1,0 +1,473 @@
+"""A metric's accumulated state survives a file; its value then equals a metric that saw every batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import learnkit.metrics as lk
+from learnkit.core.errors import MetricError
+from learnkit.metrics import classification as scores
+from learnkit.metrics.averages import (
+    AvgLoss,
+    AvgMetric,
+    SumMetric,
+    TorchMetric,
+    ValueMetric,
+    as_metrics,
+)
+from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
+from learnkit.metrics.state import collect_state
+
+torchmetrics = pytest.importorskip('torchmetrics')
+GEN = torch.Generator()
+
+
+def a_batch(pred: Tensor, targ: Tensor) -> Any:
+    return SimpleNamespace(pred=pred, yb=(targ,), xb=(pred,), loss=pred.float().mean().detach())
+
+
+def classes(n: int, c: int = 3) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, c, generator=GEN), torch.randint(c, (n,), generator=GEN)
+
+
+def two(n: int) -> tuple[Tensor, Tensor]:
+    return classes(n, 2)
+
+
+def labels(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, generator=GEN), torch.randint(2, (n, 3), generator=GEN)
+
+
+def numbers(n: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(n, 1, generator=GEN), torch.rand(n, 1, generator=GEN)
+
+
+def masks(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 2, 4, generator=GEN), torch.randint(2, (n, 4), generator=GEN)
+
+
+def tokens(n: int) -> tuple[Tensor, Tensor]:
+    targ = torch.randint(4, (n, 6), generator=GEN)
+    return F.one_hot(targ, 4) + torch.randn(n, 6, 4, generator=GEN) / 2, targ
+
+
+def saved(state: Any) -> Any:
+    "Return a state saved to and loaded from a safe file."
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def goes_on(
+    make: Callable[[], Any], make_batch: Callable[[int], tuple[Tensor, Tensor]], at: int = 2
+) -> Any:
+    "Check the value of a metric saved after `at` of four uneven batches; return the state."
+    GEN.manual_seed(0)
+    batches = [a_batch(*make_batch(n)) for n in (20, 20, 20, 13)]
+    straight, first, other = make(), make(), make()
+    for m in (straight, first, other):
+        m.reset()
+    other.accumulate(batches[-1])  # what it has is forgotten when a state is loaded
+    for b in batches:
+        straight.accumulate(b)
+    for b in batches[:at]:
+        first.accumulate(b)
+    state = saved(first.state_dict())
+    before = repr(state)
+    other.load_state_dict(state)
+    for b in batches[at:]:
+        other.accumulate(b)
+        first.accumulate(b)
+    a, b, c = straight.value, first.value, other.value
+    torch.testing.assert_close(a, c, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # saving changes nothing
+    assert repr(state) == before
+    half = make()
+    half.reset()
+    for b in batches[at:]:
+        half.accumulate(b)
+    assert not same(half.value, c)  # the state matters
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+
+
+OURS: dict[str, tuple[Callable[[], Any], Any]] = {
+    'avg': (lambda: AvgMetric(F.mse_loss), numbers),
+    'avg module': (lambda: AvgMetric(nn.L1Loss()), numbers),
+    'loss': (AvgLoss, numbers),
+    'perplexity': (lk.Perplexity, classes),
+    'rmse': (lk.RMSE, numbers),
+    'r2': (lk.R2Score, numbers),
+    'pearson': (lk.PearsonCorrCoef, numbers),
+    'brier': (lk.BrierScore, two),
+    'dice': (lk.Dice, masks),
+    'iou': (lk.JaccardCoeffMulti, masks),
+    'accum': (lambda: lk.AccumMetric(lambda p, t: (p - t).abs().median()), numbers),
+    'accum classes': (
+        lambda: lk.AccumMetric(lambda p, t: (p == t).float().mean(), dim_argmax=-1),
+        classes,
+    ),
+    'f1': (lambda: scores.F1Score(average='macro'), classes),
+    'auc': (scores.RocAuc, classes),
+    'f1 multi': (scores.F1ScoreMulti, labels),
+    'ap multi': (scores.APScoreMulti, labels),
+    'matthews': (scores.MatthewsCorrCoef, classes),
+    'spearman': (scores.SpearmanCorrCoef, numbers),
+    'bleu': (scores.CorpusBLEUMetric, tokens),
+}
+
+
+@pytest.mark.parametrize('at', [1, 3])
+@pytest.mark.parametrize('name', OURS)
+def test_ours(name: str, at: int) -> None:
+    goes_on(*OURS[name], at=at)
+
+
+@pytest.mark.parametrize('name', ['f1', 'auc', 'spearman'])
+def test_a_score_that_has_handed_over_its_groups(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # numbers: a hand-over within each batch or two
+    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 50)
+    state = goes_on(*OURS[name], at=3)
+    assert 'metric/' in state['metric/']
+
+
+def test_the_state_of_a_mean_is_two_numbers() -> None:
+    assert goes_on(*OURS['avg']).keys() == {'total', 'count'}
+    m = Mean()
+    m.add(torch.tensor(3.0), 2)
+    other = Mean()
+    other.load_state_dict(m.state_dict())
+    other.add(6.0)
+    assert other.value == 4.0 and m.value == 3.0
+
+
+def test_a_predicted_slice_is_not_saved_with_all_of_its_data() -> None:
+    whole = torch.rand(1000, 1)
+    m = lk.AccumMetric(lambda p, t: p.sum())
+    for i in range(2):
+        m.accumulate(a_batch(whole[i : i + 1], whole[i : i + 1]))
+    ((pred, targ),) = m.state_dict()['metric/']['waiting']
+    assert pred.untyped_storage().nbytes() == targ.untyped_storage().nbytes() == 8
+    kept = Anything()
+    kept.last = whole[3:5]
+    assert kept.state_dict()['last'].untyped_storage().nbytes() == 8
+
+
+def test_functions_and_foreign_values_have_no_state() -> None:
+    assert ValueMetric(lambda: 0.5, 'half').state_dict() == {}
+
+
+def test_the_smoothed_loss_continues() -> None:
+    a, b = AvgSmoothLoss(), AvgSmoothLoss()
+    losses = [SimpleNamespace(loss=torch.rand((), generator=GEN)) for _ in range(9)]
+    for x in losses[:4]:
+        a.accumulate(x)
+    early = a.state_dict()
+    for x in losses[4:6]:
+        a.accumulate(x)
+    state = saved(a.state_dict())
+    assert state['raw'].dtype == state['smooth'].dtype == torch.float64 and len(early['raw']) == 4
+    b.load_state_dict(state)
+    for x in losses[6:]:
+        a.accumulate(x)
+        b.accumulate(x)
+    assert a.smooth == b.smooth and a.raw == b.raw and len(a.smooth) == 9
+    assert b.state_dict()['smooth'].tolist() == a.smooth
+    a.reset()
+    assert len(a.state_dict()['raw']) == 0
+
+
+# ------------------------------------------------------------------------------------- torchmetrics
+
+TM: dict[str, tuple[Callable[[], Any], Any]] = {
+    'accuracy': (lambda: torchmetrics.Accuracy('multiclass', num_classes=3), classes),
+    'auroc': (lambda: torchmetrics.AUROC('multiclass', num_classes=3), classes),
+    'auroc in bins': (
+        lambda: torchmetrics.AUROC('multiclass', num_classes=3, thresholds=20),
+        classes,
+    ),
+    'mse': (torchmetrics.MeanSquaredError, numbers),
+    'r2': (torchmetrics.R2Score, numbers),
+    'pearson': (torchmetrics.PearsonCorrCoef, lambda n: tuple(t[:, 0] for t in numbers(n))),
+    'variance': (torchmetrics.ExplainedVariance, numbers),
+    'kappa': (lambda: torchmetrics.CohenKappa('multiclass', num_classes=3), classes),
+    'running': (lambda: torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError(), 4), numbers),
+    'outputs': (
+        lambda: torchmetrics.wrappers.MultioutputWrapper(torchmetrics.MeanSquaredError(), 1),
+        numbers,
+    ),
+    'classwise': (
+        lambda: Both(
+            torchmetrics.wrappers.ClasswiseWrapper(
+                torchmetrics.Accuracy('multiclass', num_classes=3, average=None)
+            )
+        ),
+        classes,
+    ),
+    'collection': (
+        lambda: Both(
+            torchmetrics.MetricCollection(
+                [
+                    torchmetrics.Accuracy('multiclass', num_classes=3),
+                    torchmetrics.Precision('multiclass', num_classes=3),
+                    torchmetrics.Recall('multiclass', num_classes=3, average='macro'),
+                    torchmetrics.AUROC('multiclass', num_classes=3),
+                ]
+            )
+        ),
+        classes,
+    ),
+}
+
+
+class Both(TorchMetric):
+    "A torchmetrics object with a dict as its value, as one tensor."
+
+    @property
+    def value(self) -> Tensor:
+        return torch.stack([v.double() for v in super().value.values()])
+
+
+@pytest.mark.parametrize('at', [1, 3])
+@pytest.mark.parametrize('name', TM)
+def test_torchmetrics(name: str, at: int) -> None:
+    make, make_batch = TM[name]
+    goes_on(lambda: m if isinstance(m := make(), Metric) else TorchMetric(m), make_batch, at)
+
+
+def test_a_value_that_was_computed_before_is_not_the_value_after_a_resume() -> None:
+    m, other = (
+        TorchMetric(torchmetrics.MeanSquaredError()),
+        TorchMetric(torchmetrics.MeanSquaredError()),
+    )
+    other.accumulate(a_batch(torch.zeros(2), torch.full((2,), 9.0)))
+    assert other.value == 81.0
+    m.accumulate(a_batch(torch.zeros(2), torch.full((2,), 2.0)))
+    other.load_state_dict(m.state_dict())
+    # and torchmetrics warns of nothing
+    assert other.value == 4.0 and other.metric.update_count == 1
+
+
+def test_members_of_an_expanded_collection_each_have_their_own() -> None:
+    collection = {
+        'a': torchmetrics.Accuracy('multiclass', num_classes=3),
+        'p': torchmetrics.Precision('multiclass', num_classes=3),
+    }
+    make = lambda i: as_metrics(torchmetrics.MetricCollection(copy.deepcopy(collection)))[i]
+    for i in range(2):
+        goes_on(lambda i=i: make(i), classes)
+
+
+def test_a_state_of_other_sizes_is_refused() -> None:
+    three, four = (
+        TorchMetric(torchmetrics.Accuracy('multiclass', num_classes=n, average=None))
+        for n in (3, 4)
+    )
+    three.accumulate(a_batch(*classes(5)))
+    area = TorchMetric(torchmetrics.AUROC('multiclass', num_classes=4))
+    for state in (three.state_dict(), area.state_dict()):
+        with pytest.raises(MetricError, match='does not fit this MulticlassAccuracy'):
+            four.load_state_dict(state)
+    with pytest.raises(MetricError, match='has no metric `metric`'):
+        AvgMetric(F.mse_loss).load_state_dict(three.state_dict())
+
+
+def test_every_state_that_torchmetrics_does_not_save_itself_is_saved() -> None:
+    m = torchmetrics.MeanSquaredError()
+    assert not m.state_dict()  # none is persistent
+    assert {*collect_state(m)['']['states']} == {'sum_squared_error', 'total'}
+
+
+# -------------------------------------------------------------------------------- metrics of a user
+
+
+class Anything(Metric):
+    last: Any = None
+    value = 0.0
+
+
+class Mine(Metric):
+    "A metric with a state of every kind."
+
+    def __init__(self, k: int, f: Callable[..., Any] = torch.abs) -> None:
+        self.k, self.f, self.loss = k, f, nn.L1Loss()
+
+    def reset(self) -> None:
+        self.total, self.n, self.preds, self.by = torch.zeros(()), 0, [], {'hits': 0}
+
+    def accumulate(self, learn: Any) -> None:
+        pred, targ = learn.pred, learn.yb[0]
+        self.total += self.f(pred - targ).sum()  # in place
+        self.n += len(pred)
+        self.preds.append((pred, targ))
+        self.by['hits'] += int((pred > targ).sum())
+
+    @property
+    def value(self) -> Tensor:
+        worst = max(float((p - t).max()) for p, t in self.preds)
+        return torch.tensor([float(self.total) / self.n, worst, self.by['hits'], self.n, self.k])
+
+
+class Around(Metric):
+    "A metric of metrics that are created late."
+
+    def __init__(self, inner: Metric) -> None:
+        self.inner, self.tm = inner, torchmetrics.MeanSquaredError()
+
+    def reset(self) -> None:
+        self.inner.reset()
+        self.tm.reset()
+
+    def accumulate(self, learn: Any) -> None:
+        self.inner.accumulate(learn)
+        self.tm.update(learn.pred, learn.yb[0])
+
+    @property
+    def value(self) -> Any:
+        return self.inner.value[0] + self.tm.compute()
+
+
+@dataclass
+class Fields(Metric):
+    scale: float
+    total: float = 0.0
+    seen: list[int] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.total, self.seen = 0.0, []
+
+    def accumulate(self, learn: Any) -> None:
+        self.total += float(learn.pred.sum())
+        self.seen.append(len(learn.pred))
+
+    @property
+    def value(self) -> Any:
+        return self.scale * self.total / sum(self.seen)
+
+
+class Wide(AvgMetric):
+    "A subclass of a metric of the package with more state."
+
+    def reset(self) -> None:
+        super().reset()
+        self.top = -math.inf
+
+    def accumulate(self, learn: Any) -> None:
+        super().accumulate(learn)
+        self.top = max(self.top, float(learn.pred.max()))
+
+    @property
+    def value(self) -> Any:
+        return super().value + self.top
+
+
+class Own(Metric):
+    "Counts in an object that is not plain, and converts it in `state_dict`."
+
+    def reset(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def accumulate(self, learn: Any) -> None:
+        self.counts.update(learn.yb[0].flatten().tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'counts': dict(self.counts)}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.counts = Counter(sd['counts'])
+
+    @property
+    def value(self) -> int:
+        return self.counts[1] * 100 + self.counts[0]
+
+
+@pytest.mark.parametrize(
+    'make',
+    [lambda: Mine(2), lambda: Around(Mine(3)), lambda: Fields(2.0), lambda: Wide(F.mse_loss)],
+    ids=['plain', 'nested', 'dataclass', 'subclass'],
+)
+def test_a_metric_that_knows_nothing_of_states(make: Callable[[], Any]) -> None:
+    goes_on(make, numbers)
+
+
+def test_a_metric_that_knows_how_it_is_saved() -> None:
+    goes_on(Own, classes)
+
+
+def test_the_configuration_is_taken_from_the_metric_and_not_from_the_state() -> None:
+    a, b = Mine(2), Mine(5)
+    for m in (a, b):
+        m.reset()
+    a.accumulate(a_batch(*numbers(4)))
+    b.load_state_dict(a.state_dict())
+    assert (b.k, b.n) == (5, 4) and set(a.state_dict()) == {'total', 'n', 'preds', 'by'}
+
+
+def test_a_metric_under_another_name() -> None:
+    assert as_metrics([F.mse_loss, F.mse_loss])[1].name == 'mse_loss_2'
+    goes_on(lambda: as_metrics([F.mse_loss, F.mse_loss])[1], numbers)
+
+
+@pytest.mark.parametrize(
+    ('value', 'kind'),
+    [
+        ({1}, 'set'),
+        (Counter(), 'Counter'),
+        ([torch.ones(1).numpy()], 'ndarray'),
+        (object(), 'object'),
+    ],
+)
+def test_what_is_not_plain_is_reported(value: Any, kind: str) -> None:
+    m = Anything()
+    m.last = value
+    with pytest.raises(MetricError, match=f'^its attribute `last` holds a {kind}$'):
+        m.state_dict()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize('name', ['avg', 'r2', 'accum', 'f1', 'auc', 'bleu'])
+def test_a_state_from_the_host_continues_with_values_from_a_device(name: str) -> None:
+    make, make_batch = OURS[name]
+    batches = [a_batch(*(t.cuda() for t in make_batch(n))) for n in (8, 5)]
+    straight, first, other = make(), make(), make()
+    for m in (straight, first, other):
+        m.reset()
+    for b in batches:
+        straight.accumulate(b)
+    first.accumulate(batches[0])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True, map_location='cpu'))
+    other.accumulate(batches[1])
+    torch.testing.assert_close(straight.value, other.value, rtol=0, atol=0)
+
+
+class Bias(SumMetric):
+    def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        return (pred - targ).sum(), targ.sum()
+
+    def final(self, sums: Tensor) -> float:
+        return float(sums[0] / sums[1])
+
+
+def test_sums_continue() -> None:
+    assert set(goes_on(Bias, numbers)) == {'_sums'}

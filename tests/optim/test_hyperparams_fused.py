@@ -1,0 +1,157 @@
+"""Fused optimizers: where they are used, the requirements of their kernels, cost and precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import OptimWrapper
+from learnkit.optim.hyperparams import FusedGuard, can_fuse
+from learnkit.optim.optimizers import Adam
+from tests.helpers.optimizing import learner, net, weights, weights_after
+
+
+def test_adam_is_fused_and_differs_by_rounding() -> None:
+    assert (
+        Adam(weights()).param_groups[0]['fused']
+        and not Adam(weights(), fused=False).param_groups[0]['fused']
+    )
+    for dtype, tol in ((torch.float64, 1e-15), (torch.float32, 1e-6)):
+        ends = [
+            weights_after(partial(Adam, lr=0.05, fused=fused), ps=weights(dtype))
+            for fused in (True, False)
+        ]
+        assert (ends[0] - ends[1]).abs().max() < tol
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+        lambda: nn.Parameter(torch.randn(4, 6)[:, :3]),
+        lambda: nn.Parameter(torch.ones(1).expand(3)),
+        lambda: nn.Parameter(torch.ones(2, device='meta')),
+    ],
+)
+def test_adam_is_not_fused_where_that_is_not_possible(make: Any) -> None:
+    p = make()
+    assert not can_fuse(p) and not Adam([p]).param_groups[0]['fused']
+
+
+@pytest.mark.parametrize(
+    'opt_func',
+    [
+        Adam,
+        partial(torch.optim.Adam, fused=True),
+        partial(torch.optim.SGD, momentum=0.9, fused=True),
+    ],
+)
+@pytest.mark.parametrize('what', ['parameter', 'gradient', 'loaded state'])
+def test_a_change_of_layout_costs_no_digits(opt_func: Any, what: str) -> None:
+    "Without the check, torch's fused CPU kernels would silently update the wrong weights."
+
+    def run(fused: bool) -> Tensor:
+        gen = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(4, 3, 5, 5, generator=gen, dtype=torch.float64))
+        opt = (
+            OptimWrapper(opt=partial(opt_func, fused=fused)([p], lr=0.05))
+            if opt_func is not Adam
+            else Adam([p], lr=0.05, fused=fused)
+        )
+        for i in range(6):
+            if i == 3 and what != 'gradient':
+                p.data = p.data.contiguous(memory_format=torch.channels_last)
+            if i == 4 and what == 'loaded state':
+                saved = opt.state_dict()
+                for s in saved['state'].values():
+                    s.update({k: v.contiguous() for k, v in s.items()})
+                opt.load_state_dict(saved)
+            p.grad = torch.randn(p.shape, generator=gen, dtype=torch.float64)
+            if what == 'gradient':
+                p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+            opt.step()
+        assert bool(opt.param_groups[0]['fused']) is fused
+        return p.detach()
+
+    assert torch.allclose(run(True), run(False), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_the_states_of_fused_steps_are_looked_at_when_they_may_have_changed(
+    layout: torch.memory_format,
+) -> None:
+    ps = [nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=layout)) for _ in range(3)]
+    opt = Adam(ps, lr=0.05)
+    mended: list[Any] = []
+
+    class Counting(FusedGuard):
+        def _match_strides(self, group: dict[str, Any]) -> bool:
+            mended.append(group)
+            return super()._match_strides(group)
+
+    opt._fused = [Counting(opt.opt)]
+
+    def steps(n: int) -> int:
+        mended.clear()
+        for _ in range(n):
+            for p in ps[:2]:
+                p.grad = torch.randn_like(p)
+            opt.step()
+        return len(mended)
+
+    assert steps(5) == 2  # the first meets no states, the second new ones
+    assert steps(5) == 0
+    ps[2].grad = torch.ones_like(ps[2])
+    assert steps(5) == 1
+    opt.opt.load_state_dict(opt.opt.state_dict())
+    assert steps(5) == 1
+    opt.clear_state()
+    assert steps(5) == 2
+    other = torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
+    for p in ps:
+        p.data = p.data.contiguous(memory_format=other)
+    assert steps(5) == 1 and opt.state[ps[2]]['exp_avg'].stride() == ps[2].stride()
+
+
+def test_a_fused_group_falls_back_for_sparse_gradients_and_late_momenta() -> None:
+    table, late = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2))
+    opt = OptimWrapper(opt=torch.optim.SGD(table.parameters(), lr=0.1, fused=True))
+    before = table.weight.detach().clone()
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert torch.allclose(
+        (before - table.weight).sum(1), torch.tensor([0.0, 0.2, 0.0, 0.0, 0.0]), atol=1e-6
+    )
+
+    p = nn.Parameter(torch.ones(2))
+    opt = OptimWrapper(opt=torch.optim.SGD([p, late], lr=0.1, momentum=0.9, fused=True))
+    p.grad = torch.ones(2)
+    opt.step()
+    # torch stops here with a TypeError: this one has no momentum yet, the other has
+    late.grad = torch.ones(2)
+    opt.step()
+    assert late.tolist() == pytest.approx([0.9, 0.9]) and p.tolist() == pytest.approx([0.71, 0.71])
+
+
+def test_accumulated_pieces_and_a_scaler_go_with_the_fused_step() -> None:
+    ends = []
+    for fused in (True, False):
+        learn = learner(model := net(), opt_func=partial(Adam, fused=fused), microbatch=3)
+        learn.fit(2)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*ends, rtol=0, atol=1e-12)
+
+    p = nn.Parameter(torch.ones(3))
+    opt, scaler = Adam([p], lr=0.1), torch.amp.GradScaler('cpu', init_scale=1024.0)
+    for factor in (1.0, float('inf')):
+        scaler.scale((p**2).sum() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        p.grad = None
+    assert opt.n_steps == 1 and p.tolist() == pytest.approx(
+        [0.9 * 1 + 0.1 * (1 - 0.001) - 0.1] * 3, abs=1e-3
+    )

@@ -1,0 +1,246 @@
+"""Muon for the matrices of hidden layers and AdamW for all other parameters, in one Learner."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit import Callback, Learner, OptimizerError, Recorder, TrainEvalCallback
+from learnkit.optim.hyperparams import norm_bias_params, params
+from learnkit.optim.optimizers import Lookahead, MuonAdamW, hidden_matrices
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this torch has no Muon')
+
+
+class Net(nn.Module):
+    "A model from words to words, with an embedding."
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 6, bias=False)
+        )
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.head = nn.Linear(6, 11)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(self.body(self.embed(x))[:, None])[:, 0])
+
+
+MATRICES = ['body.0.weight', 'body.3.weight']
+
+
+def data(n: int = 6, bs: int = 5) -> list[tuple[Tensor, Tensor]]:
+    gen = torch.Generator().manual_seed(1)
+    return [(x := torch.randint(11, (bs,), generator=gen), (x + 1) % 11) for _ in range(n)]
+
+
+def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
+    learn = Learner(
+        (data(), data(2)),
+        model,
+        F.cross_entropy,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder, *cbs],
+        **{'opt_func': MuonAdamW, 'lr': 0.01, **kwargs},
+    )
+    learn.logger = lambda row: None
+    return learn
+
+
+def names(model: nn.Module, ps: Any) -> list[str]:
+    wanted = {id(p) for p in ps}
+    return [name for name, p in model.named_parameters() if id(p) in wanted]
+
+
+def by_hand(
+    model: Net, n_epoch: int, rates: Any = None, wd: float = 0.01, lr: float = 0.01
+) -> list[Tensor]:
+    "Return the weights after a plain loop that steps both optimizers."
+    spared = {id(p) for p in norm_bias_params(model)}
+    hidden = [model.body[0].weight, model.body[3].weight]
+    rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
+    groups = [
+        {'params': [p for p in rest if id(p) not in spared]},
+        {'params': [p for p in rest if id(p) in spared], 'weight_decay': 0.0},
+    ]
+    opts = (
+        torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-5, weight_decay=wd, fused=True),
+        torch.optim.Muon(
+            hidden, lr=lr, momentum=0.95, weight_decay=wd, adjust_lr_fn='match_rms_adamw'
+        ),
+    )
+    for i, (x, y) in enumerate(data() * n_epoch):
+        if rates is not None:
+            for g in (g for o in opts for g in o.param_groups):
+                g['lr'] = rates[i]
+        F.cross_entropy(model(x), y).backward()
+        for o in opts:
+            o.step()
+        for o in opts:
+            o.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(model: nn.Module, weights: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
+
+
+def test_it_is_the_hand_written_loop_over_both_bit_for_bit() -> None:
+    learn = learner(model := Net())
+    learn.fit(3)
+    assert same(model, by_hand(Net(), 3)) and learn.opt.n_steps == 18
+    assert names(model, learn.opt['muon'].param_groups[0]['params']) == MATRICES
+    assert isinstance(learn.opt['adamw'], torch.optim.AdamW) and isinstance(
+        learn.opt['muon'], torch.optim.Muon
+    )
+
+
+def test_a_schedule_sets_the_rate_of_both() -> None:
+    rates = [0.001 * (i + 1) for i in range(12)]
+    schedule = Callback(
+        before_batch=lambda cb: cb.training and cb.opt.set_hyper('lr', rates[cb.train_iter])
+    )
+    learn = learner(model := Net(), schedule)
+    learn.fit(2)
+    assert learn.recorder.lrs == pytest.approx(rates) and same(model, by_hand(Net(), 2, rates))
+
+
+def test_hypers_are_one_set_for_both() -> None:
+    learn = learner(model := Net())
+    learn.create_opt()
+    (h,) = learn.opt.hypers
+    assert dict(h) == {'lr': 0.01, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.01, 'eps': 1e-5}
+    learn.opt.set_hypers(lr=0.5, mom=0.7, sqr_mom=0.8, wd=0.3)
+    muon, adamw = learn.opt['muon'].param_groups[0], learn.opt['adamw'].param_groups
+    assert (muon['lr'], muon['momentum'], muon['weight_decay']) == (0.5, 0.7, 0.3)
+    assert {(g['lr'], g['betas']) for g in adamw} == {(0.5, (0.7, 0.8))}
+    decayed = [names(model, g['params']) for g in adamw if g['weight_decay'] == 0.3]
+    assert decayed == [['embed.weight', 'conv.weight', 'head.weight']]
+
+
+def test_options_of_the_partial_and_of_fit() -> None:
+    learn = learner(model := Net(), opt_func=partial(MuonAdamW, lr=0.02, wd=0.2))
+    learn.fit(2)
+    assert learn.lr == 0.02 and same(model, by_hand(Net(), 2, wd=0.2, lr=0.02))
+    learn.fit(1, lr=0.003, wd=0.0)
+    assert {(g['lr'], g['weight_decay']) for g in learn.opt.param_groups} == {(0.003, 0.0)}
+
+
+def split(m: Any) -> list[list[nn.Parameter]]:
+    return [[*params(m.embed), *params(m.body)], params(m.conv), params(m.head)]
+
+
+def test_groups_are_the_splitters_and_freeze_as_such() -> None:
+    learn = learner(model := Net(), splitter=split, train_bn=False)
+    learn.fit(1, lr=slice(1e-4, 1e-2))
+    assert [names(model, ps) for ps in learn.opt.param_lists] == [
+        [
+            'embed.weight',
+            'body.0.weight',
+            'body.0.bias',
+            'body.1.weight',
+            'body.1.bias',
+            'body.3.weight',
+        ],
+        ['conv.weight', 'conv.bias'],
+        ['head.weight', 'head.bias'],
+    ]
+    assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-4, 1e-3, 1e-2])
+    assert learn.opt['muon'].param_groups[0]['lr'] == pytest.approx(1e-4)
+
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    learn.freeze()
+    learn.fit(1)
+    assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == [
+        'head.weight',
+        'head.bias',
+    ]
+
+
+def test_lookahead_around_it_keeps_its_groups() -> None:
+    model = Net()
+    learn = learner(
+        model,
+        opt_func=lambda ps, lr, model=None: Lookahead(MuonAdamW(ps, lr, model=learn.model), k=2),
+    )
+    learn.fit(1)
+    assert len(learn.opt.hypers) == len(MuonAdamW(model.parameters(), model=model).hypers) == 1
+    slow = [s['slow_weights'] for o in learn.opt.optimizers.values() for s in o.state.values()]
+    assert len(slow) == len(list(model.parameters()))
+
+    fast, by_hand = Net(), Net()
+    opt = Lookahead(MuonAdamW(fast.parameters(), model=fast), k=1, alpha=0.5)
+    plain = MuonAdamW(by_hand.parameters(), model=by_hand)
+    start = [p.detach().clone() for p in fast.parameters()]
+    for net in (fast, by_hand):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+    opt.step(only='muon')
+    plain['muon'].step()
+    assert opt.n_steps == 1
+    for p, q, s in zip(fast.parameters(), by_hand.parameters(), start, strict=True):
+        torch.testing.assert_close(p.detach(), (s + q.detach()) / 2)
+
+
+def test_training_resumes_from_a_state_as_if_it_had_not_stopped() -> None:
+    learn = learner(model := Net())
+    learn.fit(1)
+    saved, there = deepcopy((learn.opt.state_dict(), model.state_dict()))
+    assert set(saved) == {'adamw', 'muon'}
+    learn.fit(1)
+    other = learner(second := Net())
+    second.load_state_dict(there)
+    other.create_opt()
+    other.opt.load_state_dict(saved)
+    other.fit(1)
+    assert same(model, [p.detach() for p in second.parameters()])
+
+
+def test_which_matrices_are_hidden() -> None:
+    model = Net()
+    assert names(model, hidden_matrices(model)) == MATRICES
+    assert names(model, hidden_matrices(model, but=model.body)) == ['head.weight']
+    assert names(model, hidden_matrices(model, but=[model.head, model.body[0].weight])) == [
+        'body.3.weight'
+    ]
+    assert names(model, hidden_matrices(model, but=())) == [*MATRICES, 'head.weight']
+    tied = Net(tied=True)
+    assert names(tied, hidden_matrices(tied)) == MATRICES
+    attention = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.LayerNorm((2, 2)), nn.Linear(4, 1)])
+    assert names(attention, hidden_matrices(attention)) == ['0.in_proj_weight', '0.out_proj.weight']
+
+
+def test_what_adamw_shall_train_can_be_named() -> None:
+    model = Net()
+    learn = learner(model, opt_func=partial(MuonAdamW, but=[model.head, model.body[3]]))
+    learn.fit(1)
+    assert names(model, learn.opt['muon'].param_groups[0]['params']) == ['body.0.weight']
+
+
+def test_without_a_bias_or_table_there_is_muon_alone() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    opt = MuonAdamW(model.parameters(), model=model, but=())
+    assert list(opt.optimizers) == ['muon'] and [len(ps) for ps in opt.param_lists] == [1]
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptimizerError, match=r'no hidden matrix.*`Adam`'):
+        learner(nn.Linear(2, 2)).fit(1)
+    with pytest.raises(OptimizerError, match='needs the model'):
+        MuonAdamW(Net().parameters(), 0.1)
+    with pytest.raises(OptimizerError, match="but='head': give layers"):
+        hidden_matrices(Net(), but=['head'])
+    monkeypatch.delattr(torch.optim, 'Muon')
+    with pytest.raises(OptimizerError, match=r'has no Muon: install torch 2\.9'):
+        learner(Net()).fit(1)

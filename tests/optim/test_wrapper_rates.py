@@ -1,0 +1,77 @@
+"""Learning rates in tensors, of ready optimizers, and of added groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import SGD, Callback, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit.testing import RegModel, synth_learner
+
+
+def learner(*cbs: Any, **kwargs: Any) -> Any:
+    learn = synth_learner(
+        n_train=3, n_valid=1, default_cbs=False, cbs=[TrainEvalCallback, Recorder(), *cbs], **kwargs
+    )
+    learn.logger = lambda row: None
+    return learn
+
+
+def test_hyper_parameters_that_live_in_a_pair_are_nan_for_the_steps_of_an_optimizer_without() -> (
+    None
+):
+    def replace(cb: Any) -> None:
+        if cb.train_iter == 1:
+            cb.learn.opt = OptimWrapper(opt=torch.optim.Adam(cb.learn.model.parameters(), lr=0.5))
+
+    learn = learner(Callback(before_draw=replace), opt_func=torch.optim.SGD)
+    learn.fit(1)
+    hps = learn.recorder.hps
+    assert hps['lr'] == [1e-3, 0.5, 0.5]
+    for name, value in (('mom', 0.9), ('sqr_mom', 0.999), ('eps', 1e-8)):
+        assert hps[name][0] != hps[name][0] and hps[name][1:] == [value] * 2
+
+
+def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
+    rate = torch.tensor(0.125)
+    used: list[float] = []
+
+    def schedule(cb: Any) -> None:
+        used.append(float(cb.opt.hypers[0]['lr']))
+        cb.opt.set_hyper('lr', 0.5)
+
+    learn = learner(Callback(before_step=schedule), opt_func=SGD, lr=rate)
+    learn.fit(1)
+    learn.fit(1)
+    learn.fit(1, lr=(other := torch.tensor(0.25)))
+    assert used == [0.125, 0.5, 0.5] * 2 + [0.25, 0.5, 0.5]
+    assert learn.lr is rate and rate.item() == 0.125 and other.item() == 0.25
+
+
+@pytest.mark.parametrize('opt_func', [torch.optim.SGD, SGD, torch.optim.Adam])
+def test_groups_made_with_one_rate_in_a_tensor_have_their_own_rates(opt_func: Any) -> None:
+    learn = learner(opt_func=opt_func, lr=torch.tensor(0.125), splitter=lambda m: [[m.a], [m.b]])
+    learn.fit(1, lr=[0.25, 0.5])
+    assert [float(h['lr']) for h in learn.opt.hypers] == [0.25, 0.5]
+
+
+def test_rates_of_the_given_optimizer_stay_when_a_group_is_added() -> None:
+    model = RegModel()
+    learn = learner(model=model, opt_func=torch.optim.SGD([model.a], lr=0.05))
+    with pytest.warns(UserWarning, match=': b[.]'):
+        learn.fit(1)
+    learn.opt.add_param_group({'params': [model.b], 'lr': 0.25})
+    before = model.b.item()
+    learn.fit(1)
+    assert [h['lr'] for h in learn.opt.hypers] == [0.05, 0.25] and model.b.item() != before
+
+
+@pytest.mark.parametrize('inner', [False, True])
+def test_a_prediction_leaves_the_final_record_alone(inner: bool) -> None:
+    learn = learner()
+    learn.fit(1)
+    row = list(learn.final_record)
+    learn.get_preds(inner=inner)
+    assert list(learn.final_record) == row == list(learn.recorder.values[-1])

@@ -1,0 +1,348 @@
+"""Several optimizers in one Learner, two networks trained against each other, and shared parts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR
+
+from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit.core.errors import OptimizerError
+from tests.helpers.optimizing import data
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
+    options = {'lr': 0.1, 'wd_bn_bias': True, **kwargs}
+    return Learner(
+        data(),
+        model,
+        nn.MSELoss(),
+        opt_func=opt_func,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        **options,
+    )
+
+
+def pair(
+    model: nn.Sequential, lr: float = 0.1, head_lr: float | None = None
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return (
+        torch.optim.SGD(model[0].parameters(), lr=lr, momentum=0.9),
+        torch.optim.Adam(model[2].parameters(), lr=lr if head_lr is None else head_lr),
+    )
+
+
+def pair_by_hand(n_epoch: int = 2, **rates: float) -> list[Tensor]:
+    model = net()
+    opts = pair(model, **rates)
+    for x, y in data() * n_epoch:
+        F.mse_loss(model(x), y).backward()
+        for o in opts:
+            o.step()
+            o.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    'form',
+    [list, tuple, lambda two: dict(zip(('body', 'head'), two, strict=True))],
+    ids=['list', 'tuple', 'dict'],
+)
+def test_a_list_or_dict_of_optimizers_steps_them_all(form: Any) -> None:
+    model = net()
+    learn = learner(model, lambda params, lr: form(pair(model, lr)))
+    learn.fit(2)
+    assert same(weights(model), pair_by_hand()) and learn.time.st == 10
+    assert isinstance(learn.opt[0], torch.optim.SGD) and isinstance(learn.opt[1], torch.optim.Adam)
+    if isinstance(learn.opt.opt, dict):
+        assert isinstance(learn.opt['head'], torch.optim.Adam)
+
+
+def test_ready_optimizers_in_a_dict() -> None:
+    model = net()
+    body, head = pair(model, 0.02, 0.003)
+    learn = learner(model, {'body': body, 'head': head})
+    learn.fit(2)
+    assert same(weights(model), pair_by_hand(lr=0.02, head_lr=0.003))
+
+
+def test_each_keeps_the_rate_it_was_made_with() -> None:
+    model = net()
+    learn = learner(model, lambda params, lr: pair(model, lr, lr / 10))
+    learn.fit(2)
+    assert same(weights(model), pair_by_hand(lr=0.1, head_lr=0.01))
+    assert [h['lr'] for h in learn.opt.hypers] == [0.1, 0.01]
+
+
+def test_hypers_reach_every_optimizer_by_fastais_names() -> None:
+    model = net()
+    learn = learner(model, lambda params, lr: pair(model, lr))
+    learn.fit(2, lr=[0.05, 0.002], wd=0.0)
+    assert same(weights(model), pair_by_hand(lr=0.05, head_lr=0.002))
+    learn.opt.set_hyper('mom', 0.5)
+    assert learn.opt[0].param_groups[0]['momentum'] == 0.5 and learn.opt[1].param_groups[0][
+        'betas'
+    ] == (0.5, 0.999)
+
+
+def test_decay_spares_biases_in_each() -> None:
+    model = net()
+    learn = learner(model, lambda params, lr: pair(model, lr), wd_bn_bias=False)
+    learn.fit(1, wd=0.2)
+    for o, layer in ((learn.opt[0], model[0]), (learn.opt[1], model[2])):
+        decay = {id(p): g['weight_decay'] for g in o.param_groups for p in g['params']}
+        assert decay == {id(layer.weight): 0.2, id(layer.bias): 0.0}
+    assert len(learn.opt.hypers) == 2
+
+
+def test_zero_grad_clears_all_and_state_goes_over() -> None:
+    model = net()
+    learn = learner(model, lambda params, lr: dict(zip('ab', pair(model, lr), strict=True)))
+    learn.fit(1)
+    assert all(p.grad is None for p in model.parameters())
+    state = learn.opt.state_dict()
+    assert list(state) == ['a', 'b'] and len(learn.opt.state) == 4
+    learn.create_opt()
+    learn.opt.load_state_dict(state)
+    learn.fit(1)
+    assert same(weights(model), pair_by_hand())
+
+
+def test_a_closure_goes_to_the_one_that_needs_it() -> None:
+    def two(model: nn.Sequential) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        body = torch.optim.LBFGS(model[0].parameters(), lr=0.5, max_iter=3)
+        return body, torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    model = net()
+    learn = learner(model, lambda params, lr: two(model), lr=None)
+    learn.create_opt()
+    learn.fit(2)
+
+    other = net()
+    lbfgs, sgd = two(other)
+    for x, y in data() * 2:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            lbfgs.zero_grad()
+            sgd.zero_grad()
+            loss = F.mse_loss(other(x), y)
+            loss.backward()
+            return loss
+
+        lbfgs.step(closure)
+        sgd.step()
+    assert same(weights(model), weights(other))
+
+
+# Two networks against each other
+
+
+class Duel(nn.Module):
+    "A generator, a critic, and an embedding that both use."
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Linear(3, 4)
+        self.generator, self.critic = (
+            nn.Linear(4, 3),
+            nn.Sequential(self.embed, nn.ReLU(), nn.Linear(4, 1)),
+        )
+
+    def fake(self, z: Tensor) -> Tensor:
+        return self.generator(torch.tanh(self.embed(z)))
+
+
+def duel_opts(model: Duel) -> dict[str, torch.optim.Optimizer]:
+    critic = list(model.critic.parameters())
+    return {
+        'critic': torch.optim.Adam(critic, lr=0.01),
+        'generator': torch.optim.SGD(model.generator.parameters(), lr=0.02, momentum=0.5),
+    }
+
+
+class DuelLearner(Learner):
+    def _do_one_batch(self) -> None:
+        real, model = self.x, self.model
+        z = torch.randn_like(real)
+        self.pred = model.fake(z)
+        self('after_pred')
+        self.loss_grad = model.critic(self.pred.detach()).mean() - model.critic(real).mean()
+        self.loss = self.loss_grad.detach().clone()
+        self('after_loss')
+        if not self.training:
+            return
+        self._backward()
+        self.opt.step(only='critic')
+        self.opt.zero_grad()
+
+        self.loss_grad = -model.critic(self.pred).mean()
+        self._backward()
+        self.opt.step(only='generator')
+        self.opt.zero_grad()
+
+
+def test_a_gan_is_its_hand_written_loop_bit_for_bit() -> None:
+    real = [(torch.randn(6, 3),) for _ in range(4)]
+    learn = DuelLearner(
+        (real, real[:2]),
+        model := Duel(),
+        opt_func=lambda params, lr: duel_opts(model),
+        wd_bn_bias=True,
+        cbs=[TrainEvalCallback, Recorder, LRScheduler(partial(ConstantLR, factor=1.0), by='batch')],
+        default_cbs=False,
+    )
+    learn.logger = print
+    torch.manual_seed(11)
+    learn.fit(3)
+    assert learn.lr_scheduler.scheduler.last_epoch == 12  # it goes by batches that had a step
+
+    other = Duel()
+    opts = duel_opts(other)
+    losses = []
+    torch.manual_seed(11)
+    for (x,) in real * 3:
+        fake = other.fake(torch.randn_like(x))
+        loss = other.critic(fake.detach()).mean() - other.critic(x).mean()
+        losses.append(loss.item())
+        loss.backward()
+        opts['critic'].step()
+        for o in opts.values():
+            o.zero_grad()
+        (-other.critic(fake).mean()).backward()
+        opts['generator'].step()
+        for o in opts.values():
+            o.zero_grad()
+    assert same(weights(model), weights(other))
+    assert learn.recorder.smooth_loss.raw == losses and len(learn.history) == 3
+    assert learn.time.st == 2 * 12  # one of each a batch
+
+
+def test_an_alternating_gan_by_step() -> None:
+    "The critic learns in even batches, the generator in odd ones."
+
+    class Alternating(Learner):
+        def _step(self) -> None:
+            self.opt.step(only='critic' if self.iter % 2 == 0 else 'generator')
+
+    def loss(pred: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(pred, y)
+
+    class Chain(Duel):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.critic(self.fake(x))
+
+    real = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
+    model = Chain()
+    learn = Alternating(
+        real,
+        model,
+        loss,
+        opt_func=lambda params, lr: duel_opts(model),
+        wd_bn_bias=True,
+        cbs=[TrainEvalCallback, EMA(0.5)],
+        default_cbs=False,
+    )
+    learn.fit(2)
+    assert learn.time.st == learn.opt.n_steps == learn.ema.state_dict()['n_steps'] == 8
+
+    other = Chain()
+    opts = duel_opts(other)
+    for _ in range(2):
+        for i, (x, y) in enumerate(real):
+            loss(other(x), y).backward()
+            opts[('critic', 'generator')[i % 2]].step()
+            for o in opts.values():
+                o.zero_grad()
+    assert same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize('only', ['critik', 2])
+def test_one_that_is_not_there_cannot_step(only: Any) -> None:
+    model = Duel()
+    opt = OptimWrapper(opt=duel_opts(model))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = weights(model)
+    with pytest.raises(OptimizerError, match="the optimizers are 'critic', 'generator'"):
+        opt.step(only=only)
+    assert same(weights(model), before) and opt.n_steps == 0
+
+
+def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
+    "A weight tied between two layers is one parameter that receives both gradients."
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.inner, self.outer = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.tanh(self.inner(x)))
+
+    batches = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(3)]
+    learn = Learner(
+        batches,
+        model := Tied(),
+        nn.MSELoss(),
+        opt_func=partial(torch.optim.SGD, lr=0.1),
+        cbs=TrainEvalCallback,
+        default_cbs=False,
+    )
+    learn.fit(2)
+    w = Tied().inner.weight.detach().clone().requires_grad_()
+    for x, y in batches * 2:
+        (grad,) = torch.autograd.grad(F.mse_loss(torch.tanh(x @ w.T) @ w.T, y), w)
+        w = (w - 0.1 * grad).detach().requires_grad_()
+    assert (
+        torch.allclose(model.inner.weight, w, atol=1e-6) and len(list(learn.opt.parameters())) == 1
+    )
+
+
+def test_a_callback_can_step_one_of_them_less_often() -> None:
+    "Zeroing gradients that one optimizer must not use leaves its parameters unchanged."
+    model = net()
+
+    def skip(cb: Any) -> None:
+        if cb.iter % 2:
+            for p in model[2].parameters():
+                p.grad = None
+
+    layers = lambda params, lr: [
+        torch.optim.SGD(layer.parameters(), lr=lr) for layer in (model[0], model[2])
+    ]
+    learn = learner(model, layers, Callback(before_step=skip))
+    learn.fit(1)
+    other = net()
+    for i, (x, y) in enumerate(data()):
+        F.mse_loss(other(x), y).backward()
+        with torch.no_grad():
+            for layer in (other[0], other[2])[: 1 + (i % 2 == 0)]:
+                for p in layer.parameters():
+                    p -= 0.1 * p.grad
+        other.zero_grad()
+    assert all(
+        torch.allclose(a, b, atol=1e-14)
+        for a, b in zip(weights(model), weights(other), strict=True)
+    )
