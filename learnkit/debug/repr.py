@@ -92,7 +92,7 @@ def _list_metrics(learn: LearnerLike) -> str:
 
 
 def _list_callbacks(learn: LearnerLike) -> list[str]:
-    return _list_reprs(learn.callbacks, 'ordered')
+    return _list_reprs(learn.callbacks, 'list_ordered')
 
 
 def _list_reprs(o: Any, name: str) -> list[str]:
