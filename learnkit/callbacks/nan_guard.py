@@ -21,12 +21,12 @@ from learnkit.callbacks.nan_diagnosis import (
     named_parameters,
 )
 from learnkit.callbacks.rollback import (
+    RollbackPoint,
     Slot,
-    Snapshot,
     copy_into,
     find_buffers,
-    restore_snapshot,
-    take_snapshot,
+    make_rollback_point,
+    roll_back,
 )
 from learnkit.core.errors import (
     CancelBatchException,
@@ -144,7 +144,7 @@ class GuardNonFinite(Callback):
         self._is_skipping = False  # whether the current batch or step is being skipped
         self._slots: list[Slot] = []  # locations of the buffers
         self._saved_buffers: list[Tensor] = []  # values of the buffers before this batch
-        self._snapshot: Snapshot | None = None  # copy that 'rollback' restores
+        self._snapshot: RollbackPoint | None = None  # copy that 'rollback' restores
         self._snapshot_time: float = 0  # time of the copy
         self._interval_start: float = 0  # time of the copy or of the latest rollback to it
         self._n_successive = 0  # number of rollbacks to the copy
@@ -366,14 +366,14 @@ class GuardNonFinite(Callback):
                 f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
             )
         self._snapshot = None  # free the old copy first: memory may not hold two
-        self._snapshot = take_snapshot(learn)
+        self._snapshot = make_rollback_point(learn)
         self._snapshot_time = self._interval_start = self._read_time()
         self._n_successive = 0
 
     def _roll_back(self) -> None:
         learn = self.learn
         assert self._snapshot is not None  # made before the first batch
-        restore_snapshot(learn, self._snapshot)
+        roll_back(learn, self._snapshot)
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):

@@ -1,7 +1,7 @@
-"""Snapshots of weights, buffers and optimizer states in memory.
+"""Copies of weights, buffers and optimizer states in memory, to roll back to.
 
-A snapshot is a dict by name of tensors, numbers, strings and containers, so a checkpoint can hold
-it."""
+A rollback point is a dict by name of tensors, numbers, strings and containers, so a checkpoint can
+hold it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from learnkit.callbacks.nan_diagnosis import named_parameters
 from learnkit.core.dtensor import cut_again, distribute_like
 from learnkit.core.learner_type import LearnerLike
 
-__all__ = ['Snapshot', 'take_snapshot', 'restore_snapshot', 'find_buffers', 'copy_nested']
+__all__ = ['RollbackPoint', 'make_rollback_point', 'roll_back', 'find_buffers', 'copy_nested']
 
-Snapshot = dict[str, Any]  # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
+RollbackPoint = dict[str, Any]  # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
 # dict and key of a buffer in its module, which stay valid when the buffer is replaced
 Slot = tuple[dict[str, Tensor | None], str]
 
 
-def take_snapshot(
+def make_rollback_point(
     learn: LearnerLike,  # a Learner with an optimizer, between two steps
-) -> Snapshot:
+) -> RollbackPoint:
     """Copy trainable parameters, buffers, optimizer states, and the states of weight averages.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner()
     >>> learn.create_opt()
-    >>> kept = take_snapshot(learn)
+    >>> point = make_rollback_point(learn)
     >>> _ = learn.model.a.data.zero_()
-    >>> restore_snapshot(learn, kept)
-    >>> bool(learn.model.a == kept['weights']['a'])
+    >>> roll_back(learn, point)
+    >>> bool(learn.model.a == point['weights']['a'])
     True
     """
     named = named_parameters(learn)
@@ -49,21 +49,21 @@ def take_snapshot(
 
 
 @torch.no_grad()
-def restore_snapshot(learn: LearnerLike, kept: Snapshot) -> None:
-    "Copy a snapshot into the current tensors; rates and other hyper-parameters do not change."
+def roll_back(learn: LearnerLike, point: RollbackPoint) -> None:
+    "Copy a rollback point into the current tensors; rates and other hyper-parameters do not change."
     cut_again(learn.model)
     named = named_parameters(learn)
-    for name, value in kept['weights'].items():
+    for name, value in point['weights'].items():
         if name in named:
             named[name].copy_(distribute_like(value, named[name]))
     for name, (store, key) in find_buffers(learn).items():
-        if name in kept['buffers']:
-            store[key] = copy_into(store[key], kept['buffers'][name])
+        if name in point['buffers']:
+            store[key] = copy_into(store[key], point['buffers'][name])
     for key, o in learn.opt.optimizers.items():
-        restore_states(o, named, kept['optimizers'].get(key, {}))
+        restore_states(o, named, point['optimizers'].get(key, {}))
     for key, cb in find_followers(learn).items():
-        if key in kept['callbacks']:
-            cb.load_state_dict(kept['callbacks'][key])
+        if key in point['callbacks']:
+            cb.load_state_dict(point['callbacks'][key])
 
 
 def find_buffers(learn: LearnerLike) -> dict[str, Slot]:
@@ -96,7 +96,7 @@ def copy_states(o: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, An
 
 
 def restore_states(o: torch.optim.Optimizer, named: dict[str, Any], kept: dict[str, Any]) -> None:
-    "Restore the states of an optimizer, and delete states that the snapshot does not have."
+    "Restore the states of an optimizer, and delete states that the rollback point does not have."
     for name, p in named.items():
         if p not in o.state:
             continue

@@ -106,6 +106,11 @@ class Interpretation:
     def __len__(self) -> int:
         return len(self.losses)
 
+    def __repr__(self) -> str:
+        return (
+            f'{type(self).__name__}({len(self)} samples, mean loss {float(self.losses.mean()):.4g})'
+        )
+
     def __getitem__(
         self,
         idxs: Any,  # index of a sample, or several

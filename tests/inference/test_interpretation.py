@@ -103,6 +103,13 @@ def test_two_classes_of_a_single_score(
     )
 
 
+def test_the_representation_has_the_number_of_samples_and_the_mean_loss() -> None:
+    x, y = scores()
+    loss = F.cross_entropy(x, y)
+    text = f'ClassificationInterpretation({N} samples, mean loss {float(loss):.4g})'
+    assert repr(interpret(x, y, nn.CrossEntropyLoss())) == text
+
+
 def test_a_user_activation_gives_probabilities() -> None:
     x, y = torch.randn(N), torch.randint(2, (N,)).float()
     interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
