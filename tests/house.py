@@ -103,9 +103,9 @@ def leave(cb):
 
 from learnkit import Checkpoint
 with tempfile.TemporaryDirectory() as folder:
-    def made(*cbs): return synth_learner(cbs=[Checkpoint(every='1ba'), *cbs], path=folder)
+    learn = synth_learner(cbs=[Checkpoint(every='1ba'), Callback(after_batch=leave)], path=folder)
     try:
-        with (learn := made(Callback(after_batch=leave))).no_bar(): learn.fit(2)
+        with learn.no_bar(): learn.fit(2)
     except Stop: pass
     del learn
     plain, learn = Entered(), synth_learner()
@@ -113,7 +113,7 @@ with tempfile.TemporaryDirectory() as folder:
         sys.setprofile(plain)
         learn.fit(1)
         sys.setprofile(None)
-    learn = made()
+    learn = synth_learner(path=folder)  # without a Checkpoint, which would write files too
     with learn.no_bar():
         sys.setprofile(at_resume)
         learn.fit(2, resume=True)
