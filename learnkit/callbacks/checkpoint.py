@@ -145,12 +145,12 @@ class Checkpoint(Callback):
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._value: float | None = None  # monitored value of the last evaluation
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
-        self._digests: Digests = {}  # of the frozen weights, by name
-        self._has_warned = False  # whether this fit was searched for what no checkpoint holds
+        self._digests: Digests = {}  # digests of the frozen weights, by name
+        self._has_warned = False  # whether this fit has warned of state that no checkpoint holds
         self._buffers: dict[Any, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        self._writers: Writers | None = None  # of the shards, on all ranks
+        self._writers: Writers | None = None  # writers of the shards, on all ranks
         self._run_id = ''
         self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
         self._run_entries: list[Entry] = []  # checkpoints of this run

@@ -171,7 +171,7 @@ class LossGraph:
 
 
 class MasterBar:
-    "What fastai's own `ShowGraphCallback` calls of fastai's progress bar: it draws in a notebook."
+    "Part of fastai's progress bar that fastai's own `ShowGraphCallback` calls; it draws in a notebook."
 
     def __init__(self) -> None:
         self.graph: LossGraph | None = None

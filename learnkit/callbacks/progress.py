@@ -37,7 +37,7 @@ __all__ = [
     'make_display',
 ]
 
-GAP = '..'  # in the place of columns that do not fit
+GAP = '..'  # replaces columns that do not fit
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
 PATIENCE_S = 0.5
@@ -243,7 +243,7 @@ class AboveBar:
 class TerminalDisplay(Display):
     """Display for terminals: a tqdm bar that disappears when the run ends, and the rows above the bar.
 
-    While there is a bar, what others print goes above the bar, too: `sys.stdout` and `sys.stderr` are replaced."""
+    While the bar is displayed, other output is printed above it: `sys.stdout` and `sys.stderr` are replaced."""
 
     interval_s = 0.1
 
@@ -287,7 +287,7 @@ class TerminalDisplay(Display):
         self.bar.leave = stopped_at is not None
         self.bar.delay = 0
         self.bar.close()
-        self.bar = None  # whoever has kept a replaced stream writes to it as to the stream itself
+        self.bar = None  # code that has kept a replaced stream then writes to the stream itself
 
     def clear_bar(self) -> None:
         "Clear the line of the bar, with what the terminal has echoed behind the bar."
