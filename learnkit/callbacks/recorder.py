@@ -119,9 +119,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
         self._microbatches: list[Microbatch] = []  # microbatches of the current batch
-        self._metrics_by_depth = [
-            EpochMetrics()
-        ]  # measurements by depth of the run, outermost first
+        # measurements by depth of the run, outermost first
+        self._metrics_by_depth = [EpochMetrics()]
         self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
         self._hidden_names: set[str] = set()  # logged names that are not printed
@@ -663,9 +662,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
-        self._metrics_by_depth[0].load_state_dict(
-            sd['open']
-        )  # outside a fit: the measurements of the last fit
+        # outside a fit: the measurements of the last fit
+        self._metrics_by_depth[0].load_state_dict(sd['open'])
         if self.learn is None:
             return
         final = sd['final_record']

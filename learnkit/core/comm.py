@@ -59,9 +59,8 @@ class Comm:
     timeout_s: float = 600.0  # seconds until a rank stops waiting for another
     control: ProcessGroup | None = None
     store: Store | None = None  # store through which a failing rank notifies the others
-    is_ours: bool = (
-        False  # True if `join_ranks` created the default group, so that `leave` destroys it
-    )
+    # True if `join_ranks` created the default group, so that `leave` destroys it
+    is_ours: bool = False
     is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
     variables: tuple[str, ...] = ()  # environment variables set by `join_ranks`
     n_steps: int = 0  # optimizer steps of this run, equal on all ranks

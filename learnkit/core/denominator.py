@@ -279,9 +279,8 @@ class LossWeights:
         elif not (learn.training and learn.callbacks.average_samples()):
             denominator = self.denominator(learn)
             if not learn.iter:
-                denominator.look(
-                    yb
-                )  # only for the first batch, because it synchronizes with the device
+                # only for the first batch, because it synchronizes with the device
+                denominator.look(yb)
             weight = denominator.count(yb)
         return find_bs(xb, yb, learn.size_func) if weight is None else weight
 

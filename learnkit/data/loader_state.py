@@ -116,7 +116,7 @@ def _is_own(owner: Any) -> bool:
 
 
 def _read_numbers(owner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    "Return the attributes that are numbers, as this process first saw them and as they are; `epoch` is no count."
+    "Return the attributes that are numbers, as this process first saw them and as they are now, without `epoch`."
     present = {k: v for k, v in vars(owner).items() if type(v) in _NUMBERS and k != 'epoch'}
     key = id(owner)
     if key not in _first_numbers:

@@ -16,20 +16,17 @@ class Parallelism:
     """How weights and gradients are distributed over ranks: `Replicas` (DDP) or `Sharded` (FSDP2).
 
     `DistributedTraining` owns one and calls its methods in the order in which they are defined. A
-    new kind is a subclass whose constructor takes its options, named in `DistributedTraining.strategy`
-    and created in `DistributedTraining._make_parallelism`.
+    new kind is a subclass whose constructor takes its options. `STRATEGIES` in `distributed/callback.py`
+    has its name, and `DistributedTraining._make_parallelism` creates it.
     """
 
-    needs_equal_evaluations: bool = (
-        False  # True if all ranks must evaluate the same number of batches
-    )
-    averages_late: bool = (
-        True  # True if `average_gradients` averages what no backward pass has averaged
-    )
+    # True if all ranks must evaluate the same number of batches
+    needs_equal_evaluations: bool = False
+    # True if `average_gradients` averages what no backward pass has averaged
+    averages_late: bool = True
     has_synced: bool = False  # True once gradients were averaged in a pass with this model
-    message: Any = (
-        None  # a `GradientMessage` that averages all gradients; None: torch averages them
-    )
+    # a `GradientMessage` that averages all gradients; None: torch averages them
+    message: Any = None
 
     def __init__(self) -> None:
         self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`

@@ -161,6 +161,5 @@ class Budget(Callback):
         self._n_idle = sd['n_idle']
         self._has_stopped = sd['ended']
         if self._has_stopped and self.share() < 1:
-            self._has_stopped = self.learn.run.stopping = (
-                False  # the fit is resumed with a larger budget
-            )
+            # the fit is resumed with a larger budget
+            self._has_stopped = self.learn.run.stopping = False
