@@ -839,10 +839,13 @@ _parameter_cache: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyD
 
 def _get_parameters(model: Any) -> tuple[frozenset[str], bool]:
     "Return the cached parameter names of a model's forward, and True if forward takes only `**kwargs`."
-    known = _parameter_cache.get(model)
-    if known is None:
-        known = _parameter_cache[model] = _read_parameters(model)
-    return known
+    try:
+        known = _parameter_cache.get(model)
+        if known is None:
+            known = _parameter_cache[model] = _read_parameters(model)
+        return known
+    except TypeError:
+        return _read_parameters(model)  # an unhashable object, or one without weak references
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from learnkit.core.batch import find_bs
-from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
 __all__ = ['ShardSpec', 'check_option']
 
@@ -46,6 +46,8 @@ class ShardSpec:
     def __post_init__(self) -> None:
         check_option('batch_size', self.batch_size, BATCH_SIZES)
         check_option('uneven', self.uneven, UNEVEN)
+        if not 0 <= self.rank < self.size:
+            raise LoaderError(f'There is no process {self.rank} of {self.size}: they count from 0.')
 
     @property
     def per_round(self) -> int:

@@ -161,7 +161,7 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
     for cb in learn.cbs:
         key = learn.callbacks.keys.get(id(cb), cb.name)
         # constructor arguments that the callback keeps under the same name
-        for name in inspect.signature(type(cb)).parameters:
+        for name in _list_options(cb):
             if name in cb.__dict__:
                 config[f'callback/{key}/{name}'] = cb.__dict__[name]
         if defined_on_class(cb, 'configuration'):
@@ -176,6 +176,14 @@ def _optimizer_settings(opt: Any) -> dict[str, Any]:
         suffix = f'/{i}' if len(hypers) > 1 else ''
         settings |= {f'{name}{suffix}': value for name, value in group.items()}
     return settings
+
+
+def _list_options(cb: Any) -> list[str]:
+    "Return the names of the constructor arguments of a callback."
+    try:
+        return list(inspect.signature(type(cb)).parameters)
+    except (TypeError, ValueError):
+        return []  # some builtins have no signature
 
 
 def to_loggable(value: Any) -> Any:

@@ -446,6 +446,16 @@ def test_signature_is_read_once_and_the_model_not_kept(monkeypatch: pytest.Monke
     assert ref() is None
 
 
+def test_model_that_cannot_be_referred_to_weakly() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, ids: Any) -> Any:
+            return ids
+
+    assert apply_model(Slotted(), ({'ids': 1, 'n': 2},)) == 1
+
+
 def test_missing_required_input_is_named() -> None:
     with pytest.raises(TypeError, match='ids'):
         apply_model(ByName(), ({'mask': 1},))

@@ -89,6 +89,8 @@ def test_loaders_that_share_out_by_themselves_are_left_alone() -> None:
 def test_shares_of_shares_and_other_mistakes_are_refused() -> None:
     with pytest.raises(LoaderError, match='share of one process already'):
         shard(shard(tensors(1), 0, 2), 0, 2)
+    with pytest.raises(LoaderError, match='no process 2 of 2'):
+        shard(tensors(1), 2, 2)
     with pytest.raises(OptionError, match=r"batch_size='proces': .*`process`"):
         shard([1], 0, 2, 'proces')
     with pytest.raises(OptionError, match="uneven='even': give 'join' or 'pad' or 'drop'"):
