@@ -123,7 +123,8 @@ def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
             self.learn.stop()
             yield
 
-    saves, x = Saves(), torch.randn(4, WIDTH)
+    saves = Saves()
+    x = torch.randn(4, WIDTH)
     saver = Checkpoint(
         every=None, folder=folder, keep_last=1, background=background, preemption=False
     )

@@ -109,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     print(', '.join(f'{key} {value}' for key, value in machine().items()), flush=True)
-    results, failed = [], []
+    results = []
+    failed = []
     for name in args.workloads:
         if name == 'costs':
             values = parts.measure_parts(args.rounds)

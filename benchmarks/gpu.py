@@ -111,7 +111,8 @@ def make_learner(setting: Setting, model: nn.Module, batches: Any, **options: An
 
 def make_batches(setting: Setting, n: int, bs: int = 64, width: int = 16) -> list[Batch]:
     "Return `n` batches for a perceptron, on the device."
-    x, y = torch.randn(n * bs, width), torch.randint(10, (n * bs,))
+    x = torch.randn(n * bs, width)
+    y = torch.randint(10, (n * bs,))
     return list(zip(x.to(setting.device).split(bs), y.to(setting.device).split(bs), strict=True))
 
 
@@ -200,7 +201,8 @@ class TimedBatches:
     def __init__(self, setting: Setting, case: Case) -> None:
         x, y = case.batch()
         self.batch = x.to(setting.device), y.to(setting.device)
-        self.setting, self.case = setting, case
+        self.setting = setting
+        self.case = case
         self.seconds: list[float] = []  # a step, one value for each pass
 
     def __len__(self) -> int:
@@ -480,7 +482,8 @@ def measure_gpt(setting: Setting) -> Table:
 def measure_data(setting: Setting) -> Table:
     "Compare whole epochs with each loader to an epoch over batches that are on the device."
     n, bs = (512, 64) if setting.small else (60_000, 256)
-    x, y = torch.randn(n, 784), torch.randint(10, (n,))
+    x = torch.randn(n, 784)
+    y = torch.randint(10, (n,))
     make_dls: dict[str, Callable[[], DataLoaders]] = {
         'batches on the device': lambda: DataLoaders(
             list(zip(x.to(setting.device).split(bs), y.to(setting.device).split(bs), strict=True))
@@ -493,7 +496,8 @@ def measure_data(setting: Setting) -> Table:
             torch.utils.data.TensorDataset(x, y), bs=bs
         ),
     }
-    rows, reference = [], 0.0
+    rows = []
+    reference = 0.0
     for name, make in make_dls.items():
         dls = make()
         dls.device = setting.device
@@ -525,7 +529,9 @@ class StepTimes(Callback):
     order = 2000  # after the Checkpoint
 
     def __init__(self, setting: Setting, saver: Checkpoint, n_between: int) -> None:
-        self.setting, self.saver, self.n_between = setting, saver, n_between
+        self.setting = setting
+        self.saver = saver
+        self.n_between = n_between
         self.seconds: list[float] = []
 
     def before_fit(self) -> None:
@@ -611,7 +617,8 @@ def check_out_of_memory(setting: Setting) -> str:
             learn.fit(1)
         return learn
 
-    limited, whole = train(True), train(False)
+    limited = train(True)
+    whole = train(False)
     distance = describe_distance(weights_of(limited.model), weights_of(whole.model))
     return f'microbatches of {limited.auto_microbatch} of {n}; weights {distance}'
 
@@ -694,7 +701,8 @@ def check_resume(setting: Setting) -> str:
     torch.use_deterministic_algorithms(True)
     try:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-            straight, broken = make(one), make(two)
+            straight = make(one)
+            broken = make(two)
             torch.manual_seed(1)
             straight.fit(2)
             torch.manual_seed(1)

@@ -35,7 +35,8 @@ class Whole(Dataset[Any]):
     "Samples of two tensors, a whole batch of them in one call."
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
 
     def __len__(self) -> int:
         return len(self.x)
@@ -99,7 +100,8 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     loader = LOADERS[subject](torch.randn(SAMPLES, width), torch.randint(10, (SAMPLES,)), bs)
 
     def once() -> float:
-        began, n = time.process_time(), 0
+        began = time.process_time()
+        n = 0
         while (spent_s := time.process_time() - began) < WINDOW_S:
             n += sum(1 for _ in loader)
         return n / spent_s

@@ -29,7 +29,9 @@ from benchmarks.subjects import LR, SUBJECTS, Batch, Fit, Task
 
 __all__ = ['WORKLOADS', 'Alive', 'WideTask', 'build', 'main']
 
-N, WIDTH = 4096, 320  # samples, inputs: 5 MiB; predictions of N classes: 64 MiB
+# samples, inputs: 5 MiB; predictions of N classes: 64 MiB
+N = 4096
+WIDTH = 320
 STEPS = 3
 
 WORKLOADS = {
@@ -108,7 +110,8 @@ class WideTask(Task):
 
 def raw_freed(task: Task) -> Fit:
     "The hand-written loop, which forgets prediction and loss as soon as it can."
-    model, loss_func = task.model, task.loss_func
+    model = task.model
+    loss_func = task.loss_func
     opt = torch.optim.SGD(model.parameters(), lr=LR)
 
     def fit(n_epoch: int) -> None:

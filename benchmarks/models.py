@@ -49,8 +49,10 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -99,7 +101,8 @@ class Residual(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(n_out), nn.BatchNorm2d(n_out)
+        self.norm1 = nn.BatchNorm2d(n_out)
+        self.norm2 = nn.BatchNorm2d(n_out)
         self.short: nn.Module = nn.Identity()
         if stride != 1 or n_in != n_out:
             conv = nn.Conv2d(n_in, n_out, 1, stride, bias=False)

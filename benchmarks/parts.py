@@ -90,7 +90,8 @@ def more_per_batch(share: Any, loader: Any) -> float:
     "Return the additional microseconds of CPU time of a batch of `share` compared with a batch of `loader`."
 
     def each(dl: Any) -> float:
-        batches, n = iter(dl), 0
+        batches = iter(dl)
+        n = 0
         began = time.thread_time()
         for _ in batches:
             n += 1
@@ -293,6 +294,8 @@ def table(values: dict[str, list[float]]) -> str:
     "Return the medians of the rounds, with their range."
     lines = [f'costs: the parts, in {N} processes']
     for label, several in values.items():
-        unit, least, most = PARTS[label][0], min(several), max(several)
+        unit = PARTS[label][0]
+        least = min(several)
+        most = max(several)
         lines.append(f'{label:<70}{median(several):9.1f} {unit:<10}({least:.1f} to {most:.1f})')
     return '\n'.join(lines)

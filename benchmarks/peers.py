@@ -59,7 +59,8 @@ def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=LR)
 
-    module, shown = Module(), bool(task.valid)
+    module = Module()
+    shown = bool(task.valid)
 
     def fit(n_epoch: int) -> None:
         trainer = Trainer(
@@ -127,7 +128,8 @@ def composer(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
     class Model(ComposerModel):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.accuracy = task.model, MeanMetric()
+            self.model = task.model
+            self.accuracy = MeanMetric()
 
         def forward(self, batch: Any) -> Tensor:
             return self.model(batch[0])

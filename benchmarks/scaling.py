@@ -72,7 +72,8 @@ def costs(
     "Return the costs of `n` processes by name."
     step = s.step_ms / 1e3
     speed = (s.nvlink_gb_s if n <= s.gpus else s.network_gb_s) * 1e9
-    n_bytes, hop = s.parameters * s.gradient_bytes, s.hop_us / 1e6
+    n_bytes = s.parameters * s.gradient_bytes
+    hop = s.hop_us / 1e6
     reduce = min(
         2 * (n - 1) / n * n_bytes / speed + 2 * (n - 1) * hop,
         2 * n_bytes / speed + 2 * log2(n) * hop,
@@ -82,11 +83,14 @@ def costs(
     cut = 3 * ((n - 1) / n * n_bytes / speed + log2(n) * hop)
     cut_waits = max(last, cut - step)
 
-    host_hop, said = s.host_hop_us / 1e6, s.gathered_kb * 1e3
-    ring, tree = 2 * (n - 1) * host_hop, 2 * log2(n) * host_hop
+    host_hop = s.host_hop_us / 1e6
+    said = s.gathered_kb * 1e3
+    ring = 2 * (n - 1) * host_hop
+    tree = 2 * log2(n) * host_hop
     gather = (n - 1) * host_hop + n * (said / (s.host_gb_s * 1e9) + s.read_us / 1e6)
     epoch = s.samples / (n * s.batch) * step
-    state, own = s.parameters * s.state_bytes, n * s.generators_kb * 1e3
+    state = s.parameters * s.state_bytes
+    own = n * s.generators_kb * 1e3
     writers = min(n * s.disk_gb_s, s.disks_gb_s) * 1e9
     return {
         'gradients: all-reduce, ms': reduce * 1e3,

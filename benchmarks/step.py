@@ -120,7 +120,8 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     kind, n_train, n_valid, skip, group = TASKS[workload]
     task = kind(n_train, n_valid, skip)
     fit = SUBJECTS[group][subject](task)
-    began, ended = task.train.began_s, task.train.ended_s
+    began = task.train.began_s
+    ended = task.train.ended_s
 
     def once() -> float:
         began.clear()

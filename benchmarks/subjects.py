@@ -33,7 +33,9 @@ class Window:
         batches: list[Batch],
         skip: int,  # batches of each pass before the steady part
     ) -> None:
-        self.first, self.steady, self.last = batches[:skip], batches[skip:-1], batches[-1:]
+        self.first = batches[:skip]
+        self.steady = batches[skip:-1]
+        self.last = batches[-1:]
         self.began_s: list[float] = []
         self.ended_s: list[float] = []
 
@@ -60,7 +62,8 @@ class Task:
         skip: int,  # training batches before the steady part
     ) -> None:
         batches = [self.batch() for _ in range(n_train + n_valid)]
-        self.train, self.valid = Window(batches[:n_train], skip), batches[n_train:]
+        self.train = Window(batches[:n_train], skip)
+        self.valid = batches[n_train:]
         self.model = self.make_model()
 
     def batch(self) -> Batch:
@@ -99,7 +102,8 @@ def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
 
 def raw(task: Task) -> Fit:
     "Build the hand-written training loop."
-    model, loss_func = task.model, task.loss_func
+    model = task.model
+    loss_func = task.loss_func
     opt = torch.optim.SGD(model.parameters(), lr=LR)
 
     def fit(n_epoch: int) -> None:
@@ -117,7 +121,8 @@ def raw(task: Task) -> Fit:
 
 def raw_evaluating(task: Task) -> Fit:
     "Build the hand-written loop with a validation pass per epoch that prints mean losses and accuracy."
-    model, loss_func = task.model, task.loss_func
+    model = task.model
+    loss_func = task.loss_func
     opt = torch.optim.SGD(model.parameters(), lr=LR)
 
     def fit(n_epoch: int) -> None:
@@ -133,7 +138,9 @@ def raw_evaluating(task: Task) -> Fit:
                 train_loss += loss.detach()
 
             model.eval()
-            valid_loss, correct, n = torch.zeros(()), torch.zeros(()), 0
+            valid_loss = torch.zeros(())
+            correct = torch.zeros(())
+            n = 0
             with torch.no_grad():
                 for xb, yb in task.valid:
                     pred = model(xb)

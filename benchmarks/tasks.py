@@ -127,7 +127,8 @@ def load_text(length: int = 64) -> dict[str, np.ndarray]:
     alphabet = {c: i for i, c in enumerate(sorted(set(text)))}
     codes = np.array([alphabet[c] for c in text])
     n = (len(codes) - 1) // length
-    x, y = codes[: n * length].reshape(n, length), codes[1 : n * length + 1].reshape(n, length)
+    x = codes[: n * length].reshape(n, length)
+    y = codes[1 : n * length + 1].reshape(n, length)
     return split_rows(x, y, n // 10, n // 10)
 
 
@@ -413,7 +414,9 @@ def report(task: str, results: dict[str, list[dict[str, float]] | str]) -> str:
     settings = json.loads(SETTINGS.read_text('utf-8'))[task]
     sign = '>=' if chosen.higher else '<='
     score = 'accuracy' if chosen.higher else 'nats'
-    rows, absent, errors = [], [], []
+    rows = []
+    absent = []
+    errors = []
     for package, (name, library) in PACKAGES.items():
         lines = count_lines(program_of(task, package).read_text('utf-8'))
         measured = results.get(package)

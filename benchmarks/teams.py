@@ -22,8 +22,10 @@ __all__ = ['SUBJECTS', 'TASKS', 'Clock', 'Task', 'in_a_team', 'in_turns', 'weigh
 
 TIMEOUT_S = 120  # maximum time that a process waits for another
 # of a turn, and those before the steady part, in which a new context makes its wrapper
-EPOCHS, SKIP = 3, 1
-SEED, LR = 7, 0.01
+EPOCHS = 3
+SKIP = 1
+SEED = 7
+LR = 0.01
 
 
 # ----------------------------------------------------------------------------------------- the team
@@ -86,7 +88,8 @@ class Task:
 
     def data(self, size: int) -> tuple[Tensor, Tensor]:
         "Return the samples and classes of all processes."
-        g, n = torch.Generator().manual_seed(1), size * self.bs * self.n_batches
+        g = torch.Generator().manual_seed(1)
+        n = size * self.bs * self.n_batches
         return torch.randn(n, self.widths[0], generator=g), torch.randint(
             self.widths[-1], (n,), generator=g
         )
@@ -113,7 +116,8 @@ class Clock:
 
     def per_step(self, task: Task) -> list[float]:
         "Return the wall and CPU seconds per step, and clear the record."
-        steady, self.ticks = self.ticks[SKIP:], []
+        steady = self.ticks[SKIP:]
+        self.ticks = []
         return [
             (b - a) / (task.n_batches * (len(steady) - 1))
             for a, b in zip(steady[0], steady[-1], strict=True)
@@ -127,7 +131,10 @@ class ByHand:
     "Hand-written loop around torch's wrappers: all processes draw the same order, and each takes its rows of it."
 
     def __init__(self, task: Task, rank: int, size: int) -> None:
-        self.task, self.rank, self.size, self.clock = task, rank, size, Clock()
+        self.task = task
+        self.rank = rank
+        self.size = size
+        self.clock = Clock()
         (self.x, self.y), self.model = task.data(size), task.model()
         self.wrapped = (
             self.model
@@ -148,7 +155,10 @@ class ByHand:
             fully_shard(m, mesh=mesh)
 
     def train(self) -> None:
-        x, y, model, opt = self.x, self.y, self.wrapped, self.opt
+        x = self.x
+        y = self.y
+        model = self.wrapped
+        opt = self.opt
         for _ in range(EPOCHS):
             self.clock.tick()
             order = torch.randperm(len(x), generator=self.order).view(
@@ -156,7 +166,8 @@ class ByHand:
             )
             model.train()
             for idx in order[:, self.rank].unbind():
-                xb, yb = x.index_select(0, idx), y.index_select(0, idx)
+                xb = x.index_select(0, idx)
+                yb = y.index_select(0, idx)
                 loss = F.cross_entropy(model(xb), yb)
                 loss.backward()
                 opt.step()
@@ -170,7 +181,9 @@ class WithLearner:
         from learnkit import Callback, DataLoaders, Learner, TrainEvalCallback
         from learnkit.data.dataloaders import TensorLoader
 
-        self.task, self.clock, self.model = task, Clock(), task.model()
+        self.task = task
+        self.clock = Clock()
+        self.model = task.model()
         loader = TensorLoader(*task.data(size), bs=task.bs, shuffle=True, seed=SEED)
         begins = Callback(before_train=lambda cb: self.clock.tick())
         begins.order = -9  # the strategy's wrapper is made before it, in the first epoch
@@ -230,7 +243,8 @@ def in_turns(rank: int, name: str, names: list[str], rounds: int) -> dict[str, A
     Returns wall and CPU seconds of a step for each subject and round, and the weights at the end."""
     import torch.distributed as dist
 
-    task, size = TASKS[name], dist.get_world_size()
+    task = TASKS[name]
+    size = dist.get_world_size()
     subjects = {name: SUBJECTS[name](task, rank, size) for name in names}
     values: dict[str, list[list[float]]] = {name: [] for name in names}
     for i in range(-1, rounds):

@@ -12,7 +12,11 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name('architecture.svg')
 # pixels: the picture, its margin, the space between boxes, a line of text, the head of a box
-WIDTH, MARGIN, GAP, LINE, HEAD = 840, 10, 12, 20, 30
+WIDTH = 840
+MARGIN = 10
+GAP = 12
+LINE = 20
+HEAD = 30
 MARK = 20  # the width of a mark
 
 STYLE = """
@@ -149,7 +153,8 @@ def mark(x: float, y: float, sign: str) -> list[str]:
 
 def draw_row(row: tuple[Box, ...], y: float) -> list[str]:
     "Return the boxes of a row whose top is at `y`."
-    parts, x = [], float(MARGIN)
+    parts = []
+    x = float(MARGIN)
     whole = WIDTH - 2 * MARGIN - GAP * (len(row) - 1)
     for box in row:
         width = whole * box.share / sum(other.share for other in row)
@@ -167,7 +172,8 @@ def draw_row(row: tuple[Box, ...], y: float) -> list[str]:
 
 def draw() -> str:
     "Return the picture."
-    parts, y = [], float(MARGIN)
+    parts = []
+    y = float(MARGIN)
     for row in ROWS:
         parts += draw_row(row, y)
         y += height(row) + GAP

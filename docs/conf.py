@@ -14,7 +14,9 @@ import learnkit  # noqa: E402  # the folders above come first
 # pages are written again when the code that generates them has changed
 site_code = sha256(b''.join(path.read_bytes() for path in sorted(HERE.glob('*.py')))).hexdigest()
 
-project, author, copyright = 'learnkit', 'the learnkit authors', 'the learnkit authors, Apache 2.0'
+project = 'learnkit'
+author = 'the learnkit authors'
+copyright = 'the learnkit authors, Apache 2.0'
 version = release = learnkit.__version__
 
 extensions = [

@@ -13,7 +13,11 @@ from learnkit.engine.events import LEVELS, LIFECYCLE, Moment
 
 FILE = Path(__file__).with_name('lifecycle.svg')
 # pixels: a line, one depth, the margins, the picture
-ROW, STEP, LEFT, TOP, WIDTH = 24, 24, 18, 8, 580
+ROW = 24
+STEP = 24
+LEFT = 18
+TOP = 8
+WIDTH = 580
 
 STYLE = """
   svg:root { color: #1f2328; --accent: #0a58ca; background: #ffffff; }
@@ -49,7 +53,8 @@ def loops() -> list[tuple[int, int]]:
 
 def levels() -> list[tuple[int, int, int]]:
     "Return the depth of every level that is drawn, the row of its `before_` event and the row of its `after_` event."
-    ends, found = {level.before: level.after for level in LEVELS.values()}, []
+    ends = {level.before: level.after for level in LEVELS.values()}
+    found = []
     for start, moment in enumerate(LIFECYCLE):
         if moment.event not in ends:
             continue
@@ -87,14 +92,20 @@ def bar(depth: int, start: int, end: int) -> str:
 
 def words(row: int, moment: Moment) -> str:
     "One line: the event, or the note, and what leads to a cancel; a pointer on it shows what is true then."
-    left, baseline = x(moment.depth), y(row) + 17
-    kind, text, why = 'event', moment.event, ''
+    left = x(moment.depth)
+    baseline = y(row) + 17
+    kind = 'event'
+    text = moment.event
+    why = ''
     if is_loop(moment):
-        kind, text = 'note', f'↻ {text.strip("[]")}'
+        kind = 'note'
+        text = f'↻ {text.strip("[]")}'
     elif moment.is_note:
-        kind, text = 'note after', text.strip('[]')
+        kind = 'note after'
+        text = text.strip('[]')
     elif '_cancel_' in text:
-        kind, why = 'cancel', f'<tspan class="why" dx="10">{escape(moment.doc.split()[0])}</tspan>'
+        kind = 'cancel'
+        why = f'<tspan class="why" dx="10">{escape(moment.doc.split()[0])}</tspan>'
     title = f'<title>{escape(moment.doc)}</title>' if moment.doc else ''
     return f'<text class="{kind}" x="{left}" y="{baseline}">{title}{escape(text)}{why}</text>'
 

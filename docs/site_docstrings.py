@@ -28,13 +28,15 @@ def marked_up(text: str) -> str:
         return re.sub(r'([*|\\])|(?<=\w)_(?!\w)', lambda m: '\\' + m[0], part)
 
     def words(part: str) -> str:
-        pieces, last = [], 0
+        pieces = []
+        last = 0
         for m in EMPHASIS.finditer(part):
             pieces += [plain(part[last : m.start()]), m[0]]
             last = m.end()
         return ''.join([*pieces, plain(part[last:])])
 
-    pieces, last = [], 0
+    pieces = []
+    last = 0
     for m in CODE.finditer(text):
         code = ' '.join(m[1].split())
         pieces += [words(text[last : m.start()]), f'``{code}``', f'\\ {m[2]}' if m[2] else '']
@@ -101,7 +103,8 @@ def handled(cls: type[Callback]) -> list[str]:
 
 def inherited(cls: type) -> list[str]:
     "Return the lines of a table of the base classes in the package, with the members inherited from each."
-    rows, seen = [], set(vars(cls))
+    rows = []
+    seen = set(vars(cls))
     for base in cls.__mro__[1:]:
         if base is Callback or not is_described(base):
             continue

@@ -101,7 +101,8 @@ def share_navigation(
     "Render the navigation once per folder for pages outside of it (source code of modules), where it does not change."
     if page in app.env.found_docs or 'toctree' not in context:
         return
-    draw, folder = context['toctree'], page.rpartition('/')[0]
+    draw = context['toctree']
+    folder = page.rpartition('/')[0]
 
     def drawn(**options: Any) -> str:
         key = folder, *sorted(options.items())

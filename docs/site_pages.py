@@ -39,7 +39,9 @@ def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
     "Return Markdown of a file in `folder`, with links to files of the repository replaced by links to pages."
 
     def one(match: re.Match[str]) -> str:
-        label, target, anchor = match[1], match[2], match[3] or ''
+        label = match[1]
+        target = match[2]
+        anchor = match[3] or ''
         path = (folder / target).resolve()
         if path in known:
             return f'[{label}](/{known[path]}{anchor})'

@@ -167,7 +167,8 @@ def make_parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    count, seed = partial(parse_int, 1, 1_000_000), partial(parse_int, 0, 2**32 - 1)
+    count = partial(parse_int, 1, 1_000_000)
+    seed = partial(parse_int, 0, 2**32 - 1)
     parser.add_argument(
         '--epochs', type=count, default=15, help='times through the training images'
     )

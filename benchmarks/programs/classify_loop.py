@@ -25,7 +25,8 @@ def train(data, model, epochs, lr):
             scheduler.step()
             train_loss += loss.item() * len(x)
         model.eval()
-        valid_loss, correct = 0.0, 0
+        valid_loss = 0.0
+        correct = 0
         with torch.no_grad():
             for x, y in valid_loader:
                 pred = model(x)

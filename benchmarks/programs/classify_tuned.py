@@ -5,8 +5,10 @@ from torch.nn import functional as F
 
 
 def train(data, model, epochs, lr):
-    x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
-    x_valid, y_valid = torch.from_numpy(data.x_valid), torch.from_numpy(data.y_valid)
+    x = torch.from_numpy(data.x)
+    y = torch.from_numpy(data.y)
+    x_valid = torch.from_numpy(data.x_valid)
+    y_valid = torch.from_numpy(data.y_valid)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     steps = epochs * -(-len(x) // 64)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
@@ -21,7 +23,8 @@ def train(data, model, epochs, lr):
             scheduler.step()
             train_loss += loss.item() * len(rows)
         model.eval()
-        valid_loss, correct = 0.0, 0
+        valid_loss = 0.0
+        correct = 0
         with torch.no_grad():
             for xb, yb in zip(x_valid.split(64), y_valid.split(64), strict=True):
                 pred = model(xb)

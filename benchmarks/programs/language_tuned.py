@@ -5,8 +5,10 @@ from torch.nn import functional as F
 
 
 def train(data, model, epochs, lr):
-    x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
-    x_valid, y_valid = torch.from_numpy(data.x_valid), torch.from_numpy(data.y_valid)
+    x = torch.from_numpy(data.x)
+    y = torch.from_numpy(data.y)
+    x_valid = torch.from_numpy(data.x_valid)
+    y_valid = torch.from_numpy(data.y_valid)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     steps = epochs * -(-len(x) // 32)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)

@@ -163,7 +163,8 @@ class GradientAccumulation(Callback):
             self._batch = self._measure()
         if self._batch is None or self._batch[1] is None:
             return
-        n, weight = self._batch[0], widen_weight(self._batch[1], learn.loss)
+        n = self._batch[0]
+        weight = widen_weight(self._batch[1], learn.loss)
         if not self._n_samples:
             self._begin_sum(n, weight)
         learn.loss_grad = learn.loss_grad * (weight / self._divisor)
@@ -223,7 +224,8 @@ class GradientAccumulation(Callback):
     def _count_batch(self) -> None:
         if self._batch is None:
             return
-        (n, weight), self._batch = self._batch, None
+        n, weight = self._batch
+        self._batch = None
         self._n_samples += n
         self._n_batches += 1
         if self._n_batches == 1 and not self._n_steps:
@@ -263,7 +265,8 @@ class GradientAccumulation(Callback):
                 self._step_for_rest(turn)
 
     def _step_for_rest(self, turn: str) -> None:
-        learn, counts = self.learn, self._others.get(turn) or self._counts()
+        learn = self.learn
+        counts = self._others.get(turn) or self._counts()
         if not counts['n_samples'] or not counts['stepped']:
             return
         self._in_tail = True

@@ -64,7 +64,8 @@ class ActivationStats(HookCallback):
         include_paramless: bool = False,
     ) -> None:
         super().__init__(modules, every, remove_end, is_forward, detach, cpu, include_paramless)
-        self.with_hist, self._records = with_hist, _Records()
+        self.with_hist = with_hist
+        self._records = _Records()
         # (layer, part, size) and statistics of each call in the current batch
         self._batch: list[tuple[tuple[int, ...], Tensor]] = []
 
@@ -123,7 +124,8 @@ class ActivationStats(HookCallback):
         "Restore the record."
         if 'every' in sd:
             super().load_state_dict(sd)
-        self._records, self.layer_names = _Records(), list(sd['layers'])
+        self._records = _Records()
+        self.layer_names = list(sd['layers'])
         self._records.load_state_dict(sd)
 
     # -- reading -----------------------------------------------------------------------------------
@@ -302,7 +304,8 @@ class _Records:
         "Return size, mean, std, near_zero and histogram of each batch [batches, 4 + bins], over its calls."
         keys, numbers = self.table()
         is_selected = (keys[:, 1] == layer) & (keys[:, 2] == part)
-        batch, n = keys[is_selected, 0], keys[is_selected, 3].double()
+        batch = keys[is_selected, 0]
+        n = keys[is_selected, 3].double()
         hist = numbers[is_selected, 3:].double()
         mean, var, near = numbers[is_selected, :3].double().T
 

@@ -113,7 +113,8 @@ class BestMetric(TrackerCallback):
         self._names = self._match_columns()
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:
-            self.best, self.best_at = value, self.learn.time.replace(dur=None)
+            self.best = value
+            self.best_at = self.learn.time.replace(dur=None)
             self.at_best = {name: self._number(measured.get(name)) for name in self._names}
         for name, at_best in self.at_best.items():
             if at_best is not None:

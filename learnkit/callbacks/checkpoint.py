@@ -203,7 +203,8 @@ class Checkpoint(Callback):
 
     def _find_changed(self) -> set[str]:
         "Return the frozen parameters that something has changed since the fit began, on all ranks."
-        learn, changed = self.learn, set[str]()
+        learn = self.learn
+        changed = set[str]()
         if learn.world.is_first:
             changed = find_changed(learn.model, self._trained, self._digests)
         return set(learn.world.broadcast(sorted(changed)))

@@ -221,7 +221,8 @@ class WholeStep:
         seconds.append(self._clock() - started)
         if len(self.ordinary_s) < TIMED or self.failure:
             return
-        compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
+        compiled_s = min(self.compiled_s[1:])
+        ordinary_s = min(self.ordinary_s)
         self.compiled_s = []
         self.ordinary_s = []
         self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'

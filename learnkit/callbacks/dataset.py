@@ -102,7 +102,8 @@ class ParamCount(Callback):
 
     def before_fit(self) -> None:
         "Count the parameters."
-        before, self.counts = self.counts, count_parameters(self.learn.model)
+        before = self.counts
+        self.counts = count_parameters(self.learn.model)
         if self.verbose and before != self.counts:
             print_line(self, self.table())
 
@@ -240,7 +241,8 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 def n_samples(dl: Any) -> int | None:
     "Return the number of samples of a loader without dropped ones, None if unknown."
-    n, bs = n_batches(dl), batch_size_of(dl)
+    n = n_batches(dl)
+    bs = batch_size_of(dl)
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
     if n is not None and bs is not None and getattr(dl, 'drop_last', False):

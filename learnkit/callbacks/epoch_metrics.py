@@ -66,7 +66,9 @@ class EpochMetrics:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
 
     def clear(self) -> None:
-        self.values, self.logged, self.latest = {}, {}, set()
+        self.values = {}
+        self.logged = {}
+        self.latest = set()
 
     def merge_logged(
         self,
@@ -88,7 +90,9 @@ class EpochMetrics:
         }
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        self.values, self.measured, self.logged = dict(sd['values']), dict(sd['measured']), {}
+        self.values = dict(sd['values'])
+        self.measured = dict(sd['measured'])
+        self.logged = {}
         self.latest = set(sd.get('latest', ()))
         for name, state in sd['logged'].items():
             mean = self.logged[name] = Mean()

@@ -76,7 +76,8 @@ class LoadWeights(Callback):
         strict: bool = True,  # whether all names must match; False: load those that match
     ) -> None:
         resolve_path(file, Path())
-        self.file, self.at = file, canonical_event(at, where='LoadWeights')
+        self.file = file
+        self.at = canonical_event(at, where='LoadWeights')
         if self.at not in FIT_EVENTS:
             raise OptionError(
                 f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '

@@ -102,7 +102,8 @@ class Hook:
     def hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
         "Detach the tensors, call `hook_func` and store the result."
         if self.detach:
-            input, output = to_detach(input, cpu=self.cpu), to_detach(output, cpu=self.cpu)
+            input = to_detach(input, cpu=self.cpu)
+            output = to_detach(output, cpu=self.cpu)
         self.stored = self.hook_func(module, input, output)
 
     def remove(self) -> None:

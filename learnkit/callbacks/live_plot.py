@@ -103,7 +103,9 @@ class ShowGraph(Callback):
         return bool(self.learn.fitting and self.learn.run.depth == 1)
 
     def _draw(self, is_over: bool = False) -> None:
-        recorder, graph, began = recorder_of(self.learn), self._graph, perf_counter()
+        recorder = recorder_of(self.learn)
+        graph = self._graph
+        began = perf_counter()
         if graph is None or recorder is None:
             return
         is_first = graph.draw(recorder.smooth_loss.arrived, self.valid_losses, is_over)
@@ -142,7 +144,8 @@ class LossGraph:
         n_steps: int | None = None,  # number of steps of the whole fit, if known
     ) -> None:
         pyplot()  # raises if matplotlib is missing
-        self.n_steps, self.area = n_steps, DisplayHandle()
+        self.n_steps = n_steps
+        self.area = DisplayHandle()
         self.fig: Any = None
         self.ax: Any = None
 

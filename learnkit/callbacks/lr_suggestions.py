@@ -20,7 +20,8 @@ def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     >>> valley([1e-4, 1e-3, 1e-2, 1e-1, 1., 10.], [9., 9., 5., 4., 1., 2.], 6)[0]
     0.001
     """
-    lrs, losses = _floats(lrs), _floats(losses)
+    lrs = _floats(lrs)
+    losses = _floats(losses)
     # length of the longest decreasing sequence that ends at each point
     length = [1] * len(losses)
     start = 0
@@ -46,8 +47,10 @@ def slide(
     adjust_value: float = 1.0,  # factor of the suggestion
 ) -> Suggestion:
     "Suggest the lower end of an interval that slides down until the slopes at its ends agree."
-    lrs, losses = _floats(lrs), _floats(losses)
-    slopes, high = np.gradient(losses), len(losses) - 1
+    lrs = _floats(lrs)
+    losses = _floats(losses)
+    slopes = np.gradient(losses)
+    high = len(losses) - 1
     low = max(high - lr_diff, 0)
     best = lrs[low]
     while low >= 0 and abs(slopes[high] - slopes[low]) > thresh:
@@ -60,14 +63,16 @@ def slide(
 
 def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     "Suggest one tenth of the rate with the lowest loss."
-    lrs, losses = _floats(lrs), _floats(losses)
+    lrs = _floats(lrs)
+    losses = _floats(losses)
     i = int(np.argmin(losses))
     return lrs[i] / 10, (lrs[i], losses[i])
 
 
 def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     "Suggest the rate where the loss falls most steeply over the logarithm of the rate."
-    lrs, losses = _floats(lrs), _floats(losses)
+    lrs = _floats(lrs)
+    losses = _floats(losses)
     i = int(np.argmin(np.diff(losses) / np.diff(np.log(lrs))))
     return lrs[i], (lrs[i], losses[i])
 

@@ -144,12 +144,14 @@ class MixedPrecision(Callback):
         "Convert a loss in half precision, such as a model's own, to float32."
         learn = self.learn  # without targets there is no `loss_grad`
         if 'loss_grad' in learn.__dict__ and learn.loss.dtype in DTYPES.values():
-            learn.loss, learn.loss_grad = learn.loss.float(), learn.loss_grad.float()
+            learn.loss = learn.loss.float()
+            learn.loss_grad = learn.loss_grad.float()
 
     def before_backward(self) -> None:
         if not self.scales:
             return
-        loss, names = self.scaler.scale(self.learn.loss_grad), self._current_names()
+        loss = self.scaler.scale(self.learn.loss_grad)
+        names = self._current_names()
         # gradients kept by a Cancel get the scale of the new ones that are added to them
         for p, grad in self._grads(names - self._scaled):
             if is_dtensor(grad):

@@ -192,7 +192,8 @@ class MixHandler(Callback):
         if piece is None:
             batch = self.yb1 if self._order is None else (self._order,)
             pieces = iter(microbatches(batch, (self.yb1, self.lam), size))
-            self._pieces, piece = (self.yb1, pieces), next(pieces)
+            self._pieces = (self.yb1, pieces)
+            piece = next(pieces)
         return piece[1]
 
     def _pair(self, n: int) -> Tensor:
@@ -244,7 +245,9 @@ class BlendedLoss:
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Return the loss of a training batch, blended between its own and its partners' targets."
-        plain, (yb1, lam), reduction = self._plain, self._partners, self._reduction
+        plain = self._plain
+        yb1, lam = self._partners
+        reduction = self._reduction
         self.__dict__['_n_calls'] += 1
         if not self._learn.training:
             return plain(pred, *yb, **kwargs)
@@ -294,7 +297,8 @@ class MixUp(MixHandler):
         "Blend the batch with a permutation of itself."
         if self.is_over():
             return
-        learn, n = self.learn, count_samples(self.learn)
+        learn = self.learn
+        n = count_samples(self.learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
             raise BatchError(
                 f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
@@ -341,7 +345,8 @@ class CutMix(MixHandler):
         "Paste a box of a permutation of the batch into the batch."
         if self.is_over():
             return
-        learn, n = self.learn, count_samples(self.learn)
+        learn = self.learn
+        n = count_samples(self.learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
         if not sizes:
             raise BatchError(
@@ -361,11 +366,13 @@ class CutMix(MixHandler):
             if not is_image(t):
                 return t
             # a loader may return the same tensor again, so that it must not change
-            new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))
+            new = t.clone()
+            box = (..., slice(y1, y2), slice(x1, x2))
             new[box] = t[box][order]
             return new
 
-        learn.xb, yb = map_tensors(learn.xb, paste_box), map_tensors(learn.yb, paste_box)
+        learn.xb = map_tensors(learn.xb, paste_box)
+        yb = map_tensors(learn.yb, paste_box)
         masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
         if any(masks):
             learn.yb = yb
@@ -450,7 +457,8 @@ def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor
 
     For an unknown loss function all shares are equal, and measured: the sum over the mean.
     """
-    base, options = loss_func, dict[str, Any]()
+    base = loss_func
+    options = dict[str, Any]()
     while isinstance(base, (partial, BaseLoss)):
         if isinstance(base, partial):
             options = {**base.keywords, **options}

@@ -195,15 +195,18 @@ def _summarize(
         for name, m in _order_layers(names, outputs)
     )
     n_params, n_trained = _count(inner.parameters())
-    inp, out = whole[0] if whole else ('', '')
-    return Summary(type(inner).__name__, inp, out, layers, n_params, n_trained, notes)
+    input_shape, output_shape = whole[0] if whole else ('', '')
+    return Summary(
+        type(inner).__name__, input_shape, output_shape, layers, n_params, n_trained, notes
+    )
 
 
 def _make_layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Parameter]) -> Layer:
     own = set(m.parameters(recurse=False))
     new = own - counted
     counted |= own
-    output, is_tied = outputs[0] if outputs else '', bool(own and not new)
+    output = outputs[0] if outputs else ''
+    is_tied = bool(own and not new)
     return Layer(name, type(m).__name__, output, len(outputs), *_count(new), is_tied)
 
 
@@ -239,7 +242,8 @@ def _copy_if_lazy(model: nn.Module) -> nn.Module:
 
 def summarize_learner(learn: LearnerLike) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
-    model, batch = learn.model, _example_batch(learn)
+    model = learn.model
+    batch = _example_batch(learn)
     try:
         learn.model = _copy_if_lazy(model)
         notes = '\n'.join(_make_notes(learn))
@@ -389,7 +393,8 @@ def dummy_eval(
 def in_channels(m: nn.Module) -> int:
     "Return the input channels of the first 2-d convolution; raise `ModelError` without any."
     for layer in flatten_model(m):
-        channels, weight = getattr(layer, 'in_channels', None), getattr(layer, 'weight', None)
+        channels = getattr(layer, 'in_channels', None)
+        weight = getattr(layer, 'weight', None)
         if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
             return channels
     raise ModelError(

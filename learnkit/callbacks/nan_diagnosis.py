@@ -49,7 +49,8 @@ def all_finite(
     local_tensors, _, group = unpack_shards(tensors)
     dense = [t._values() if t.is_sparse else t for t in local_tensors]
     device = dense[0].device
-    found, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    found = torch.zeros(1, device=device)
+    one = torch.ones(1, device=device)
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(dense, found, one)
     except (RuntimeError, NotImplementedError):
@@ -202,7 +203,8 @@ def find_bad_module(learn: LearnerLike) -> str | None:
     "Run the forward pass again; return the first module with an output that is not finite."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # the other ranks do not join the forward pass
-    model, found = bare_model(learn.model), list[str]()
+    model = bare_model(learn.model)
+    found = list[str]()
     names = {m: name for name, m in model.named_modules()}
 
     def check_output(module: nn.Module, inputs: Any, out: Any) -> None:

@@ -210,7 +210,8 @@ class MemorySnapshot(Callback):
             raise OptionError(
                 f'skip_batches={skip_batches!r}: give a number of batches, 0 or more.'
             )
-        self.skip_batches, self.interval = skip_batches, as_time(interval, 'ba')
+        self.skip_batches = skip_batches
+        self.interval = as_time(interval, 'ba')
         self.folder = check_folder_name(folder)
         self.max_entries = check_count('max_entries', max_entries)
         self.files = []

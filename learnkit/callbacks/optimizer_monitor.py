@@ -176,7 +176,8 @@ class _WatchedStep:
         all_states = self.opt.state
         states = [all_states.get(p, {}) for p in self.keys]
         updates = list(torch._foreach_sub(self.params, self.before)) if self.params else []
-        first, second = _find_states(states, FIRST), _find_states(states, SECOND)
+        first = _find_states(states, FIRST)
+        second = _find_states(states, SECOND)
         second_norms = {i: v.sum(dtype=_at_least_single(v)).sqrt() for i, v in second.items()}
         rows = {
             'grad': dict(enumerate(self.grad_norms)),

@@ -98,7 +98,10 @@ class PeriodicData(Periodic):
             if loaders:
                 return loaders[0]
             raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
-        name, dl = (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
+        name = self.name
+        if isinstance(dl, str):
+            name = dl
+            dl = resolve_loader(learn, dl)
         if not isinstance(dl, Iterator):
             return name, dl
         raise LoaderError(
@@ -137,11 +140,14 @@ class PeriodicData(Periodic):
     def _collect(self, dl: Any) -> Any:
         "Run a loader through `on_batch`, and return the concatenated results."
 
-        learn, arriving, results = self.learn, AsyncToCPU(), []
+        learn = self.learn
+        arriving = AsyncToCPU()
+        results = []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):
             learn.clear_pass()
-            learn.iter, learn.batch = i, to_device(batch, device)
+            learn.iter = i
+            learn.batch = to_device(batch, device)
             learn._split(learn.batch)
             with learn.contexts('forward'):
                 result = self.on_batch(learn.batch)

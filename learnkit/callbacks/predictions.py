@@ -52,7 +52,9 @@ class FetchPredsCallback(Callback):
         self.with_input = with_input
         self.with_decoded = with_decoded
         self.reorder = reorder
-        self.dl, self.cbs, self.preds = dl, L(as_list(cbs)), None
+        self.dl = dl
+        self.cbs = L(as_list(cbs))
+        self.preds = None
 
     def after_validate(self) -> None:
         "Predict, unless this validation is a prediction."
@@ -212,7 +214,9 @@ def mc_dropout_preds(
             'predictions and targets alone. For the rest: `learn.get_preds`.'
         )
     cbs = [*as_list(kwargs.pop('cbs', None)), MCDropoutCallback()]
-    mean, squares, targs = torch.zeros(()), torch.zeros(()), None
+    mean = torch.zeros(())
+    squares = torch.zeros(())
+    targs = None
     for i in range(1, n + 1):
         preds, targs = learn.get_preds(cbs=cbs, **kwargs)
         if not isinstance(preds, Tensor):

@@ -89,7 +89,9 @@ class TorchProfiler(Callback):
         "Check the folder, and wait for the first batch."
         if self.learn.world.is_first:
             check_folder(self.learn.path / self.folder)
-        self._n_begun, self._begins_at, self._n_files_before = 0, None, len(self.files)
+        self._n_begun = 0
+        self._begins_at = None
+        self._n_files_before = len(self.files)
         self.before_draw = self._begin_when_due  # type: ignore[method-assign]
 
     def _begin_when_due(self) -> None:

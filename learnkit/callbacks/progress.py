@@ -196,7 +196,8 @@ class Display:
     interval_s = inf  # least number of seconds between two updates of the bar
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream, self.table = stream, Table()
+        self.stream = stream
+        self.table = Table()
 
     def write(self, names: Sequence[str], row: Sequence[Any]) -> None:
         "Add a row to the table."
@@ -270,7 +271,8 @@ class TerminalDisplay(Display):
         self.bar.n = bar.done
         self.bar.desc = bar.label
         self.bar.postfix = bar.note
-        self.bar.initial, self.bar.start_t = bar.first, time() - bar.elapsed_s
+        self.bar.initial = bar.first
+        self.bar.start_t = time() - bar.elapsed_s
         self.bar.last_print_t = self.bar.start_t
         self.bar.refresh()
 
@@ -393,7 +395,8 @@ class RunProgress:
         "Return the estimated seconds to the end of the fit after this share of the fit."
         if self.first_share is None:
             # after a resume the speed is measured from here
-            self.first_share, self.started = share, perf_counter()
+            self.first_share = share
+            self.started = perf_counter()
         done = share - self.first_share
         return (perf_counter() - self.started) * (1 - share) / done if done > 0 else None
 
@@ -418,7 +421,8 @@ class ProgressCallback(Callback):
         "Choose the display. A nested run (a validation started by a callback) shares the display."
         if self._nested():
             return
-        learn, self._shown = self.learn, RunProgress(make_display())
+        learn = self.learn
+        self._shown = RunProgress(make_display())
         if not learn.fitting:
             self._shown.due += perf_counter() + PATIENCE_S
         # `_write` is there already after a `before_fit` called by hand
@@ -529,7 +533,9 @@ class ProgressCallback(Callback):
     def _count(self, done: int) -> None:
         bar = self._shown.bar
         if bar:
-            bar.done, bar.total, bar.note = done, self.learn.n_iter, self._note()
+            bar.done = done
+            bar.total = self.learn.n_iter
+            bar.note = self._note()
 
     def _draw(self) -> None:
         self._count(self.learn.iter + 1)

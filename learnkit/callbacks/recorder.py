@@ -112,7 +112,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.add_time = add_time
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
-        self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
+        self.loss = _EvalLoss()
+        self.smooth_loss = AvgSmoothLoss(beta=beta)
         self.history = History()
         self.n_fits = 0
         # one dict per evaluation, over all fits, including evaluations within an epoch
@@ -141,7 +142,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         )
 
     def _clear_steps(self) -> None:
-        self.values, self.iters = L(), L()
+        self.values = L()
+        self.iters = L()
         self._steps = HyperparamLog()  # hyper-parameters of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
@@ -155,7 +157,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     # -- what is measured --------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        learn, depth = self.learn, max(self.learn.run.depth, 1)
+        learn = self.learn
+        depth = max(self.learn.run.depth, 1)
         del self._metrics_by_depth[depth - 1 :]  # measurements of runs that have ended
         self._metrics_by_depth += [
             EpochMetrics() for _ in range(len(self._metrics_by_depth), depth - 1)
@@ -168,7 +171,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._check_train_loss()
         self.n_fits += 1
         self._logged_after_row = None
-        self._logged_names, self._hidden_names = [], set()
+        self._logged_names = []
+        self._hidden_names = set()
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
         if learn.metrics or contains_activation(learn.loss_func):
@@ -227,7 +231,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def before_epoch(self) -> None:
         current = self.epoch_metrics
-        current.values, current.started, current.n_valid = {}, perf_counter(), 0
+        current.values = {}
+        current.started = perf_counter()
+        current.n_valid = 0
         if self.learn.fitting:
             self._end_row()
             self._begin_losses(self.smooth_loss.count)

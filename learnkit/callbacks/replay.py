@@ -104,7 +104,8 @@ class Replay(Callback):
 
     def after_draw(self) -> None:
         "Keep the batch."
-        learn, own = self.learn, vars(self.learn)
+        learn = self.learn
+        own = vars(self.learn)
         self._current_key = learn.training
         others = [cb for cb in learn.callbacks if cb is not self]
         counts = [(cb, {k: v for k, v in vars(cb).items() if type(v) in ATOMS}) for cb in others]

@@ -124,9 +124,11 @@ class SAM(Callback):
     @torch.no_grad()
     def _perturb(self, params: list[Any]) -> None:
         "Move the weights by `rho` along the gradient."
-        weights, grads = local_shards(params), local_shards(p.grad for p in params)
+        weights = local_shards(params)
+        grads = local_shards(p.grad for p in params)
         if not self.adaptive:
-            direction, norm = grads, total_norm(p.grad for p in params)
+            direction = grads
+            norm = total_norm(p.grad for p in params)
         else:
             scaled = list(torch._foreach_mul(torch._foreach_abs(weights), grads))
             norm = total_norm(params, mine=scaled)

@@ -56,7 +56,8 @@ class _TimedMonitor(Monitor):
     def _read(self) -> float:
         "Read the clock, and return the seconds of training so far."
         if self._last_read is not None:
-            before, self._last_read = self._last_read, perf_counter()
+            before = self._last_read
+            self._last_read = perf_counter()
             if self._eval_depth is None:
                 self._train_s += self._last_read - before
             else:
@@ -233,7 +234,8 @@ class SpeedMonitor(_TimedMonitor):
         )
         if seconds <= 0:
             return {}
-        n, rates = world_size(), dict[str, float]()
+        n = world_size()
+        rates = dict[str, float]()
         for what, count in zip(COUNTED, counts, strict=True):
             if not count:
                 continue
@@ -386,7 +388,8 @@ class RuntimeEstimator(_TimedMonitor):
     ) -> None:
         super().__init__(every)
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
-        self.time_unit, self._unit_s = time_unit, seconds_in(time_unit)
+        self.time_unit = time_unit
+        self._unit_s = seconds_in(time_unit)
         self._evals: dict[str, _Evaluations] = {}
 
     @property

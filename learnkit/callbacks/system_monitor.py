@@ -71,7 +71,8 @@ class SystemMonitor(Monitor):
 
     def measure(self) -> dict[str, float]:
         "Return the load of CPU, RAM, disk, network and GPU by name."
-        psutil, path = import_library('psutil', 'SystemMonitor'), Path(self.learn.path).absolute()
+        psutil = import_library('psutil', 'SystemMonitor')
+        path = Path(self.learn.path).absolute()
         # `learn.path` does not exist before its first file is written
         folder = next(p for p in (path, *path.parents) if p.exists())
         ram = psutil.virtual_memory()

@@ -126,7 +126,9 @@ class LRScheduler(Callback):
 
     def _bind(self) -> None:
         "Connect a ready scheduler to the groups that it was made for, and restore its rates."
-        opt, own, rates = self.learn.opt, self.scheduler.optimizer, self.scheduler.get_last_lr()
+        opt = self.learn.opt
+        own = self.scheduler.optimizer
+        rates = self.scheduler.get_last_lr()
         if own is not opt and own not in opt.optimizers.values():
             raise OptionError(
                 f'LRScheduler: this {type(self.scheduler).__name__} was made of another optimizer than '
@@ -151,7 +153,8 @@ class LRScheduler(Callback):
             self.scheduler.step()
 
     def _check_monitor(self) -> None:
-        name, kind = self._column(), type(self.scheduler).__name__
+        name = self._column()
+        kind = type(self.scheduler).__name__
         if not self._wants_value:
             raise OptionError(f'LRScheduler(monitor={name!r}): {kind} takes no value.')
         if self.by == 'batch':
@@ -187,7 +190,8 @@ class LRScheduler(Callback):
         if not self._wants_value:
             self._advance()
             return
-        row, column = epoch_row(self), self._column()
+        row = epoch_row(self)
+        column = self._column()
         value = None if row is None else as_number(self, column, row.get(column))
         if value is not None:
             self._advance(value)

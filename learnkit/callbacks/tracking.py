@@ -289,7 +289,8 @@ class _Patient(TrackerCallback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         super().load_state_dict(sd)
-        self.wait, self._since = sd['wait'], Timestamp.from_state_dict(sd['since'])
+        self.wait = sd['wait']
+        self._since = Timestamp.from_state_dict(sd['since'])
 
 
 class EarlyStoppingCallback(_Patient):
@@ -435,7 +436,8 @@ class SaveModelCallback(TrackerCallback):
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
-        own_path, own_kind = find_weights_path(self.learn, self.fname), bool(self.every_epoch)
+        own_path = find_weights_path(self.learn, self.fname)
+        own_kind = bool(self.every_epoch)
         for cb in self.learn.cbs:
             if cb is self or not isinstance(cb, SaveModelCallback):
                 continue

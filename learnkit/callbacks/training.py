@@ -73,7 +73,8 @@ class GradientClip(Callback):
             raise bad_option(self, 'a norm above 0', max_norm=max_norm)
         if not is_number(norm_type) or norm_type <= 0:
             raise bad_option(self, 'the p of a norm: 1, 2, or inf', norm_type=norm_type)
-        self.max_norm, self.norm_type = float(max_norm), float(norm_type)
+        self.max_norm = float(max_norm)
+        self.norm_type = float(norm_type)
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
@@ -139,7 +140,8 @@ class CastToTensor(Callback):
 
     def before_batch(self) -> None:
         learn = self.learn
-        learn.xb, learn.yb = map_tensors(learn.xb, as_plain), map_tensors(learn.yb, as_plain)
+        learn.xb = map_tensors(learn.xb, as_plain)
+        learn.yb = map_tensors(learn.yb, as_plain)
 
 
 def before_batch_cb(
@@ -231,7 +233,8 @@ class BnFreeze(Callback):
         self._frozen: list[nn.Module] = []
 
     def before_train(self) -> None:
-        unfrozen, self._frozen = self._frozen, list(find_frozen_norms(self.learn.model))
+        unfrozen = self._frozen
+        self._frozen = list(find_frozen_norms(self.learn.model))
         for m in unfrozen:
             m.train()
         for m in self._frozen:

@@ -93,7 +93,8 @@ class Plan:
         groups = self.opt.param_groups
         self.state = self.opt.state
         self.n_states = len(self.opt.state)
-        self.rule, self.n_groups = RULES[type(self.opt)], len(groups)
+        self.rule = RULES[type(self.opt)]
+        self.n_groups = len(groups)
         self.members = [(group, group['params'], len(group['params'])) for group in groups]
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
 
@@ -178,7 +179,8 @@ class Plan:
 
     def has_new_hooks(self) -> bool:
         "Return True if any hook was registered since the last call."
-        before, self.n_hooks = self.n_hooks, count_hooks()
+        before = self.n_hooks
+        self.n_hooks = count_hooks()
         return before != self.n_hooks
 
     def write_numbers(self) -> None:

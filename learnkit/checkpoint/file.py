@@ -402,7 +402,8 @@ def _check_tensors(entries: dict[str, Any], n_bytes: int) -> dict[str, _Entry]:
         )
         if not is_shape or prod(n or 1 for n in shape) >= 2**60:
             raise ValueError(f'{ascii(name)[:80]} is not a tensor')
-        start, stop = stop, stop + prod(shape) * dtype.itemsize
+        start = stop
+        stop = stop + prod(shape) * dtype.itemsize
         if offsets != [start, stop]:
             raise ValueError(f'the bytes of {ascii(name)[:80]} are not where they should be')
         tensors[name] = dtype, shape, start

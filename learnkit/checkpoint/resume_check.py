@@ -97,7 +97,9 @@ class _StopAt(Callback):
     state_key = '_stop_at'
 
     def __init__(self, n: int) -> None:
-        self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()
+        self._n = n
+        self.kept = dict[str, Any]()
+        self.hints = list[str]()
         self.digests: Digests = {}
 
     def batch_checkpoint(self) -> None:

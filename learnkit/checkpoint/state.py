@@ -359,7 +359,8 @@ def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
 def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
     "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
     states = copy_to_host(learn.callback_states())
-    done, n_steps = learn.counters.by_unit(), getattr(learn.opt, 'n_steps', 0)
+    done = learn.counters.by_unit()
+    n_steps = getattr(learn.opt, 'n_steps', 0)
     try:
         yield
     except Exception as e:

@@ -243,7 +243,8 @@ def _check_pickles(path: Path) -> None:
 
 
 def _check_pickle(pickle: BinaryIO) -> None:
-    imported, strings = set[str](), set[str]()
+    imported = set[str]()
+    strings = set[str]()
     n_parts = n_marks = 0
     for op, value, _ in genops(pickle):
         n_parts += op.name in _PART_OPS

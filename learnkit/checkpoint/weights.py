@@ -120,11 +120,16 @@ def _split_state(state: Any, path: Path) -> Stored:
     config = None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
-            model, opt, loss_func = state['model'], state['opt'], state.get('loss_func')
+            model = state['model']
+            opt = state['opt']
+            loss_func = state.get('loss_func')
         elif {'model', 'optimizer', 'position'} <= state.keys():
-            model, opt, loss_func = state['model'], state['optimizer'], state.get('loss_func')
+            model = state['model']
+            opt = state['optimizer']
+            loss_func = state.get('loss_func')
         elif 'learnkit' in state:
-            model, config = state['model'], _check_config(state, path)
+            model = state['model']
+            config = _check_config(state, path)
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
         raise WeightsError(
             f'{path} holds no state dict (tensors by name), but {_describe_content(state)}. Nothing was loaded.'
@@ -133,7 +138,8 @@ def _split_state(state: Any, path: Path) -> Stored:
 
 
 def _check_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    version, config = state['learnkit'], state.get('config')
+    version = state['learnkit']
+    config = state.get('config')
     if version != FORMAT:
         raise WeightsError(
             f'{path} has format {version!r}, this version of learnkit reads {FORMAT}: update learnkit.'
@@ -289,7 +295,8 @@ def compare_weights(
     >>> compare_weights(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
     ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
     """
-    current, weights = bare_model(model).state_dict(), _match_names(weights, bare_model(model))
+    current = bare_model(model).state_dict()
+    weights = _match_names(weights, bare_model(model))
     lines = []
     if strict:
         missing = [name for name in current if name not in weights]
@@ -407,7 +414,8 @@ def find_changed(
     >>> find_changed(model, (), digests)
     {'bias'}
     """
-    changed, weights = set(), bare_model(model).state_dict()
+    changed = set()
+    weights = bare_model(model).state_dict()
     for name, p in bare_model(model).named_parameters(remove_duplicate=False):
         if name in trained or name not in weights or is_lazy(p):
             continue

@@ -465,7 +465,8 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
             return out, None
         named = {'loss': out.loss, 'logits': getattr(out, 'logits', None)}
 
-    loss, logits = named.get('loss'), named.get('logits')
+    loss = named.get('loss')
+    logits = named.get('logits')
     return (_drop_loss(out) if logits is None else logits), loss
 
 

@@ -295,7 +295,8 @@ class Comm:
         "Wait for the exchange in flight, if there is one, and store the maxima."
         if self._pending is None:
             return
-        (work, t), self._pending = self._pending, None
+        work, t = self._pending
+        self._pending = None
         self._wait(work)
         self._agree_on(t.tolist())
 

@@ -114,7 +114,8 @@ class ClassTargets(Denominator):
         axis: int = 1,  # class dimension of probabilities
     ) -> None:
         self.axis = axis
-        self.options, self.is_module = options, isinstance(options, nn.Module)
+        self.options = options
+        self.is_module = isinstance(options, nn.Module)
 
     def _read_options(self) -> Mapping[str, Any]:
         return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]
@@ -129,7 +130,8 @@ class ClassTargets(Denominator):
     def count(self, yb: tuple[Any, ...]) -> Any:
         if not yb or not isinstance(yb[0], Tensor):
             return None
-        targ, values = yb[0], self._read_options()
+        targ = yb[0]
+        values = self._read_options()
         reduction = values.get('reduction', 'mean')
         if reduction == 'sum':
             return None
@@ -140,7 +142,8 @@ class ClassTargets(Denominator):
             return targ.numel()
         # `_buffers` is ten times as fast as access by attribute
         tensors = values['_buffers'] if self.is_module else values
-        weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
+        weight = tensors.get('weight')
+        ignore_index = values.get('ignore_index', IGNORED)
         if weight is None:
             return count_targets(targ, ignore_index)
         return sum_of_weights(targ, ignore_index, weight)
@@ -326,7 +329,8 @@ def check_is_mean(
         return
     if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
         return
-    half, n = len(pred) // 2, len(pred)
+    half = len(pred) // 2
+    n = len(pred)
     parts = [slice(None), slice(half), slice(half, None)]
     try:
         with torch.no_grad():

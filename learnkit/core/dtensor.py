@@ -153,7 +153,8 @@ def empty_on_host(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     "Return an uninitialized DTensor on a mesh of hosts, sharded along the first dimension like `fully_shard`."
     from torch.distributed.tensor import DTensor, Shard
 
-    n, rank = mesh.size(), mesh.get_local_rank()
+    n = mesh.size()
+    rank = mesh.get_local_rank()
     length = -(-size[0] // n)  # the length of a chunk of torch.chunk
     local_length = max(0, min(length, size[0] - rank * length))
     shard = torch.empty([local_length, *size[1:]], dtype=dtype)

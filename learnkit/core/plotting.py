@@ -72,7 +72,8 @@ def new_axes(
     layout: str = 'constrained',  # matplotlib's layout; 'compressed' for images
 ) -> AxesList:
     "Return the axes of a new figure in row-major order; unused grid cells are empty."
-    cols, n = min(cols, max(n, 1)), max(n, 1)
+    cols = min(cols, max(n, 1))
+    n = max(n, 1)
     axs = pyplot().subplots(-(-n // cols), cols, figsize=figsize, squeeze=False, layout=layout)[1]
     for ax in axs.flat[n:]:
         ax.remove()

@@ -274,7 +274,8 @@ def crossings(
     """
     if not every:
         raise TimeError(f'An interval must be positive, got {every}.')
-    start, end = before._get(every.unit), after._get(every.unit)
+    start = before._get(every.unit)
+    end = after._get(every.unit)
     if end < start and every.unit == 'dur':
         return 0  # the loader is longer than its `len`: `dur` is corrected at the next epoch
     if end < start:

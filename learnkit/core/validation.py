@@ -178,7 +178,8 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
     "Return a hint for inputs that do not match the parameters of forward, or an empty string."
     if not isinstance(xb, (tuple, list)) or not isinstance(e, (TypeError, AttributeError)):
         return ''
-    error, forward = str(e), getattr(model.forward, '__qualname__', '')
+    error = str(e)
+    forward = getattr(model.forward, '__qualname__', '')
     if error.startswith(f'{forward}() takes'):
         n_taken = _count_positional(model.forward)
         if 0 < n_taken < len(xb):
@@ -189,7 +190,8 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
             )
     if len(xb) != 1:
         return ''
-    entry, kind = xb[0], type(xb[0]).__name__
+    entry = xb[0]
+    kind = type(xb[0]).__name__
     is_missing = error.startswith(f'{forward}() missing')
     if not is_missing and not re.search(rf'\b{kind}\b', error):
         return ''
@@ -448,7 +450,8 @@ def check_class_scores(
         return
     if len(yb) != 1 or not isinstance(pred, Tensor) or not isinstance(yb[0], Tensor):
         return
-    targ, axis = yb[0], getattr(loss, 'axis', 1)
+    targ = yb[0]
+    axis = getattr(loss, 'axis', 1)
     is_soft = targ.is_floating_point() and targ.shape == pred.shape
     if pred.ndim == 1 and is_soft:
         problem = f'are the scores of one sample in {len(pred)} classes'

@@ -526,7 +526,8 @@ def batch_size_of(dl: Any) -> int | None:
 
 def describe_loader(dl: Any) -> str:
     "Return a string with a loader's type, length and batch size."
-    n, bs = n_batches(dl), batch_size_of(dl)
+    n = n_batches(dl)
+    bs = batch_size_of(dl)
     if n is None:
         count = 'unknown length'
     else:

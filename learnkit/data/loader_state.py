@@ -67,7 +67,8 @@ def restore_state(
     """Restore a loader's state, except counts that were changed neither there nor here.
 
     An epoch number is set by `set_epoch` if its owner has that method."""
-    epochs, counts = state.get('epochs', {}), state.get('counts', {})
+    epochs = state.get('epochs', {})
+    counts = state.get('counts', {})
     for path, owner in _find_parts(dl):
         epoch = epochs.get(path)
         if epoch is None or epoch == getattr(owner, 'epoch', epoch):
@@ -96,7 +97,8 @@ def find_own_parts(dl: Any) -> list[tuple[str, Any]]:
 
 def _find_parts(dl: Any) -> Iterator[tuple[str, Any]]:
     "Yield (attribute path, object) of a loader, its samplers and its data sets, each once."
-    found, seen = [('', dl)], {id(dl)}
+    found = [('', dl)]
+    seen = {id(dl)}
     for _ in range(_DEEPEST):
         inner = []
         for path, owner in found:

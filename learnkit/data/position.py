@@ -451,7 +451,8 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     with _preserved(dl):
         # the length of a loader may depend on the epoch
         restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
-        saved, now = state['loader'], describe_drawn(dl)
+        saved = state['loader']
+        now = describe_drawn(dl)
     saved_size = state.get('processes', 1)
     size = dl.spec.size if isinstance(dl, Shard) else 1
     differences = [

@@ -94,7 +94,8 @@ class Shard:
 
     def order_state(self) -> dict[str, Any]:
         "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
-        names, state = self._order_generators(), capture_state(self.source)
+        names = self._order_generators()
+        state = capture_state(self.source)
         own = {name: saved for name, saved in state['own'].items() if name in names}
         return {'rng': capture_rng(devices=False), 'epochs': state['epochs'], 'own': own}
 

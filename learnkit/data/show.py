@@ -250,7 +250,8 @@ def draw_masks(
     The title of a further mask has the share of its pixels that are equal to the target; pixels with
     a negative target do not count.
     """
-    n, width = len(images), 1 + len(masks)
+    n = len(images)
+    width = 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
     cols = samples_per_row * width
     rows = -(-n // samples_per_row)

@@ -185,7 +185,8 @@ def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
     f = inspect.unwrap(f)
     code = getattr(f, '__code__', None)
     name = getattr(f, '__name__', event_name)
-    file, line = (code.co_filename, code.co_firstlineno) if code else ('', 0)
+    file = code.co_filename if code else ''
+    line = code.co_firstlineno if code else 0
     return Handler(
         getattr(cb, 'order', 0),
         type(cb).__name__,

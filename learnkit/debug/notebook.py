@@ -23,7 +23,8 @@ def prepare_shell(
 
     Further calls for the same shell have no effect. `import learnkit` calls this function in IPython.
     """
-    inspector, events = getattr(shell, 'inspector', None), getattr(shell, 'events', None)
+    inspector = getattr(shell, 'inspector', None)
+    events = getattr(shell, 'events', None)
     if inspector is None or events is None or hasattr(inspector, '_learnkit'):
         return
     inspector._learnkit = True

@@ -259,7 +259,9 @@ def _tabulate_numbers(interp: Interpretation) -> str:
 
 def _tabulate_classes(interp: ClassificationInterpretation) -> str:
     matrix = interp.confusion_matrix()
-    right, actual, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    right = matrix.diagonal()
+    actual = matrix.sum(1)
+    predicted = matrix.sum(0)
     rows = [
         (str(name), str(n), _format_share(hits, n), _format_share(hits, m))
         for name, hits, n, m in zip(interp.vocab, right, actual, predicted, strict=True)

@@ -146,7 +146,9 @@ class DistributedTraining(Callback):
         if world.size == 1:
             return world.leave()
         self._saved_attributes = {'dls': learn.dls, 'logger': learn.logger}
-        learn.world, learn.strategy, self.failures = world, SeveralProcesses(self), Failures(world)
+        self.failures = Failures(world)
+        learn.world = world
+        learn.strategy = SeveralProcesses(self)
         try:
             # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
@@ -250,7 +252,8 @@ class DistributedTraining(Callback):
             self._step_deciders = [], []
             for name, value in saved.items():
                 setattr(learn, name, value)
-            learn.world, learn.strategy = SINGLE_RANK, SingleProcess()
+            learn.world = SINGLE_RANK
+            learn.strategy = SingleProcess()
             world.leave()
 
     def fail(

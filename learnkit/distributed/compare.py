@@ -95,7 +95,8 @@ def check_alike(
     """Compare the ranks, and broadcast the first rank's weights and optimizer state.
 
     Raises `DistributedError` if models, data or options differ."""
-    tensors, state = list_model_tensors(learn), list_optimizer_tensors(learn)
+    tensors = list_model_tensors(learn)
+    state = list_optimizer_tensors(learn)
     own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
     own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     own |= descriptions

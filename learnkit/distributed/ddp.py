@@ -85,7 +85,8 @@ class Replicas(Parallelism):
 
     def prepare(self, learn: LearnerLike) -> None:
         "Wrap the model, unless it was prepared already with these parameters and buffers."
-        model, params = learn.model, list(learn.model.parameters())
+        model = learn.model
+        params = list(learn.model.parameters())
         layout: list[Any] = [(id(p), p.requires_grad, p.dtype, p.device) for p in params]
         n_buffers = sum(1 for _ in model.buffers())
         layout.append(n_buffers)
@@ -354,7 +355,8 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
     A sparse gradient is averaged by itself, and every rank must have it."""
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     dense = []
     for p in parameters:
         if p.grad is None or not p.grad.is_sparse:

@@ -397,7 +397,8 @@ def serve(
     folder: str,  # folder of the launch
 ) -> None:
     "Run one launched process: train, write the result or the error to the folder, and exit."
-    rank, path = int(os.environ['RANK']), Path(folder)
+    rank = int(os.environ['RANK'])
+    path = Path(folder)
     _end_with_parent(path)
     try:
         _train(rank, path)
@@ -441,7 +442,8 @@ def _train(rank: int, folder: Path) -> None:
     try:
         result = to_plain(result, 'The result')
     except OptionError:
-        result, unsupported = None, type(result).__name__
+        unsupported = type(result).__name__
+        result = None
     state = {'learner': learn.checkpoint_state(), 'result': result, 'unsupported': unsupported}
     write_state(folder / _RESULT, state, {})
 

@@ -92,7 +92,8 @@ class RoundShard(Shard):
         source: Any,  # loader that every rank has; not changed
         spec: ShardSpec,  # this rank's part of a round
     ) -> None:
-        self.source, self.order = source, Order()
+        self.source = source
+        self.order = Order()
         # before a batch is drawn, its size is unknown, and so is whether all ranks get a row of it
         self.spec = spec if spec.batch_size == 'process' else replace(spec, fillers=True)
         self.n_drawn = 0  # number of batches drawn from the whole loader in this pass
@@ -161,7 +162,8 @@ class RoundShard(Shard):
 
     def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
         "Return this rank's batch of a round and its share; the batch is None if no batch is left for the rank."
-        spec, n = self.spec, len(drawn)
+        spec = self.spec
+        n = len(drawn)
         if spec.uneven == 'pad':
             drawn = [drawn[i % n] for i in range(spec.size)]
         sizes = [self._count(b) for b in drawn]

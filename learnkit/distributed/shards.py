@@ -219,7 +219,9 @@ class TensorShard(Shard, TensorLoader):
 
     def __init__(self, source: TensorLoader, spec: ShardSpec) -> None:
         vars(self).update(vars(source))
-        self.source, self.spec, self.order = source, spec, Order()
+        self.source = source
+        self.spec = spec
+        self.order = Order()
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -127,7 +127,8 @@ class Budget(Callback):
 
     def after_epoch(self) -> None:
         self._update_share()
-        last, self._last_share = self._last_share, self.share()
+        last = self._last_share
+        self._last_share = self.share()
         self._n_idle = 0 if self._last_share > last else self._n_idle + 1
         if self._n_idle > 1:
             raise FitError(

@@ -166,7 +166,8 @@ def _load_state(cb: Any, state: Any) -> None:
     "Load a state that `_get_state` returned into a callback."
     attributes = None if has_own_state(cb) else state
     if isinstance(state, Mapping) and STATE in state:
-        state, attributes = state[STATE], state[ATTRIBUTES]
+        attributes = state[ATTRIBUTES]
+        state = state[STATE]
     if state is not None and has_own_state(cb):
         cb.load_state_dict(state)
     if keeps_attributes(cb):

@@ -93,7 +93,8 @@ class Every:
         ahead: int = 0,  # number of units that are about to finish
     ) -> bool:
         "Return True once per multiple, when it was reached since the last check."
-        before, now = self._passed, self._count(learn, ahead)
+        before = self._passed
+        now = self._count(learn, ahead)
         self._passed = now
         return before is not None and now > before
 

@@ -91,7 +91,8 @@ class EvaluationSchedule:
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the state that `state_dict` returned."
         evaluated = {name: Timestamp.from_state_dict(t) for name, t in sd['evaluated'].items()}
-        self.evaluated, self.evaluated_before = evaluated, dict(evaluated)
+        self.evaluated = evaluated
+        self.evaluated_before = dict(evaluated)
         self.fit_began = Timestamp.from_state_dict(sd['fit_began'])
 
 

@@ -587,7 +587,8 @@ class Loop(CallbackHost):
         try:
             for i, microbatch in enumerate(microbatches):
                 self.xb, self.yb = microbatch
-                run.microbatch, run.is_last_microbatch = i, i + 1 == len(microbatches)
+                run.microbatch = i
+                run.is_last_microbatch = i + 1 == len(microbatches)
                 self.clear_pass()
                 self._do_pred_loss()
                 weight = None if weights is None else weights[i]

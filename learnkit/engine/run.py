@@ -97,7 +97,8 @@ def open_run(
     counters = learn.counters
     with learn.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
-        grad, began = torch.is_grad_enabled(), perf_counter()
+        grad = torch.is_grad_enabled()
+        began = perf_counter()
         held = hold_others(learn, kind)
         released = release_for_fit(learn, kind)
         try:

@@ -180,7 +180,8 @@ class TrainEvalCallback(Callback):
         "Set the mode of each module."
         if self.learn is None:
             return
-        eval_now, eval_in_training = set(sd['eval_now']), set(sd['eval_in_training'])
+        eval_now = set(sd['eval_now'])
+        eval_in_training = set(sd['eval_in_training'])
         named = list(bare_model(self.learn.model).named_modules())
         self._modes = [(m, name not in eval_in_training) for name, m in named]
         self._is_starting = sd['starting']

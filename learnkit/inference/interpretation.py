@@ -381,7 +381,8 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
         raise OptionError(
             f'The targets {describe(targs)} are several labels a sample: there is no confusion matrix.'
         )
-    d, t = decoded.flatten().long(), targs.flatten().long()
+    d = decoded.flatten().long()
+    t = targs.flatten().long()
     is_counted = t != ignored
     d = d[is_counted]
     t = t[is_counted]

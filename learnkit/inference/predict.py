@@ -490,7 +490,8 @@ def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> A
 
 def _are_equal(a: Any, b: Any) -> bool:
     "Return True if two nested structures hold equal tensors."
-    a_tensors, b_tensors = tensors_in(a), tensors_in(b)
+    a_tensors = tensors_in(a)
+    b_tensors = tensors_in(b)
     return len(a_tensors) == len(b_tensors) and all(map(torch.equal, a_tensors, b_tensors))
 
 
@@ -498,7 +499,8 @@ def _are_averageable(a: Any, b: Any) -> bool:
     "Return True if two predictions hold tensors of the same shapes, and no lists of dicts (such as boxes)."
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape
-    a_children, b_children = children_of(a), children_of(b)
+    a_children = children_of(a)
+    b_children = children_of(b)
     if a_children is None or b_children is None:
         return a_children is b_children
     if isinstance(a, list) and any(isinstance(c, Mapping) for c in a):

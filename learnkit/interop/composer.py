@@ -158,7 +158,9 @@ class _Pass:
     "Count the batches, samples and seconds of one pass over a loader outside of training."
 
     def __init__(self) -> None:
-        self.batches, self.samples, self.started_at = 0, 0, perf_counter()
+        self.batches = 0
+        self.samples = 0
+        self.started_at = perf_counter()
 
     def make_timestamp(
         self,
@@ -191,7 +193,8 @@ class _FromComposer(Callback):
         self.types = types_for(cb)
         self._hooks = hooks
         self._run_event_hook = run_event.get('run_event')
-        self.view, self.logs = ComposerState(self), ComposerLogger(self)
+        self.view = ComposerState(self)
+        self.logs = ComposerLogger(self)
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
         self.measured: dict[str, dict[str, Measured]] = {}
         self.in_fit = self.has_fitted = self.is_split = self.has_graph = False
@@ -444,7 +447,8 @@ class _FromComposer(Callback):
         current.samples += sample_count(self.learn)
 
     def _after_validate(self) -> None:
-        learn, recorder = self.learn, recorder_of(self.learn)
+        learn = self.learn
+        recorder = recorder_of(self.learn)
         if learn.phase != 'predict' and recorder is not None:
             values = measured_values(learn, recorder.measured)
             self.measured[label_of(learn.dl_name)] = {k: Measured(v) for k, v in values.items()}

@@ -256,7 +256,8 @@ class ComposerState:
     @property
     def grad_accum(self) -> int:
         "Number of microbatches per batch."
-        size, n = self.device_train_microbatch_size, self._count_samples()
+        size = self.device_train_microbatch_size
+        n = self._count_samples()
         return -(-n // size) if size and n else 1
 
     def _find_batch_size(self) -> int:

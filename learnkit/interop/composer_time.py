@@ -139,7 +139,8 @@ class ComposerTime:
         value: int | float,
         unit: str,  # value of `TimeUnit`
     ) -> None:
-        self.value, self.unit = value, TimeUnit(getattr(unit, 'value', unit))
+        self.value = value
+        self.unit = TimeUnit(getattr(unit, 'value', unit))
 
     @classmethod
     def from_timestring(cls, text: str) -> ComposerTime:
@@ -349,7 +350,8 @@ _LEARNKIT_TYPES = SimpleNamespace(
 
 def types_for(cb: object) -> Any:
     "Return the time and event classes for `cb`: Composer's for a callback of Composer, otherwise learnkit's."
-    time, event = sys.modules.get('composer.core.time'), sys.modules.get('composer.core.event')
+    time = sys.modules.get('composer.core.time')
+    event = sys.modules.get('composer.core.event')
     if not is_of(cb, 'composer') or time is None or event is None:
         return _LEARNKIT_TYPES
     return SimpleNamespace(

@@ -142,7 +142,8 @@ class ComposerTrainer(Callback):
         return {f'metrics/train/{name}': m.compute() for name, m in self.batch_metrics.items()}
 
     def _collect_validation_values(self) -> dict[str, Any]:
-        learn, recorder = self.learn, recorder_of(self.learn)
+        learn = self.learn
+        recorder = recorder_of(self.learn)
         measured = {} if recorder is None else recorder.measured
         values = measured_values(learn, measured)
         label = label_of(learn.dl_name)

@@ -129,7 +129,9 @@ def _write_card(
     "Write the model card: metadata in YAML, results, settings, and code that loads the model."
     from huggingface_hub import ModelCardData
 
-    settings, results, time = _describe_settings(learn), _find_results(learn), learn.time
+    settings = _describe_settings(learn)
+    results = _find_results(learn)
+    time = learn.time
     name = settings['model']
     measured = [column for column in results if not column.endswith('loss')]
     data = ModelCardData(library_name='learnkit', tags=['pytorch'], metrics=measured or None)

@@ -195,7 +195,8 @@ class _FromKsuit(Callback):
             'logger': logging.getLogger(self._cls.__name__),
         }
         # progress at the start of the fit, and at the last update
-        self.started_at, self._last_progress = Progress(0, 0, 0), Progress(0, 0, 0)
+        self.started_at = Progress(0, 0, 0)
+        self._last_progress = Progress(0, 0, 0)
         self._seen_size = 0  # largest number of samples in a batch so far
         self._n_microbatches = 1
         self._microbatch_index = 0
@@ -597,7 +598,8 @@ class _FromKsuit(Callback):
 
     def count_updates(self, n: int | None) -> int | None:
         "Return the number of steps in a fit of `n` batches, or None if unknown."
-        per, size = self._count_batches_per_update(), n_batches(self.learn.dls.train)
+        per = self._count_batches_per_update()
+        size = n_batches(self.learn.dls.train)
         if n is None or per == 1:
             return n
         if per is None or not size or (n >= size and size < per):
@@ -630,7 +632,8 @@ class _FromKsuit(Callback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's state and progress."
-        self.started_at, self._last_progress = Progress(**sd['started']), Progress(**sd['reached'])
+        self.started_at = Progress(**sd['started'])
+        self._last_progress = Progress(**sd['reached'])
         self._seen_size = sd['size']
         self.at_epoch_end = sd['at_epoch_end']
         self._is_epoch_counted = sd['counted']

@@ -111,7 +111,8 @@ class UpdateCounter:
 
     def _find_budget_end(self, total: Time) -> Progress:
         "Return the end of a fit with a budget of batches, steps or samples; empty for other units."
-        start, n = self._adapter.started_at, int(total.value)
+        start = self._adapter.started_at
+        n = int(total.value)
         if total.unit == 'sp':
             return Progress(sample=(start.sample or 0) + n)
         steps = {'st': n, 'ba': self._adapter.count_updates(n)}.get(total.unit)
@@ -152,7 +153,8 @@ class UpdateCounter:
 
     @property
     def is_finished(self) -> bool:
-        now, end = dict(self.cur_iteration), dict(self.end_iteration)
+        now = dict(self.cur_iteration)
+        end = dict(self.end_iteration)
         unit = next(iter(end), None)  # epochs if known
         return unit is not None and now.get(unit, 0) >= end[unit]
 

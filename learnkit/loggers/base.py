@@ -252,7 +252,8 @@ class Logger(Callback):
                 f'`{name}` was logged twice in step {self._step + self._step_offset}: by '
                 f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
             )
-        values[name], writers[name] = value, writer
+        values[name] = value
+        writers[name] = writer
 
     @property
     def _step(self) -> int:
@@ -305,7 +306,8 @@ class Logger(Callback):
 
     def after_epoch(self) -> None:
         "Log the other columns of the epoch's row."
-        learn, recorder = self.learn, recorder_of(self.learn)
+        learn = self.learn
+        recorder = recorder_of(self.learn)
         if not learn.fitting or recorder is None or not recorder.history:
             return
         row = recorder.history[-1]

@@ -90,12 +90,15 @@ class AvgMetric(Mean, Metric):
             )
         if not isinstance(value, dict):
             return super().add(value, weight)
-        totals, counts = (dict(self.total), dict(self.count)) if had_dict else ({}, {})
+        totals = dict(self.total) if had_dict else {}
+        counts = dict(self.count) if had_dict else {}
         for key, number in value.items():
             mean = Mean()
-            mean.total, mean.count = totals.get(key, 0.0), counts.get(key, 0)
+            mean.total = totals.get(key, 0.0)
+            mean.count = counts.get(key, 0)
             mean.add(number, weight)
-            totals[key], counts[key] = mean.total, mean.count
+            totals[key] = mean.total
+            counts[key] = mean.count
         self.total = totals
         self.count = counts
 
@@ -335,7 +338,9 @@ class _Renamed(Metric):
     sum_reduced = ()
 
     def __init__(self, metric: Any, name: str) -> None:
-        self.metric, self._name, self.on = metric, name, getattr(metric, 'on', None)
+        self.metric = metric
+        self._name = name
+        self.on = getattr(metric, 'on', None)
 
     def reset(self) -> None:
         self.metric.reset()
@@ -388,7 +393,8 @@ def whole_set_metric(
 def _make_whole_set_metric(m: Any) -> Metric | None:
     "Return the metric that a function was marked with, or None."
     is_partial = isinstance(m, partial) and not m.args
-    func, options = (m.func, m.keywords) if is_partial else (m, {})
+    func = m.func if is_partial else m
+    options = m.keywords if is_partial else {}
     metric = getattr(func, '__dict__', {}).get('whole_set_metric')
     return None if metric is None else metric(**options)
 

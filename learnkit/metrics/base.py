@@ -422,7 +422,8 @@ def merged_losses(
     >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
     [1.0, 2.25]
     """
-    x, w = _align(losses), _align(weights)
+    x = _align(losses)
+    w = _align(weights)
     if reduction == 'sum':
         return torch.where(w == 0, 0, x).sum(0).tolist()
     weighted_mean = torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)

@@ -118,7 +118,8 @@ class MetricProperties:
 
     def get(self, name: str) -> str | None:
         "Return 'higher', 'lower' or 'neutral', or None for an unknown name."
-        whole, own = name.lower(), _strip_prefixes(name)
+        whole = name.lower()
+        own = _strip_prefixes(name)
         exact = self._declared.get(whole, self._declared.get(own))
         if exact is not None:
             return exact

@@ -151,7 +151,8 @@ def gather_on_host(
 def _merge_sum_reduced(o: Any, states: list[dict[str, Any]]) -> None:
     "Add the attributes in `sum_reduced`, merge inner metrics, and check that other attributes are unchanged."
     o.reset()
-    initial, sum_reduced = shared_state(o), getattr(o, 'sum_reduced', ())
+    initial = shared_state(o)
+    sum_reduced = getattr(o, 'sum_reduced', ())
     for name in dict.fromkeys(name for sd in states for name in sd):
         values = [sd[name] for sd in states if name in sd]
         if name.endswith('/'):

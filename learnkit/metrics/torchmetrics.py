@@ -283,8 +283,10 @@ def average_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
     """Average the scores of the classes that occur; the score is NaN for other classes, and if no class occurs.
 
     With `needs_both`, a class must also be absent from some targets."""
-    scores, targ = metric.compute().reshape(-1), torch.cat(list(metric.target))
-    n, n_scores = len(targ), len(scores)
+    scores = metric.compute().reshape(-1)
+    targ = torch.cat(list(metric.target))
+    n = len(targ)
+    n_scores = len(scores)
     if targ.dim() == 1 and n_scores > 1:
         targ = targ[:, None] == torch.arange(n_scores, device=targ.device)
     counts = targ.reshape(n, -1).sum(0)
@@ -312,8 +314,10 @@ def compute_matthews(metric: Any) -> float:
     matrix = metric.compute().double()
     if matrix.dim() == 3:
         matrix = matrix.sum(0)
-    targ_counts, pred_counts = matrix.sum(1), matrix.sum(0)
-    n_correct, n = matrix.trace(), matrix.sum()
+    targ_counts = matrix.sum(1)
+    pred_counts = matrix.sum(0)
+    n_correct = matrix.trace()
+    n = matrix.sum()
     targ_spread = n * n - targ_counts @ targ_counts
     pred_spread = n * n - pred_counts @ pred_counts
     spread = (targ_spread * pred_spread).sqrt()
@@ -360,7 +364,8 @@ class Bleu:
     "BLEU score of `CorpusBLEUMetric`; tokens are kept on their device until the score is read."
 
     def __init__(self, axis: int) -> None:
-        self.axis, self.score = axis, from_torchmetrics('functional.text', 'bleu_score')
+        self.axis = axis
+        self.score = from_torchmetrics('functional.text', 'bleu_score')
         self.reset()
 
     def reset(self) -> None:

@@ -184,7 +184,9 @@ class LossMetric(Mean, Metric):
         nm: str | None = None,  # name of the column; None: `attr`
         on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
-        self.attr, self._nm, self.on = attr, nm, check_on(on)
+        self.attr = attr
+        self._nm = nm
+        self.on = check_on(on)
 
     def accumulate(self, learn: LearnerLike) -> None:
         try:

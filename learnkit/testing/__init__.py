@@ -48,7 +48,8 @@ class RegModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
+        self.a = nn.Parameter(torch.randn(1))
+        self.b = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
         "Return `a*x + b`, of the shape of `x`."
