@@ -277,8 +277,8 @@ class _GroupView(torch.optim.Optimizer):
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [
             h
-            for h, places in zip(opt.hypers, opt.positions, strict=True)
-            if own is None or places[0][0] is own
+            for h, slots in zip(opt.hypers, opt.positions, strict=True)
+            if own is None or slots[0][0] is own
         ]
 
     def _join_groups(self, groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
@@ -65,12 +66,14 @@ class deferred_interrupts:
             self._stop_waiting()
             raise KeyboardInterrupt
 
-    def paused(self) -> _Pause:
-        """Return a context in which Python's default handler is installed; it must be the innermost context.
-
-        An interrupt may end the context early, because it has nothing to restore.
-        """
-        return _Pause(self)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        "Install Python's default handler within a context, which must be the innermost one."
+        self._uninstall()
+        try:
+            yield
+        finally:
+            self._install()
 
     def _install(self) -> None:
         if self._is_active and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -108,19 +111,6 @@ class deferred_interrupts:
                 return False
             frame = frame.f_back
         return False
-
-
-class _Pause:
-    "Context within `deferred_interrupts` in which its handler is not installed."
-
-    def __init__(self, deferred: deferred_interrupts) -> None:
-        self._deferred = deferred
-
-    def __enter__(self) -> None:
-        self._deferred._uninstall()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._deferred._install()
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

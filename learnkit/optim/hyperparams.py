@@ -22,6 +22,7 @@ __all__ = [
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
+    'Split',
     'find_group_key',
     'set_value',
     'torch_names',
@@ -289,6 +290,15 @@ def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
     for group in groups:
         for p in group['params']:
             yield p[1] if isinstance(p, tuple) else p
+
+
+class Split(NamedTuple):
+    "A param group whose parameters exempt from weight decay were moved to another param group."
+
+    opt: torch.optim.Optimizer
+    index: int  # index of the param group
+    exempt_index: int  # index of the param group of the exempt parameters
+    params: list[Any]  # all parameters, in the order before the split
 
 
 # -- fused optimizers ------------------------------------------------------------------------------

@@ -226,17 +226,14 @@ class Lookahead(OptimWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, only: str | int | None = None) -> Any:
         "Take a step; every `k` steps, update the slow weights and set the fast weights to them."
-        groups = [
-            (o.state, g, [p for p in g['params'] if p.grad is not None])
-            for o in self._select(only)
-            for g in o.param_groups
-        ]
-        new_weights = [
-            (state, p, p.clone())
-            for state, _, ps in groups
-            for p in ps
-            if 'slow_weights' not in state.get(p, {})
-        ]
+        groups = []
+        new_weights = []
+        for o in self._select(only):
+            for g in o.param_groups:
+                ps = [p for p in g['params'] if p.grad is not None]
+                groups.append((o.state, g, ps))
+                new_ps = [p for p in ps if 'slow_weights' not in o.state.get(p, {})]
+                new_weights += [(o.state, p, p.clone()) for p in new_ps]
         with torch.enable_grad():
             loss = super().step(closure, only)
         for state, p, slow in new_weights:
@@ -368,7 +365,7 @@ def MuonAdamW(
     if model is None:
         raise OptimizerError('MuonAdamW needs the model, to know its layers: `model=`.')
     hidden = {id(p) for p in hidden_matrices(model, but)}
-    parts, places = _split_hidden(as_groups(params), hidden)
+    parts, slots = _split_hidden(as_groups(params), hidden)
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
@@ -387,7 +384,7 @@ def MuonAdamW(
         ),
     }
     res = OptimWrapper(opt={name: make[name](part) for name, part in parts.items() if part})
-    res.share_groups(*places)
+    res.share_groups(*slots)
     res.spares_norms = True
     return res
 
@@ -398,17 +395,17 @@ def _split_hidden(
 ) -> tuple[dict[str, list[dict[str, Any]]], list[list[tuple[str, int]]]]:
     "Split param groups by optimizer; also return, for each group, the optimizer and index of its parts."
     parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
-    places = []
+    slots = []
     for group in groups:
         by_name = {
             'adamw': [p for p in group['params'] if id(p) not in hidden],
             'muon': [p for p in group['params'] if id(p) in hidden],
         }
         names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
-        places.append([(name, len(parts[name])) for name in names])
+        slots.append([(name, len(parts[name])) for name in names])
         for name in names:
             parts[name].append({**group, 'params': by_name[name]})
-    return parts, places
+    return parts, slots
 
 
 def hidden_matrices(

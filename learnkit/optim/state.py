@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS
+from learnkit.optim.hyperparams import OPTIONS, Split
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
@@ -47,7 +47,7 @@ class Optimizers(Protocol):
     @property
     def exempt(self) -> Any: ...
     @property
-    def splits(self) -> list[tuple[Any, ...]]: ...
+    def splits(self) -> list[Split]: ...
     def split_groups(self, o: torch.optim.Optimizer) -> None: ...
     def join_groups(self, o: torch.optim.Optimizer) -> None: ...
     def class_names(self) -> str: ...
@@ -155,10 +155,10 @@ def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[An
         else:
             decayed.append(params)
     joined = list(now)
-    for _, i, j, all_params in [split for split in reversed(opt.splits) if split[0] is o]:
-        if j != len(joined) - 1:
+    for split in [split for split in reversed(opt.splits) if split.opt is o]:
+        if split.exempt_index != len(joined) - 1:
             break
-        joined[i] = all_params
+        joined[split.index] = split.params
         joined.pop()
     return {'now': now, 'split': decayed + exempt, 'joined': joined}
 

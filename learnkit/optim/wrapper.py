@@ -21,10 +21,12 @@ from learnkit.optim.hyperparams import (
     SPLIT,
     FusedGuard,
     Hypers,
+    Split,
     as_groups,
     check_maker,
     find_group_key,
     list_values,
+    members,
     norm_bias_params,
     torch_names,
     trainable_params,
@@ -60,6 +62,10 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     if can_skip:
         return step.__wrapped__(opt)  # type: ignore[attr-defined]  # set by functools.wraps
     return opt.step()
+
+
+# a param group of torch: its optimizer, and its index there
+Slot = tuple[torch.optim.Optimizer, int]
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -107,14 +113,11 @@ class OptimWrapper(torch.optim.Optimizer):
         self.n_steps = 0
         self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
-        # for each group of the splitter: a list of (optimizer, index of the param group), one for each part
-        self.positions = [
-            [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
-        ]
+        # the slots of each group of the splitter, one for each of its parts
+        self.positions: list[list[Slot]] = [[slot] for slot in self._list_slots()]
         if len(self.positions) > 1:
             unshare_options(self.optimizers.values())
-        # groups split by `split_groups`: optimizer, index, index of the exempt part, all parameters
-        self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []
+        self.splits: list[Split] = []  # param groups split by `split_groups`
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
         self.frozen_idx = 0  # number of frozen groups
@@ -126,11 +129,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
-        self._switching: list[Any] = [
-            o
-            for o in self.optimizers.values()
-            if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
-        ]
+        self._switching: list[Any] = list(filter(has_modes, self.optimizers.values()))
         needs = {
             o: detect_closure(o) if needs_closure is None else needs_closure
             for o in self.optimizers.values()
@@ -141,11 +140,7 @@ class OptimWrapper(torch.optim.Optimizer):
         params = list(self.parameters())
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
-        self._fused = [
-            FusedGuard(o)
-            for o in self.optimizers.values()
-            if any(g.get('fused') for g in o.param_groups)
-        ]
+        self._fused = [FusedGuard(o) for o in self.optimizers.values() if is_fused(o)]
 
     def _make_optimizer(
         self,
@@ -204,10 +199,13 @@ class OptimWrapper(torch.optim.Optimizer):
 
         The param groups are looked up at each call because `load_state_dict` replaces them.
         """
-        known = {place for places in self.positions for place in places}
-        every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        self.positions += [[place] for place in every if place not in known]
-        return [[o.param_groups[i] for o, i in places] for places in self.positions]
+        known = {slot for slots in self.positions for slot in slots}
+        self.positions += [[slot] for slot in self._list_slots() if slot not in known]
+        return [get_param_groups(slots) for slots in self.positions]
+
+    def _list_slots(self) -> list[Slot]:
+        "Return the slot of every param group of every optimizer."
+        return [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
 
     @property
     def last_group(self) -> dict[str, Any]:
@@ -232,9 +230,8 @@ class OptimWrapper(torch.optim.Optimizer):
             params = getattr(self, name)
             if params is not None:
                 setattr(self, name, {new.get(p, p) for p in params})
-        self.splits = [
-            (o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits
-        ]
+        for n, split in enumerate(self.splits):
+            self.splits[n] = split._replace(params=[new.get(p, p) for p in split.params])
         self._fused = [FusedGuard(guard.opt) for guard in self._fused]
 
     def __getattr__(self, name: str) -> Any:
@@ -333,8 +330,11 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def lrs(self) -> list[float]:
         "The learning rates of the groups, as Python numbers; groups without a learning rate are left out."
-        firsts = [next((g for g in groups if 'lr' in g), None) for groups in self._find_groups()]
-        return [float(group['lr']) for group in firsts if group is not None]
+        lrs = []
+        for groups in self._find_groups():
+            own_lrs = [group['lr'] for group in groups if 'lr' in group]
+            lrs += own_lrs[:1]
+        return [float(lr) for lr in lrs]
 
     @property
     def hypers(self) -> L:
@@ -391,8 +391,8 @@ class OptimWrapper(torch.optim.Optimizer):
                 raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
         names = {o: key for key, o in self.optimizers.items()}
         return [
-            values.get(names[places[0][0]], hypers.get(name))
-            for places, hypers in zip(self.positions, self.hypers, strict=True)
+            values.get(names[slots[0][0]], hypers.get(name))
+            for slots, hypers in zip(self.positions, self.hypers, strict=True)
         ]
 
     def spare_from_decay(self, params: Iterable[nn.Parameter] = ()) -> None:
@@ -411,22 +411,22 @@ class OptimWrapper(torch.optim.Optimizer):
                 if len(exempt) == len(group['params']):
                     group['weight_decay'] = 0.0
                     continue
-                self.splits.append((o, i, len(o.param_groups), group['params']))
+                split = Split(o, i, len(o.param_groups), group['params'])
+                self.splits.append(split)
                 group['params'] = [p for p in group['params'] if p not in self.exempt]
                 o.add_param_group({**group, 'params': exempt, 'weight_decay': 0.0})
-                places = next(places for places in self.positions if (o, i) in places)
-                places.append((o, len(o.param_groups) - 1))
+                slots = next(slots for slots in self.positions if (o, i) in slots)
+                slots.append((o, split.exempt_index))
 
     def join_groups(self, opt: torch.optim.Optimizer) -> None:
         "Undo `split_groups` for an optimizer; stop at a param group that other code has added."
-        for split in [split for split in reversed(self.splits) if split[0] is opt]:
-            _, i, j, all_params = split
-            if j != len(opt.param_groups) - 1:
+        for split in [split for split in reversed(self.splits) if split.opt is opt]:
+            if split.exempt_index != len(opt.param_groups) - 1:
                 return
             opt.param_groups.pop()
-            opt.param_groups[i]['params'] = all_params
-            for places in self.positions:
-                places[:] = [place for place in places if place != (opt, j)]
+            opt.param_groups[split.index]['params'] = split.params
+            for slots in self.positions:
+                slots[:] = [slot for slot in slots if slot != (opt, split.exempt_index)]
             self.splits.remove(split)
 
     def share_groups(self, *groups: list[tuple[str, int]]) -> None:
@@ -434,7 +434,9 @@ class OptimWrapper(torch.optim.Optimizer):
 
         A group is a list of (name of the optimizer, index of its param group).
         """
-        self.positions = [[(self.optimizers[name], i) for name, i in places] for places in groups]
+        self.positions = []
+        for group in groups:
+            self.positions.append([(self.optimizers[name], i) for name, i in group])
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -451,11 +453,9 @@ class OptimWrapper(torch.optim.Optimizer):
             return False
         opt = self[0]
         self.join_groups(opt)
-        is_whole = all(len(places) == 1 for places in self.positions)
+        is_whole = all(len(slots) == 1 for slots in self.positions)
         if is_whole:
-            for (_, i), params in zip(
-                (places[0] for places in self.positions), groups, strict=True
-            ):
+            for [(_, i)], params in zip(self.positions, groups, strict=True):
                 opt.param_groups[i]['params'] = list(params)
             self._drop_orphan_states()
         self.spare_from_decay()
@@ -472,14 +472,15 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def drop_params(self, dropped: set[nn.Parameter]) -> None:
         "Drop parameters and their states from every group of every optimizer."
-        kept = [[p for p in params if p not in dropped] for params in self.param_lists]
-        if self.set_params(kept):
+
+        def keep(params: list[nn.Parameter]) -> list[nn.Parameter]:
+            return [p for p in params if p not in dropped]
+
+        if self.set_params([keep(params) for params in self.param_lists]):
             return
         for group in self.param_groups:
-            group['params'] = [p for p in group['params'] if p not in dropped]
-        self.splits = [
-            (o, i, j, [p for p in params if p not in dropped]) for o, i, j, params in self.splits
-        ]
+            group['params'] = keep(group['params'])
+        self.splits = [split._replace(params=keep(split.params)) for split in self.splits]
         self._drop_orphan_states()
 
     def _drop_orphan_states(self) -> None:
@@ -534,7 +535,7 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def param_lists(self) -> list[list[nn.Parameter]]:
         "The parameters of each group."
-        return [[p for g in groups for p in g['params']] for groups in self._find_groups()]
+        return [list(members(groups)) for groups in self._find_groups()]
 
     def freeze_to(
         self,
@@ -623,6 +624,21 @@ class OptimWrapper(torch.optim.Optimizer):
         lr = rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
         n = len(self._find_groups())
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
+
+
+def has_modes(opt: torch.optim.Optimizer) -> bool:
+    "Return True if an optimizer has methods `train` and `eval`, for separate weights in training and evaluation."
+    return callable(getattr(opt, 'train', None)) and callable(getattr(opt, 'eval', None))
+
+
+def is_fused(opt: torch.optim.Optimizer) -> bool:
+    "Return True if a param group of an optimizer uses torch's fused kernel."
+    return any(group.get('fused') for group in opt.param_groups)
+
+
+def get_param_groups(slots: list[Slot]) -> list[dict[str, Any]]:
+    "Return the param groups in these slots."
+    return [opt.param_groups[i] for opt, i in slots]
 
 
 def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
