@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -292,7 +293,8 @@ def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
             yield p[1] if isinstance(p, tuple) else p
 
 
-class Split(NamedTuple):
+@dataclass(eq=False)
+class Split:
     "A param group whose parameters exempt from weight decay were moved to another param group."
 
     opt: torch.optim.Optimizer

@@ -26,7 +26,6 @@ from learnkit.optim.hyperparams import (
     check_maker,
     find_group_key,
     list_values,
-    members,
     norm_bias_params,
     torch_names,
     trainable_params,
@@ -230,8 +229,8 @@ class OptimWrapper(torch.optim.Optimizer):
             params = getattr(self, name)
             if params is not None:
                 setattr(self, name, {new.get(p, p) for p in params})
-        for n, split in enumerate(self.splits):
-            self.splits[n] = split._replace(params=[new.get(p, p) for p in split.params])
+        for split in self.splits:
+            split.params = [new.get(p, p) for p in split.params]
         self._fused = [FusedGuard(guard.opt) for guard in self._fused]
 
     def __getattr__(self, name: str) -> Any:
@@ -480,7 +479,8 @@ class OptimWrapper(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             group['params'] = keep(group['params'])
-        self.splits = [split._replace(params=keep(split.params)) for split in self.splits]
+        for split in self.splits:
+            split.params = keep(split.params)
         self._drop_orphan_states()
 
     def _drop_orphan_states(self) -> None:
@@ -535,7 +535,10 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def param_lists(self) -> list[list[nn.Parameter]]:
         "The parameters of each group."
-        return [list(members(groups)) for groups in self._find_groups()]
+        lists = []
+        for groups in self._find_groups():
+            lists.append([p for group in groups for p in group['params']])
+        return lists
 
     def freeze_to(
         self,
