@@ -325,9 +325,7 @@ _KIND = '__kind__'  # key of the type in a dict that encodes a value which is no
 _MAX_BITS = 2000  # of an integer
 # errors raised by `encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
-_FACTORIES: dict[str | None, Callable[[], Any]] = {
-    f.__name__: f for f in (list, dict, set, int, float, str)
-}
+_FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float, str)}
 
 
 @dataclass(frozen=True)
@@ -351,8 +349,28 @@ def _sort(items: Any) -> list[Any]:
     return sorted(items, key=repr)  # the order of a set differs from run to run
 
 
-def _make_collection_kind(cls: Any, list_items: Callable[[Any], list[Any]]) -> DataKind:
-    return DataKind(lambda v: type(v) is cls, list_items, lambda items, cb: cls(items))
+def _is_type(cls: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is cls
+
+
+def _list_items(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(mapping.items())
+
+
+def _has_known_factory(value: Any) -> bool:
+    return type(value) is defaultdict and value.default_factory in _FACTORIES.values()
+
+
+def _decode_defaultdict(data: tuple[str, list[Any]], cb: Any) -> defaultdict[Any, Any]:
+    factory, items = data
+    return defaultdict(_FACTORIES[factory], items)
+
+
+def _decode_typed_tensor(data: tuple[str, Tensor], cb: Any) -> Tensor:
+    "Return a tensor of a subclass, or a plain tensor if the subclass is not imported."
+    name, content = data
+    cls = _find_tensor_class(name)
+    return content if cls is None else content.as_subclass(cls)
 
 
 data_kinds: dict[str, DataKind] = {
@@ -364,13 +382,32 @@ data_kinds: dict[str, DataKind] = {
     ),
     'Path': DataKind(lambda v: isinstance(v, PurePath), str, lambda name, cb: Path(name)),
     'timedelta': DataKind(
-        lambda v: type(v) is timedelta,
+        _is_type(timedelta),
         lambda v: (v.days, v.seconds, v.microseconds),
         lambda parts, cb: timedelta(*parts),
     ),
-    'L': _make_collection_kind(L, list),
-    'set': _make_collection_kind(set, _sort),
-    'frozenset': _make_collection_kind(frozenset, _sort),
+    'L': DataKind(_is_type(L), list, lambda items, cb: L(items)),
+    'set': DataKind(_is_type(set), _sort, lambda items, cb: set(items)),
+    'frozenset': DataKind(_is_type(frozenset), _sort, lambda items, cb: frozenset(items)),
+    'deque': DataKind(
+        _is_type(deque), lambda v: (list(v), v.maxlen), lambda data, cb: deque(*data)
+    ),
+    'dict': DataKind(_is_type(dict), _list_items, lambda items, cb: dict(items)),
+    'OrderedDict': DataKind(
+        _is_type(OrderedDict), _list_items, lambda items, cb: OrderedDict(items)
+    ),
+    'Counter': DataKind(_is_type(Counter), _list_items, lambda items, cb: Counter(dict(items))),
+    'defaultdict': DataKind(
+        _has_known_factory,
+        lambda v: (v.default_factory.__name__, _list_items(v)),
+        _decode_defaultdict,
+    ),
+}
+
+# kinds of tensors that `_encode_tensor` encodes, by the function that decodes them: f(data, callback)
+tensor_kinds: dict[str, Callable[[Any, Any], Tensor]] = {
+    'typed': _decode_typed_tensor,
+    'on device': lambda t, cb: t.to(model_device(_find_model(cb), None)),
 }
 
 
@@ -385,16 +422,8 @@ def encode(value: Any) -> Any:
         return kind(map(encode, value))
     if isinstance(value, Tensor):
         return _encode_tensor(value)
-    if kind is deque:
-        return {_KIND: 'deque', 'of': list(map(encode, value)), 'maxlen': value.maxlen}
     if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
         return {encode(k): encode(v) for k, v in value.items()}
-    factory = getattr(value, 'default_factory', None)
-    if kind in (dict, OrderedDict, Counter) or (
-        kind is defaultdict and factory in _FACTORIES.values()
-    ):
-        items = [(encode(k), encode(v)) for k, v in value.items()]
-        return {_KIND: kind.__name__, 'of': items, 'factory': getattr(factory, '__name__', None)}
     for name, data_kind in data_kinds.items():
         if data_kind.accepts(value):
             return {_KIND: name, 'of': encode(data_kind.encode(value))}
@@ -414,36 +443,27 @@ def decode(
     if _KIND not in value:
         return {k: decode(v, None, cb) for k, v in value.items()}
     kind = value[_KIND]
-    content = value['of']
-    match kind:
-        case 'Enum':
-            is_member = isinstance(current, Enum) and content in type(current).__members__
-            return type(current)[content] if is_member else current
-        case 'generator':
-            restore_own([current], content)
-            return current
-        case 'callbacks':
-            for inner, state in zip(_find_nested_callbacks(current), content, strict=False):
-                put_attributes(inner, state)
-            return current
-    content = decode(content, None, cb)
-    match kind:
-        case 'typed':
-            tensor_class = _find_tensor_class(value['type'])
-            return content if tensor_class is None else content.as_subclass(tensor_class)
-        case 'on device':
-            return content.to(model_device(_find_model(cb), None))
-        case 'deque':
-            return deque(content, value['maxlen'])
-        case 'dict':
-            return dict(content)
-        case 'OrderedDict':
-            return OrderedDict(content)
-        case 'Counter':
-            return Counter(dict(content))
-        case 'defaultdict':
-            return defaultdict(_FACTORIES[value['factory']], content)
-    return data_kinds[kind].decode(content, cb)
+    if kind in ('Enum', 'generator', 'callbacks'):
+        return _restore_present(kind, value['of'], current)
+    decode_kind = tensor_kinds.get(kind) or data_kinds[kind].decode
+    return decode_kind(decode(value['of'], None, cb), cb)
+
+
+def _restore_present(
+    kind: str,  # 'Enum', 'generator' or 'callbacks'
+    content: Any,  # saved name or state
+    current: Any,  # present value of the attribute
+) -> Any:
+    "Return the member of the present value's Enum, or the present value with a saved state."
+    if kind == 'Enum':
+        is_member = isinstance(current, Enum) and content in type(current).__members__
+        return type(current)[content] if is_member else current
+    if kind == 'generator':
+        restore_own([current], content)
+    else:
+        for inner, state in zip(_find_nested_callbacks(current), content, strict=False):
+            put_attributes(inner, state)
+    return current
 
 
 def _encode_attributes(
@@ -464,7 +484,8 @@ def _encode_attributes(
             encoded[name] = _encode_attribute(value)
         except _ENCODE_ERRORS:
             # an object that is created with the callback: only its random generators are saved
-            if nested := _find_nested_callbacks(value):
+            nested = _find_nested_callbacks(value)
+            if nested:
                 states: list[dict[str, Any]] = []
                 for inner in nested:
                     # a callback that refers back to its owner is encoded once, as the owner
@@ -508,7 +529,7 @@ def _encode_tensor(t: Tensor) -> Any:
         content = {_KIND: 'on device', 'of': content}
     if type(t) in (Tensor, nn.Parameter):
         return content
-    return {_KIND: 'typed', 'type': _name_class(type(t)), 'of': content}
+    return {_KIND: 'typed', 'of': (_name_class(type(t)), content)}
 
 
 def _name_class(cls: type) -> str:

@@ -360,6 +360,6 @@ def test_what_no_file_holds_does_not_end_the_training() -> None:
     learn = of(Odd)
     learn.fit(1)
     assert changed_attributes(learn.odd) == {
-        'marked': {'__kind__': 'dict', 'of': [('__kind__', 'x')], 'factory': None},
+        'marked': {'__kind__': 'dict', 'of': [('__kind__', 'x')]},
         'seen': learn.odd.seen,
     }
