@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from operator import attrgetter
 from threading import RLock
 from types import FunctionType
@@ -510,43 +511,44 @@ def sort_callbacks(cbs: list[Any]) -> list[Any]:
 
     Raises `OrderError` if `run_before` and `run_after` contradict `order` or form a cycle.
     """
-    befores = [getattr(cb, 'run_before', ()) for cb in cbs]
-    afters = [getattr(cb, 'run_after', ()) for cb in cbs]
-    if not any(befores) and not any(afters):
+    if not any(getattr(cb, 'run_before', ()) or getattr(cb, 'run_after', ()) for cb in cbs):
         return sorted(cbs, key=attrgetter('order'))
-    successors: list[set[int]] = [set() for _ in cbs]  # indices of callbacks that must run after
-    for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
-        for j in _find_indices(before, cbs, i):
-            successors[i].add(j)
-        for j in _find_indices(after, cbs, i):
-            successors[j].add(i)
-    for i, indices in enumerate(successors):
+    predecessors = _find_predecessors(cbs)
+    for i, indices in predecessors.items():
         for j in indices:
-            if cbs[i].order > cbs[j].order:
+            if cbs[j].order > cbs[i].order:
                 raise OrderError(
-                    f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
+                    f'{cbs[j]!r} (order {cbs[j].order}) must run before {cbs[i]!r} (order {cbs[i].order}) '
                     'by run_before or run_after, but after it by `order`. Change one of the two.'
                 )
-    n_predecessors = [0] * len(cbs)  # numbers of predecessors that are not sorted yet
-    for indices in successors:
-        for j in indices:
-            n_predecessors[j] += 1
-    queue = [(cbs[i].order, i) for i in range(len(cbs)) if not n_predecessors[i]]
-    heapq.heapify(queue)
-    order: list[int] = []
-    while queue:
-        _, i = heapq.heappop(queue)
-        order.append(i)
-        for j in successors[i]:
-            n_predecessors[j] -= 1
-            if not n_predecessors[j]:
-                heapq.heappush(queue, (cbs[j].order, j))
-    if len(order) < len(cbs):
-        cycle = ', '.join(repr(cbs[i]) for i in range(len(cbs)) if i not in order)
+    sorter = TopologicalSorter(predecessors)
+    try:
+        sorter.prepare()
+    except CycleError as e:
+        cycle = ', '.join(repr(cbs[i]) for i in sorted(set(e.args[1])))
         raise OrderError(
             f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
-        )
-    return [cbs[i] for i in order]
+        ) from None
+    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
+    res = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, (cbs[i].order, i))
+        _, first = heapq.heappop(ready)
+        res.append(cbs[first])
+        sorter.done(first)
+    return res
+
+
+def _find_predecessors(cbs: list[Any]) -> dict[int, set[int]]:
+    "Return, by the index of each callback, the indices of callbacks that `run_before` or `run_after` puts before it."
+    predecessors: dict[int, set[int]] = {i: set() for i in range(len(cbs))}
+    for i, cb in enumerate(cbs):
+        for j in _find_indices(getattr(cb, 'run_before', ()), cbs, i):
+            predecessors[j].add(i)
+        for j in _find_indices(getattr(cb, 'run_after', ()), cbs, i):
+            predecessors[i].add(j)
+    return predecessors
 
 
 def _find_indices(selectors: Any, cbs: list[Any], own_index: int) -> Iterator[int]:
