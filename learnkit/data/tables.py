@@ -148,11 +148,14 @@ def readable(
         and len(vocab) == values.shape[1]
         and bool(((values == 0) | (values == 1)).all())
     ):
-        return [
-            ', '.join(str(vocab[i]) for i in row.nonzero()[:, 0].tolist()) or 'none'
-            for row in values
-        ]
+        return [_join_class_names(row, vocab) for row in values]
     return [_join_cells(row.tolist()) for row in values]
+
+
+def _join_class_names(row: Tensor, vocab: Any) -> str:
+    "Return the names of the classes whose entry of a row is not 0, or 'none'."
+    indices = row.nonzero()[:, 0].tolist()
+    return ', '.join(str(vocab[i]) for i in indices) or 'none'
 
 
 def _describe_container(value: Any) -> Any:

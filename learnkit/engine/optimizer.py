@@ -75,12 +75,7 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     if name.isidentifier():
         opt.called = name
 
-    opt.spares_norms = opt.spares_norms and not is_ready
-    if learn.wd_bn_bias is not None:
-        opt.spares_norms = not learn.wd_bn_bias
-    if opt.spares_norms:
-        opt.spare_from_decay(p for m in modules for p in norm_bias_params(m))
-    opt.always_trained = set(norm_bias_params(model, with_bias=False)) if learn.train_bn else set()
+    set_exemptions(learn, opt, is_ready)
     own = set(opt.parameters())
     if last is not opt and frozen & own:
         opt.frozen = frozen & own
@@ -90,6 +85,21 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     opt.waiting = {p for p in params - own if not p.requires_grad}
     opt.warned = set()
     return opt
+
+
+def set_exemptions(
+    learn: LearnerLike,
+    opt: OptimWrapper,  # new optimizer of the Learner
+    is_ready: bool,  # True if the user has made the optimizer
+) -> None:
+    "Exempt norm layers and biases from weight decay, and norm layers from freezing, as the Learner's options say."
+    opt.spares_norms = opt.spares_norms and not is_ready
+    if learn.wd_bn_bias is not None:
+        opt.spares_norms = not learn.wd_bn_bias
+    if opt.spares_norms:
+        opt.spare_from_decay(p for m in list_modules(learn) for p in norm_bias_params(m))
+    norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else []
+    opt.always_trained = set(norms)
 
 
 def call_opt_func(learn: LearnerLike) -> Any:

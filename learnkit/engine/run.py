@@ -298,8 +298,11 @@ def warn_of_switched_off(learn: LoopLike, cb: Any, event_name: str) -> None:
     if getattr(cb, 'observer', False):
         return
     table = learn.callbacks.tables[False]
-    handled = [n for n in _INPUTS if any(owner is cb for _, _, owner in table[n])]
-    changing = [n for n in handled if n != event_name]
+    changing = []
+    for name in _INPUTS:
+        owners = [owner for _, _, owner in table[name]]
+        if name != event_name and contains_object(owners, cb):
+            changing.append(name)
     if changing:
         name = type(cb).__name__
         warn_user(
