@@ -235,14 +235,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current.started = perf_counter()
         current.n_valid = 0
         if self.learn.fitting:
-            self._end_row()
-            self._begin_losses(self.smooth_loss.count)
+            self._n_before = self.smooth_loss.count
+            if self.learn.world.size > 1:
+                self._merge_late_values()
+                self.smooth_loss.mark(self._n_before)
+            self._logged_after_row = None
         self.log = L(self.learn.epoch)
-
-    def _begin_losses(self, n: int) -> None:
-        self._n_before = n
-        if self.learn.world.size > 1:
-            self.smooth_loss.mark(n)
 
     def before_train(self) -> None:
         self._is_epoch_open = True
@@ -403,11 +401,10 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._logged_names.append(name)
             self._hidden_names.add(name)
 
-    def _end_row(self) -> None:
+    def _merge_late_values(self) -> None:
         "Merge what the ranks have logged since the row of the epoch was written."
         late = self._logged_after_row
-        self._logged_after_row = None
-        if late is None or self.learn.world.size == 1:
+        if late is None:
             return
         states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
         late.merge_logged(states)
@@ -416,7 +413,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def after_fit(self) -> None:
         if self.learn.fitting and self.learn.world.size > 1:
-            self._end_row()
+            self._merge_late_values()
+            self._logged_after_row = None
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics
@@ -682,7 +680,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Continue the measurements of the epoch in progress."
         current = self._metrics_by_depth[0]
         current.started = perf_counter() - seconds
-        self._begin_losses(sd['n_before'])
+        self._n_before = sd['n_before']
+        if self.learn.world.size > 1:
+            self.smooth_loss.mark(self._n_before)
         self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])

@@ -448,28 +448,26 @@ class TensorLoader:
         >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
         [[2, 3], [4]]
         """
-        batches = self._select_batches(n) if self.shuffle else self._copy_batches(n)
+        device = self.tensors[0].device
+        pinned = device.type == 'cpu' and torch.cuda.is_initialized()
+        batches = self._select_batches(n, pinned) if self.shuffle else self._copy_batches(n, pinned)
         batches = islice(batches, max(0, len(self) - n))
         return batches if self.names is None else map(self._make_dict, batches)
 
-    def _select_batches(self, n: int) -> Iterator[tuple[Tensor, ...]]:
+    def _select_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
         "Return the batches of a drawn order from batch `n` on. The order is drawn at once."
         device = self.tensors[0].device
         order = self.draw_order().to(device, non_blocking=device.type == 'cuda')
-        take = select_pinned if self._is_pinning() else torch.index_select
+        take = select_pinned if pinned else torch.index_select
         tensors = self.tensors
         # a generator expression takes less time for each batch than calls of a function
         return (tuple([take(t, 0, idx) for t in tensors]) for idx in self._split_rows(order, n))
 
-    def _copy_batches(self, n: int) -> Iterator[tuple[Tensor, ...]]:
+    def _copy_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
         "Return copies of the batches from batch `n` on, so that a batch can be changed in place."
-        copy = Tensor.pin_memory if self._is_pinning() else Tensor.clone
+        copy = Tensor.pin_memory if pinned else Tensor.clone
         copies = (map(copy, self._split_rows(t, n)) for t in self.tensors)
         return zip(*copies, strict=True)
-
-    def _is_pinning(self) -> bool:
-        "Return True if batches are made in pinned memory, for a copy to a GPU."
-        return self.tensors[0].device.type == 'cpu' and torch.cuda.is_initialized()
 
     def draw_order(self) -> Tensor:
         "Return the sample indices (n,) in the order of the next epoch, drawn if the loader shuffles."

@@ -32,7 +32,11 @@ def parse_length(
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
     if budget is None:
-        _check_no_data(n)
+        if hasattr(n, '__iter__') and not is_count(n, 0):  # a tensor may hold a number
+            raise FitError(
+                f'n_epoch={short_repr(n)}: give a whole number, 0 or more. Data goes into the Learner: '
+                '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
+            )
         n = check_count('n_epoch', n, 0, FitError)
     start = check_count('start_epoch', start_epoch, 0, FitError)
     if n is None and start:
@@ -46,15 +50,6 @@ def parse_length(
         )
     check_not_running(learn)
     return n, budget
-
-
-def _check_no_data(value: object) -> None:
-    "Raise `FitError` for data in the place of the number of epochs, `fit(x, y)`."
-    if hasattr(value, '__iter__') and not is_count(value, 0):
-        raise FitError(
-            f'n_epoch={short_repr(value)}: give a whole number, 0 or more. Data goes into the Learner: '
-            '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
-        )
 
 
 def _parse_time(

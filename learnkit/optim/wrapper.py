@@ -200,7 +200,10 @@ class OptimWrapper(torch.optim.Optimizer):
         """
         known = {slot for slots in self.positions for slot in slots}
         self.positions += [[slot] for slot in self._list_slots() if slot not in known]
-        return [get_param_groups(slots) for slots in self.positions]
+        groups = []
+        for slots in self.positions:
+            groups.append([o.param_groups[i] for o, i in slots])
+        return groups
 
     def _list_slots(self) -> list[Slot]:
         "Return the slot of every param group of every optimizer."
@@ -637,11 +640,6 @@ def has_modes(opt: torch.optim.Optimizer) -> bool:
 def is_fused(opt: torch.optim.Optimizer) -> bool:
     "Return True if a param group of an optimizer uses torch's fused kernel."
     return any(group.get('fused') for group in opt.param_groups)
-
-
-def get_param_groups(slots: list[Slot]) -> list[dict[str, Any]]:
-    "Return the param groups in these slots."
-    return [opt.param_groups[i] for opt, i in slots]
 
 
 def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
