@@ -837,9 +837,9 @@ class Learner(Loop):
         """
         own_loop.report_loss(self, loss)
 
-    def repeat_turn(self) -> None:
+    def repeat_optimize_call(self) -> None:
         "Run the forward and backward passes of the current `optimize` call again."
-        own_loop.repeat_turn(self)
+        own_loop.repeat_optimize_call(self)
 
     # -- evaluation and prediction -----------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.callbacks.oom import OOMObserver
-from learnkit.core.batch import batch_counter, cut_batch
+from learnkit.core.batch import batch_counter, slice_batch
 from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
@@ -149,7 +149,7 @@ class _Trial(Callback):
 
     def before_batch(self) -> None:
         learn = self.learn
-        learn.xb, learn.yb = cut_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
+        learn.xb, learn.yb = slice_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
         if self.keeps_gradients:
             for p in learn.opt.parameters():
                 if p.requires_grad and p.grad is None:

@@ -36,7 +36,7 @@ from learnkit.checkpoint.weights import (
     find_trainable,
     leave_out_frozen_weights,
 )
-from learnkit.core.dtensor import mesh_of, whole_state
+from learnkit.core.dtensor import gather_full_state, mesh_of
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, check_writable, sweep
 from learnkit.core.model import name_of
@@ -373,7 +373,7 @@ class Checkpoint(Callback):
         if self.trainable_only and learn.world.is_first:
             state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)
         if not self.sharded:
-            state = whole_state(state)
+            state = gather_full_state(state)
         elif mesh_of(learn.model) is not None:
             state, places, parts = take_parts(state)
             if self._writers is None:

@@ -343,7 +343,7 @@ def find_refusals(learn: LearnerLike) -> Iterator[str]:
             has_tensor(g[o] for o in RULES[type(opt)].options) or g['differentiable']
             for g in opt.param_groups
         ):
-            yield f'a hyper-parameter of {type(opt).__name__} is a tensor'
+            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
     yield from find_hooks(learn)
 
 

@@ -24,7 +24,7 @@ from learnkit.metrics.merge import gather_on_host, merge_states, shared_state, w
 __all__ = [
     'EpochMetrics',
     'MetricColumns',
-    'Microbatch',
+    'KeptMicrobatch',
     'clone_metric',
     'value_of',
     'read_metrics',
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-class Microbatch:
+class KeptMicrobatch:
     "Predictions and targets of a microbatch, kept until the end of its batch for the metrics."
 
     def __init__(self, learn: LearnerLike) -> None:

@@ -1,4 +1,4 @@
-"""Hyper-parameters of every step, stored as one float64 tensor each."""
+"""Hyperparameters of every step, stored as one float64 tensor each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Packed = Tensor | list[Any]  # a value that is not a number stays as it is (Adaf
 
 
 class HyperparamLog:
-    """Record the hyper-parameters of a param group at every step, as one tuple per step.
+    """Record the hyperparameters of a param group at every step, as one tuple per step.
 
     >>> steps = HyperparamLog()
     >>> for lr in (0.5, 0.25): steps.record({'lr': lr, 'betas': (0.9, 0.99), 'params': []})
@@ -35,7 +35,7 @@ class HyperparamLog:
         self._read: Callable[[Mapping[str, Any]], tuple[Any, ...]] = _read_nothing
         self._options: tuple[str, ...] = ()  # keys that are read from the param group
         self._rows: list[tuple[Any, ...]] = []  # latest steps, not yet packed
-        self._packed: dict[str, list[Packed]] = {}  # earlier steps in blocks, by hyper-parameter
+        self._packed: dict[str, list[Packed]] = {}  # earlier steps in blocks, by hyperparameter
         self._n_packed = 0
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class HyperparamLog:
         return [torch.full((self._n_packed,), torch.nan, dtype=torch.float64)]
 
     def _locations(self) -> dict[str, GroupKey]:
-        "Return where the current options hold each hyper-parameter."
+        "Return where the current options hold each hyperparameter."
         found = {name: find_group_key(name, dict.fromkeys(self._options)) for name in HYPERS}
         return {name: location for name, location in found.items() if location is not None}
 
@@ -102,7 +102,7 @@ class HyperparamLog:
         self._n_packed += len(rows)
 
     def _join_blocks(self, name: str) -> Packed:
-        "Return the values of all steps for a hyper-parameter."
+        "Return the values of all steps for a hyperparameter."
         blocks = self._packed[name]
         if len(blocks) > 1:
             tensors = [b for b in blocks if isinstance(b, Tensor)]
@@ -114,11 +114,11 @@ class HyperparamLog:
         return blocks[0] if blocks else torch.empty(0, dtype=torch.float64)
 
     def columns(self) -> dict[str, list[Any]]:
-        "Return the values of every step, by fastai's names of the hyper-parameters."
+        "Return the values of every step, by fastai's names of the hyperparameters."
         return {name: _as_list(values) for name, values in self._packed_columns().items()}
 
     def column(self, name: str) -> list[Any]:
-        "Return the values of a hyper-parameter at every step, an empty list if not recorded."
+        "Return the values of a hyperparameter at every step, an empty list if not recorded."
         if name not in self._packed:
             return []
         self._pack()
@@ -129,7 +129,7 @@ class HyperparamLog:
         return {name: self._join_blocks(name) for name in self._packed}
 
     def state_dict(self) -> dict[str, Any]:
-        "Return a float64 tensor per hyper-parameter, or a list if a value is not a number."
+        "Return a float64 tensor per hyperparameter, or a list if a value is not a number."
         return {'options': list(self._options), 'columns': self._packed_columns()}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from learnkit.core.batch import (
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
-from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.time import Time, Timestamp, as_time, count_crossings
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
@@ -112,8 +112,10 @@ class MixHandler(Callback):
         now = self.learn.time
         begin = self.learn.evaluations.fit_began
         if self.until.unit == 'dur':
-            return crossings(Timestamp(dur=0.0), Timestamp(dur=now.dur or 0.0), self.until) > 0
-        return crossings(Timestamp(), now - begin, self.until) > 0
+            return (
+                count_crossings(Timestamp(dur=0.0), Timestamp(dur=now.dur or 0.0), self.until) > 0
+            )
+        return count_crossings(Timestamp(), now - begin, self.until) > 0
 
     @property
     def stack_y(self) -> bool:

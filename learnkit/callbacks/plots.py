@@ -1,4 +1,4 @@
-"""Plots of the Recorder: losses and hyper-parameters by step, metrics by epoch, the LR search."""
+"""Plots of the Recorder: losses and hyperparameters by step, metrics by epoch, the LR search."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ class Plots:
 
     def plot_sched(
         self,
-        keys: Any = None,  # hyper-parameters to draw; None: lr, and those that changed
+        keys: Any = None,  # hyperparameters to draw; None: lr, and those that changed
         figsize: tuple[float, float] | None = None,  # size of the figure in inches
     ) -> Any:
-        "Draw hyper-parameters by step, one plot each; return the axes."
+        "Draw hyperparameters by step, one plot each; return the axes."
         hps = self.hps
         unknown = [k for k in L(keys) if k not in hps]
         if unknown:

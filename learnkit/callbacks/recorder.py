@@ -1,4 +1,4 @@
-"""Recorder: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
+"""Recorder: losses and hyperparameters by step, losses and metrics by epoch, and their plots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from learnkit.callbacks.epoch_metrics import (
     EpochMetrics,
+    KeptMicrobatch,
     MetricColumns,
-    Microbatch,
     clone_metric,
     load_metrics,
     metric_states,
@@ -70,7 +70,7 @@ class _EvalLoss(AvgLoss):
 
 
 class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides the Learner's
-    """Record losses, metrics and hyper-parameters, and pass one row an epoch to `learn.logger`.
+    """Record losses, metrics and hyperparameters, and pass one row an epoch to `learn.logger`.
 
     `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
     including evaluations within an epoch. `learn.recorder` holds the steps of the last fit:
@@ -119,7 +119,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         # one dict per evaluation, over all fits, including evaluations within an epoch
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
-        self._microbatches: list[Microbatch] = []  # microbatches of the current batch
+        self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
         # measurements by depth of the run, outermost first
         self._metrics_by_depth = [EpochMetrics()]
         self._metric_columns = MetricColumns()
@@ -144,7 +144,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _clear_steps(self) -> None:
         self.values = L()
         self.iters = L()
-        self._steps = HyperparamLog()  # hyper-parameters of the last param group
+        self._steps = HyperparamLog()  # hyperparameters of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
@@ -227,7 +227,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         if not learn.run.microbatch:
             self._microbatches = []
-        self._microbatches.append(Microbatch(learn))
+        self._microbatches.append(KeptMicrobatch(learn))
 
     def before_epoch(self) -> None:
         current = self.epoch_metrics
@@ -619,7 +619,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     @property
     def hps(self) -> dict[str, list[float]]:
-        "Hyper-parameters of every step of this fit, by fastai's names, of the last param group."
+        "Hyperparameters of every step of this fit, by fastai's names, of the last param group."
         return self._steps.columns() if self._hps is None else self._hps
 
     @hps.setter

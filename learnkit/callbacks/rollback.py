@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.callbacks.nan_diagnosis import named_parameters
-from learnkit.core.dtensor import cut_again, distribute_like
+from learnkit.core.dtensor import distribute_like, reshard
 from learnkit.core.learner_type import LearnerLike
 
 __all__ = ['RollbackPoint', 'make_rollback_point', 'roll_back', 'find_buffers', 'copy_nested']
@@ -50,8 +50,8 @@ def make_rollback_point(
 
 @torch.no_grad()
 def roll_back(learn: LearnerLike, point: RollbackPoint) -> None:
-    "Copy a rollback point into the current tensors; rates and other hyper-parameters do not change."
-    cut_again(learn.model)
+    "Copy a rollback point into the current tensors; rates and other hyperparameters do not change."
+    reshard(learn.model)
     named = named_parameters(learn)
     for name, value in point['weights'].items():
         if name in named:

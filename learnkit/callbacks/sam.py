@@ -96,7 +96,7 @@ class SAM(Callback):
         params = [p for p in learn.step_parameters if p.grad is not None]
         if n % self.interval or not params:
             return
-        if learn.run.turn is not None and learn.run.turn.compute is None:
+        if learn.run.optimize_call is not None and learn.run.optimize_call.compute is None:
             raise make_repeat_error('SAM')
         self._repeat_passes(params)
 

@@ -1,4 +1,4 @@
-"""Schedules: hyper-parameters as functions of the progress of a fit.
+"""Schedules: hyperparameters as functions of the progress of a fit.
 
 A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule
 has no state: a resumed fit continues it exactly, and it stretches over the length of any fit.
@@ -57,7 +57,7 @@ Location = tuple[dict[str, Any], str, int | None, int]
 
 
 class ParamScheduler(Callback):
-    """Set hyper-parameters before every training batch, each by a function of `pct_train`.
+    """Set hyperparameters before every training batch, each by a function of `pct_train`.
 
     A schedule returns one value, or a list, array or tensor with one value per param group.
     Checkpointed: nothing, since schedules have no state. Raises `ScheduleError` for a schedule that
@@ -78,7 +78,7 @@ class ParamScheduler(Callback):
 
     def __init__(
         self,
-        scheds: Mapping[str, Schedule],  # hyper-parameter: schedule
+        scheds: Mapping[str, Schedule],  # hyperparameter: schedule
     ) -> None:
         super().__init__()
         if not isinstance(scheds, Mapping):
@@ -91,7 +91,7 @@ class ParamScheduler(Callback):
         self._opt: Any = None  # optimizer that `_plan` was made for
         # torch optimizers of `_opt`, with their param groups at that time
         self._known: list[tuple[Any, list[dict[str, Any]]]] = []
-        # name, schedule, least value and locations of each hyper-parameter
+        # name, schedule, least value and locations of each hyperparameter
         self._plan: list[tuple[str, Schedule, float, list[Location]]] = []
         self._n_groups = 0
 
@@ -112,7 +112,7 @@ class ParamScheduler(Callback):
         self._update_val(self.learn.pct_train)
 
     def _update_val(self, pct: float) -> None:
-        "Set every hyper-parameter to its value at a position of the fit."
+        "Set every hyperparameter to its value at a position of the fit."
         if self._is_outdated():
             self._make_plan()
         if pct > 1:
@@ -138,7 +138,7 @@ class ParamScheduler(Callback):
         return False
 
     def _make_plan(self) -> None:
-        "Find the locations of all hyper-parameters, once for many batches."
+        "Find the locations of all hyperparameters, once for many batches."
         opt = self.learn.opt
         if not {'wd', 'weight_decay'}.isdisjoint(self.scheds):
             opt.split_groups()

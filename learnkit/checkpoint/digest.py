@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.dtensor import whole_state
+from learnkit.core.dtensor import gather_full_state
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
@@ -101,10 +101,10 @@ def learn_state(learn: LearnerLike) -> dict[str, Any]:
     "Return the state that `learn_digest` hashes, for `differences`. Its tensors are not copied."
     loss = learn.loss_func
     return {
-        'model': whole_state(bare_model(learn.model).state_dict()),
+        'model': gather_full_state(bare_model(learn.model).state_dict()),
         'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
-        'optimizer': None if learn.opt is None else whole_state(learn.opt.state_dict()),
-        'callbacks': whole_state(learn.callback_states()),
+        'optimizer': None if learn.opt is None else gather_full_state(learn.opt.state_dict()),
+        'callbacks': gather_full_state(learn.callback_states()),
         'loop': {'time': learn.time.state_dict()},
         'rng': capture_rng(),
         'nondeterministic_state': collect_nondeterministic_state(learn),

@@ -26,7 +26,7 @@ from learnkit.core.model import bare_model
 from learnkit.core.random import preserved_generators
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import epoch_length
-from learnkit.data.loader_state import capture_state, restore_state
+from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import has_own_state, lost_attributes
@@ -171,9 +171,9 @@ def _as_new_process(learn: LearnerLike) -> Iterator[None]:
 
     These are the loader's state, and the random generators in objects of callbacks.
     """
-    state = capture_state(learn.dls.train)
+    state = capture_loader_state(learn.dls.train)
     with ExitStack() as stack:
-        stack.callback(restore_state, learn.dls.train, state)
+        stack.callback(restore_loader_state, learn.dls.train, state)
         for cb in learn.cbs:
             stack.enter_context(preserved_generators(cb))
         stack.enter_context(restored(learn))

@@ -31,7 +31,7 @@ from learnkit.core.batch import (
     passed_names,
     tensors_in,
 )
-from learnkit.core.dtensor import mesh_of, whole_state
+from learnkit.core.dtensor import gather_full_state, mesh_of
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
@@ -89,7 +89,7 @@ def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Pat
     if with_opt is not False and learn.opt is not None:
         state = {
             'model': state,
-            'opt': whole_state(to_plain(learn.opt.state_dict(), "The optimizer's state")),
+            'opt': gather_full_state(to_plain(learn.opt.state_dict(), "The optimizer's state")),
         }
         if has_weights(learn.loss_func):
             state['loss_func'] = model_state(learn.loss_func)

@@ -35,12 +35,12 @@ from learnkit.checkpoint.weights import (
 )
 from learnkit.core.dtensor import (
     distribute_like,
+    gather_full_state,
     host_mesh,
     is_dtensor,
     local_shard,
     mesh_of,
     on_host,
-    whole_state,
 )
 from learnkit.core.errors import CheckpointError, add_note
 from learnkit.core.learner_type import LearnerLike
@@ -85,7 +85,7 @@ def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
             'checkpoint_state() in the middle of a run: no run could resume from there. Call it at '
             'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.'
         )
-    return copy_to_host(whole_state(collect_state(learn, learn.run.checkpoint_event)))
+    return copy_to_host(gather_full_state(collect_state(learn, learn.run.checkpoint_event)))
 
 
 def load_checkpoint_state(

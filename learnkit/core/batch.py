@@ -37,7 +37,7 @@ __all__ = [
     'has_certain_size',
     'concat',
     'microbatches',
-    'cut_batch',
+    'slice_batch',
     'take_rows',
     'is_sample_list',
     'has_listed_samples',
@@ -345,7 +345,7 @@ def microbatches(
 
     Tensors whose first dimension is the batch size are cut, and so are lists or tuples with one entry per sample.
     Other objects are passed to every microbatch uncut. A batch of at most `size` samples is the only microbatch.
-    Raises `BatchError` for a batch that cannot be cut, see `cut_batch`.
+    Raises `BatchError` for a batch that cannot be cut, see `slice_batch`.
 
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
@@ -356,10 +356,10 @@ def microbatches(
         n = find_bs((*xb, *yb))
     if n <= size:
         return [(xb, yb)]
-    return cut_batch(xb, yb, n, [slice(i, i + size) for i in range(0, n, size)])
+    return slice_batch(xb, yb, n, [slice(i, i + size) for i in range(0, n, size)])
 
 
-def cut_batch(
+def slice_batch(
     xb: tuple[Any, ...],  # inputs
     yb: tuple[Any, ...],  # targets
     n: int,  # number of samples of the batch
@@ -370,12 +370,15 @@ def cut_batch(
     Raises `BatchError` for an entry that cannot be cut, such as a PackedSequence; the message has the entry's number.
     Also raises `BatchError` if no input has one entry per sample, or if tensor targets do not.
 
-    >>> cut_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
+    >>> slice_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
     [((tensor([2, 0]),), (['c', 'a'],))]
     """
     listed = has_listed_samples((*xb, *yb), n)
     batches = [
-        (_cut_entries('input', xb, n, rows, listed), _cut_entries('target', yb, n, rows, listed))
+        (
+            _slice_entries('input', xb, n, rows, listed),
+            _slice_entries('target', yb, n, rows, listed),
+        )
         for rows in pieces
     ]
     for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
@@ -388,7 +391,7 @@ def cut_batch(
     return batches
 
 
-def _cut_entries(
+def _slice_entries(
     name: str,  # 'input' or 'target', for errors
     entries: tuple[Any, ...],
     n: int,

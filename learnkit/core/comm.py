@@ -65,7 +65,7 @@ class Comm:
     variables: tuple[str, ...] = ()  # environment variables set by `join_ranks`
     n_steps: int = 0  # optimizer steps of this run, equal on all ranks
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
-    _agreed: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
+    _maxima: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _pending: tuple[Any, Tensor] | None = None  # exchange in flight
 
     @property
@@ -230,11 +230,11 @@ class Comm:
             return value
         i = SLOTS.index(slot)
         self._posted[i] = max(self._posted[i], value)
-        return self._agreed[i]
+        return self._maxima[i]
 
     def value(self, slot: str) -> float:
         "Return the maximum over ranks of a slot, as of the last `exchange`."
-        return self._agreed[SLOTS.index(slot)]
+        return self._maxima[SLOTS.index(slot)]
 
     def set(
         self,
@@ -245,7 +245,7 @@ class Comm:
         if self.size == 1:
             return
         i = SLOTS.index(slot)
-        self._posted[i] = self._agreed[i] = value
+        self._posted[i] = self._maxima[i] = value
 
     def exchange(
         self,
@@ -284,8 +284,8 @@ class Comm:
         "Reset all slots for a new run: to `values`, which are equal on all ranks, or to 0."
         self._pending = None
         self.n_steps = 0
-        self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
-        self._posted = list(self._agreed)
+        self._maxima = [values.get(slot, 0.0) for slot in SLOTS]
+        self._posted = list(self._maxima)
 
     def _list_numbers(self) -> list[float]:
         "Return the numbers to exchange; the maxima of `n_steps` and `-n_steps` show whether `n_steps` is equal."
@@ -302,7 +302,7 @@ class Comm:
 
     def _agree_on(self, maxima: list[float]) -> None:
         "Store the maxima of all slots; raise `DistributedError` if ranks have taken different numbers of steps."
-        *self._agreed, most, least = maxima
+        *self._maxima, most, least = maxima
         if most + least:
             raise DistributedError(
                 f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same '

@@ -21,10 +21,10 @@ __all__ = [
     'local_shard',
     'local_shards',
     'full_tensor',
-    'whole_state',
+    'gather_full_state',
     'distribute_like',
-    'part_of',
-    'cut_again',
+    'shard_tensor',
+    'reshard',
     'on_host',
     'empty_on_host',
     'host_mesh',
@@ -71,7 +71,7 @@ def local_shards(tensors: Iterable[Any]) -> list[Any]:
     )
 
 
-def cut_again(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     "Reshard the parameters of an FSDP model, which frees the full parameters that a forward pass has gathered."
     if 'torch.distributed.fsdp' not in sys.modules:
         return
@@ -93,7 +93,7 @@ def full_tensor(t: Any) -> Any:
         return t.full_tensor().cpu()
 
 
-def whole_state(state: Any) -> Any:
+def gather_full_state(state: Any) -> Any:
     "Gather every tensor of a nested state. All ranks must call it."
     return map_tensors(state, full_tensor)
 
@@ -115,12 +115,12 @@ def distribute_like(
     if is_dtensor(value):
         shard = local_shard(value)
     else:
-        shard = part_of(value, own.device_mesh, own.placements)
+        shard = shard_tensor(value, own.device_mesh, own.placements)
     shard = shard.detach().to(local_shard(own).device, copy=True)
     return _make_dtensor(shard, own.device_mesh, own)
 
 
-def part_of(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
+def shard_tensor(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
     "Return this rank's shard of a full tensor on a mesh of one dimension."
     [placement] = placements
     if not placement.is_shard():

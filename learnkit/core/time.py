@@ -21,10 +21,9 @@ __all__ = [
     'Time',
     'Timestamp',
     'as_time',
-    'count_multiples',
-    'crossings',
+    'count_crossings',
     'format_seconds',
-    'in_words',
+    'format_time',
 ]
 
 UNITS = {
@@ -99,7 +98,7 @@ class Time:
 
     @never_raising
     def _repr_html_(self) -> str:
-        return definitions({str(self): in_words(self.value, self.unit)})
+        return definitions({str(self): format_time(self.value, self.unit)})
 
     def __bool__(self) -> bool:
         return self.value != 0
@@ -241,7 +240,7 @@ class Timestamp:
     @never_raising
     def _repr_html_(self) -> str:
         values = {u: v for u, v in self.state_dict().items() if v is not None}
-        return definitions({u: in_words(v, u) for u, v in values.items()}, 'finished so far')
+        return definitions({u: format_time(v, u) for u, v in values.items()}, 'finished so far')
 
 
 def as_time(
@@ -259,7 +258,7 @@ def as_time(
     return time
 
 
-def crossings(
+def count_crossings(
     before: Timestamp,  # start, exclusive
     after: Timestamp,  # end, inclusive
     every: Time,  # interval
@@ -269,7 +268,7 @@ def crossings(
     The crossings of consecutive ranges add up to the crossings of the whole range. In `sec` and `dur`, a multiple
     missed by a rounding error counts as reached.
 
-    >>> crossings(Timestamp(ba=90), Timestamp(ba=310), Time('100ba'))
+    >>> count_crossings(Timestamp(ba=90), Timestamp(ba=310), Time('100ba'))
     3
     """
     if not every:
@@ -353,10 +352,10 @@ def _check_unit(unit: Any) -> None:
         )
 
 
-def in_words(value: int | float, unit: str) -> str:
+def format_time(value: int | float, unit: str) -> str:
     """Return a time in words.
 
-    >>> in_words(1200, 'ba'), in_words(1, 'ep'), in_words(0.25, 'dur'), in_words(4805.3, 'sec')
+    >>> format_time(1200, 'ba'), format_time(1, 'ep'), format_time(0.25, 'dur'), format_time(4805.3, 'sec')
     ('1,200 batches', '1 epoch', '25% of the run', '1:20:05')
     """
     if unit == 'dur':

@@ -22,7 +22,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.show import first_batch, first_samples, own_method, show_samples
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
-from learnkit.data.torch_loader import iterates_as_torch, torch_in_order, without_workers
+from learnkit.data.torch_loader import iterates_as_torch, rebuild_without_workers, torch_in_order
 
 __all__ = [
     'DataLoaders',
@@ -37,7 +37,7 @@ __all__ = [
     'batch_size_of',
     'epoch_length',
     'describe_loader',
-    'in_order',
+    'make_unshuffled',
 ]
 
 
@@ -539,7 +539,7 @@ def describe_loader(dl: Any) -> str:
     return f'{type(dl).__name__}, {count}' + (f' of {bs}' if bs is not None else '')
 
 
-def in_order(dl: Any) -> Any:
+def make_unshuffled(dl: Any) -> Any:
     """Return a loader of the same samples in the order of the data set, including an incomplete last batch.
 
     A sampler that selects samples (weighted, a subset, a rank's shard) is kept. A loader that cannot be rebuilt (a
@@ -600,7 +600,7 @@ def check_loaders(dls: Any) -> None:
         if getattr(dl, 'num_workers', 0):
             if type(dl) is not DataLoader or isinstance(dl.dataset, IterableDataset):
                 continue
-            dl = without_workers(dl)
+            dl = rebuild_without_workers(dl)
         form.split(first_batch(dl))
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from learnkit.core.random import capture_generator, capture_own, restore_own
 from learnkit.data.dataloaders import TensorLoader
 
-__all__ = ['capture_state', 'restore_state', 'find_own_parts']
+__all__ = ['capture_loader_state', 'restore_loader_state', 'find_own_parts']
 
 State = dict[str, Any]  # 'own': generators, 'epochs', 'counts', each by attribute path
 
@@ -28,7 +28,7 @@ _DEEPEST = 3
 _first_numbers: dict[int, dict[str, Any]] = {}
 
 
-def capture_state(dl: Any) -> State:
+def capture_loader_state(dl: Any) -> State:
     """Return the generators, epoch numbers and counts of a loader and its parts as tensors and plain values.
 
     Each count comes with the value that it had when this process first saw its owner.
@@ -40,8 +40,8 @@ def capture_state(dl: Any) -> State:
     ...         self.n_passes += 1
     ...         return iter([0, 1, 2][::-1 if self.n_passes % 2 else 1])
     >>> dl = DataLoader(range(3), sampler=Reversing())
-    >>> _ = capture_state(dl), list(dl), list(dl)
-    >>> capture_state(dl)['counts']['sampler']
+    >>> _ = capture_loader_state(dl), list(dl), list(dl)
+    >>> capture_loader_state(dl)['counts']['sampler']
     {'n_passes': (None, 2)}
     """
     state: State = {'own': {}, 'epochs': {}, 'counts': {}}
@@ -60,9 +60,9 @@ def capture_state(dl: Any) -> State:
     return state
 
 
-def restore_state(
+def restore_loader_state(
     dl: Any,
-    state: Mapping[str, Any],  # return value of `capture_state` of a loader made alike
+    state: Mapping[str, Any],  # return value of `capture_loader_state` of a loader made alike
 ) -> list[str]:  # names of generators that this loader lacks
     """Restore a loader's state, except counts that were changed neither there nor here.
 

@@ -31,7 +31,7 @@ from learnkit.core.random import (
 )
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
-from learnkit.data.loader_state import capture_state, find_own_parts, restore_state
+from learnkit.data.loader_state import capture_loader_state, find_own_parts, restore_loader_state
 from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
@@ -40,9 +40,9 @@ from learnkit.data.torch_loader import (
     forget_workers,
     get_index_sampler,
     is_worker_failure,
+    rebuild_with_sampler,
     same_batches,
     start_lists,
-    with_sampler,
     workers_run,
 )
 
@@ -295,7 +295,7 @@ class LoaderPosition:
 
         _restore_own_state(dl, self._own_state)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
-        batches = iter(with_sampler(dl, sampler))
+        batches = iter(rebuild_with_sampler(dl, sampler))
         sampler.lists = None
         if dl.num_workers and not isinstance(dl, Shard):
             _warn_of_shared_draws('sampler', after_first, current)
@@ -450,7 +450,7 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
         )
     with _preserved(dl):
         # the length of a loader may depend on the epoch
-        restore_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
+        restore_loader_state(_unshard(dl), {'epochs': state['now'].get('epochs', {})})
         saved = state['loader']
         now = describe_drawn(dl)
     saved_size = state.get('processes', 1)
@@ -489,7 +489,7 @@ def _capture(dl: Any, with_global: bool = False) -> State:
         with dl.order:
             return _capture(dl.source, with_global)
     state = {'rng': capture_rng()} if with_global else {}
-    return state | capture_state(dl)
+    return state | capture_loader_state(dl)
 
 
 def _restore(dl: Any, state: State | None) -> list[str]:
@@ -501,7 +501,7 @@ def _restore(dl: Any, state: State | None) -> list[str]:
             return _restore(dl.source, state)
     if 'rng' in state:
         restore_rng(state['rng'])
-    return restore_state(dl, state)
+    return restore_loader_state(dl, state)
 
 
 def _restore_own_state(dl: Any, state: State) -> None:

@@ -17,7 +17,7 @@ from learnkit.core.random import (
     restore_rng,
     same_states,
 )
-from learnkit.data.loader_state import capture_state, restore_state
+from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.torch_loader import belongs_to_sampler
 
 __all__ = ['Order', 'Shard']
@@ -95,7 +95,7 @@ class Shard:
     def order_state(self) -> dict[str, Any]:
         "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
         names = self._order_generators()
-        state = capture_state(self.source)
+        state = capture_loader_state(self.source)
         own = {name: saved for name, saved in state['own'].items() if name in names}
         return {'rng': capture_rng(devices=False), 'epochs': state['epochs'], 'own': own}
 
@@ -105,7 +105,7 @@ class Shard:
     ) -> None:
         "Draw the following passes from another rank's generator states."
         self.order.state = dict(state['rng'])
-        restore_state(self.source, state)
+        restore_loader_state(self.source, state)
 
     @contextmanager
     def preserve(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.optional import import_library
 from learnkit.core.plotting import WRONG, AxesList, choose_columns, new_axes
 from learnkit.data.preserve import undisturbed_loader
-from learnkit.data.tables import as_table, cell, find_class_name, readable, shorten
+from learnkit.data.tables import as_table, cell, find_class_name, format_targets, shorten
 
 __all__ = [
     'show_samples',
@@ -24,7 +24,7 @@ __all__ = [
     'first_samples',
     'as_targets',
     'class_axis',
-    'wrong_ones',
+    'find_errors',
     'find_images',
     'as_pictures',
     'class_colors',
@@ -49,11 +49,11 @@ def show_samples(
     n = find_bs(xb, tuple(details.values()))
     images = find_images(xb)
     if images is None:
-        return as_table(xb, {k: readable(v, n, vocab) for k, v in details.items()}, wrong)
+        return as_table(xb, {k: format_targets(v, n, vocab) for k, v in details.items()}, wrong)
 
     all_masks = {k: as_mask(v, images) for k, v in details.items()}
     masks = {k: mask for k, mask in all_masks.items() if mask is not None}
-    lines = {k: readable(v, n, vocab) for k, v in details.items() if all_masks[k] is None}
+    lines = {k: format_targets(v, n, vocab) for k, v in details.items() if all_masks[k] is None}
     columns = []
     for name, values in lines.items():
         prefix = f'{name} ' if len(details) > 1 else ''
@@ -136,10 +136,10 @@ def class_axis(scores: Tensor, targs: Tensor) -> int | None:
     return fits[0] if fits else None
 
 
-def wrong_ones(preds: Any, targs: Any) -> list[int]:
+def find_errors(preds: Any, targs: Any) -> list[int]:
     """Return the indices of samples with a wrong predicted class; an empty list for anything but classes.
 
-    >>> wrong_ones(torch.tensor([1, 2, 0]), torch.tensor([1, 1, 0]))
+    >>> find_errors(torch.tensor([1, 2, 0]), torch.tensor([1, 1, 0]))
     [1]
     """
     both = preds, targs

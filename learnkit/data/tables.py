@@ -11,7 +11,15 @@ from learnkit.core.batch import TARGET_NAMES, children_of, describe, find_bs, is
 from learnkit.core.html import table, text_table
 from learnkit.core.optional import import_library
 
-__all__ = ['Table', 'as_table', 'readable', 'class_names', 'find_class_name', 'cell', 'shorten']
+__all__ = [
+    'Table',
+    'as_table',
+    'format_targets',
+    'class_names',
+    'find_class_name',
+    'cell',
+    'shorten',
+]
 
 MAX_COLUMNS = 10  # of a vector in a table
 MAX_CELL_CHARS = 60
@@ -114,7 +122,7 @@ def class_names(vocab: Any) -> Any:
     return vocab[-1] if is_list(vocab) and len(vocab) and is_list(vocab[-1]) else vocab
 
 
-def readable(
+def format_targets(
     values: Any,  # tensor or list with one entry per sample, or a tuple of several
     n: int,  # number of samples
     vocab: Any = None,  # class names
@@ -122,14 +130,17 @@ def readable(
     """Return targets in readable form: class names, numbers, or short lists of them.
 
     >>> import torch
-    >>> readable(torch.tensor([1, 0]), 2, ['cat', 'dog']), readable(torch.tensor([[1, 1], [0, 1]]), 2, ['cat', 'dog'])
-    (['dog', 'cat'], ['cat, dog', 'dog'])
+    >>> vocab = ['cat', 'dog']
+    >>> format_targets(torch.tensor([1, 0]), 2, vocab)
+    ['dog', 'cat']
+    >>> format_targets(torch.tensor([[1, 1], [0, 1]]), 2, vocab)
+    ['cat, dog', 'dog']
     """
     vocab = class_names(vocab)
     if is_sample_list(values, n):
         return [_describe_container(v) for v in values]
     if isinstance(values, tuple):
-        columns = [readable(v, n, vocab) for v in values]
+        columns = [format_targets(v, n, vocab) for v in values]
         if len(columns) == 1:
             return columns[0]
         return [', '.join(map(cell, row)) for row in zip(*columns, strict=True)]

@@ -15,8 +15,8 @@ from learnkit.core.random import RNGState, capture_rng, own_generators, preserve
 
 __all__ = [
     'rebuild',
-    'with_sampler',
-    'without_workers',
+    'rebuild_with_sampler',
+    'rebuild_without_workers',
     'get_index_sampler',
     'start_lists',
     'ResumedSampler',
@@ -60,7 +60,7 @@ def rebuild(
     )
 
 
-def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoader[Any]:
+def rebuild_with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoader[Any]:
     "Rebuild a loader with another sampler; the seed of the workers is drawn with all generators preserved."
     batches = (
         {'batch_size': None, 'sampler': sampler}
@@ -81,9 +81,9 @@ def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoade
     )
 
 
-def without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
+def rebuild_without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
     "Rebuild a loader so that it fetches the same batches in this process."
-    return with_sampler(
+    return rebuild_with_sampler(
         dl,
         get_index_sampler(dl),
         num_workers=0,
@@ -187,7 +187,7 @@ def fetching_is_random(
 
 def _fetches_differ(dl: DataLoader[Any], batch_indices: list[Any]) -> bool:
     "Return True if a worker moves a generator, or gets other samples for the first batch when it is fetched again."
-    watched = with_sampler(
+    watched = rebuild_with_sampler(
         dl,
         [batch_indices[0], *batch_indices],
         num_workers=1,

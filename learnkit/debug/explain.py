@@ -25,7 +25,7 @@ from learnkit.core.random import capture_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS, canonical_event
-from learnkit.engine.fastai_callbacks import is_foreign
+from learnkit.engine.fastai_callbacks import is_fastai_callback
 
 __all__ = ['explain', 'list_metric_names', 'trace', 'Handler', 'Handlers', 'Change', 'Trace']
 
@@ -200,7 +200,7 @@ def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
 
 def find_user_function(cb: Any, event_name: str) -> Any:
     "Return the user's function of a foreign callback or of a callback for every event; None for other callbacks."
-    if is_foreign(cb):
+    if is_fastai_callback(cb):
         return getattr(cb, event_name, None)
     if not takes_every_event(cb):
         return None

@@ -11,7 +11,7 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import definitions, format_cell, safe_call
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
-from learnkit.core.time import in_words
+from learnkit.core.time import format_time
 from learnkit.data.dataloaders import describe_loader, evaluation_loaders
 
 __all__ = ['learner_html', 'learner_text']
@@ -106,11 +106,11 @@ def _describe_progress(learn: LearnerLike) -> str:
     if not now.ba:
         return 'not yet'
     counts = [
-        in_words(getattr(now, unit), unit)
+        format_time(getattr(now, unit), unit)
         for unit in ('ep', 'ba', 'st', 'sp', 'tok')
         if getattr(now, unit)
     ]
-    return f'{", ".join(counts)} in {in_words(now.sec, "sec")}'
+    return f'{", ".join(counts)} in {format_time(now.sec, "sec")}'
 
 
 def _describe_last_epoch(learn: LearnerLike) -> str:

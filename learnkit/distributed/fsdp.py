@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.dtensor import (
     close_hosts,
-    cut_again,
     distribute_like,
     full_tensor,
+    gather_full_state,
     is_dtensor,
     open_hosts,
-    whole_state,
+    reshard,
 )
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
@@ -148,7 +148,7 @@ class Sharded(Parallelism):
     def _replace_model(self, learn: LearnerLike, model: nn.Module) -> None:
         "Replace the Learner's model by a model with the same parameter names."
         followers = [cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)]
-        states = [whole_state(cb.state_dict()) for cb in followers]
+        states = [gather_full_state(cb.state_dict()) for cb in followers]
         replace_params(list_optimizers(learn), match_params(learn.model, model))
         learn.model = model
         for cb, state in zip(followers, states, strict=True):
@@ -171,7 +171,7 @@ class Sharded(Parallelism):
         sharded = learn.model
         self.original = None
         self._learn = None
-        cut_again(sharded)
+        reshard(sharded)
         if self._has_failed(learn):
             return self._restore_untrained(learn, original.to(self._device))
         self.share_buffers(learn)
@@ -202,7 +202,7 @@ class Sharded(Parallelism):
 
     def prepare(self, learn: LearnerLike) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
-        cut_again(learn.model)
+        reshard(learn.model)
         self.trained = [p for p in learn.model.parameters() if p.requires_grad]
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
             raise DistributedError(
@@ -237,7 +237,7 @@ class Sharded(Parallelism):
 
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
-        cut_again(learn.model)
+        reshard(learn.model)
         broadcast_tensors(learn.model.buffers())
 
     def release(self, learn: LearnerLike) -> None:

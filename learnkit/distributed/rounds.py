@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
-from learnkit.core.batch import cut_batch, rebuild, split_batch
+from learnkit.core.batch import rebuild, slice_batch, split_batch
 from learnkit.core.errors import BatchError
-from learnkit.data.dataloaders import in_order, n_batches
+from learnkit.data.dataloaders import make_unshuffled, n_batches
 from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.shard import Order, Shard
 from learnkit.distributed.shard_spec import ShardSpec
@@ -119,7 +119,7 @@ class RoundShard(Shard):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(in_order(self.source), replace(self.spec, uneven='join'))
+        return type(self)(make_unshuffled(self.source), replace(self.spec, uneven='join'))
 
     def rounds(
         self,
@@ -205,6 +205,6 @@ def _select_rows(
     rows: slice | list[int],  # samples to select
 ) -> Any:
     "Return a batch of some samples, in the same nesting as the loader's batch."
-    [(xb, yb)] = cut_batch(*split_batch(batch), k, [rows])
+    [(xb, yb)] = slice_batch(*split_batch(batch), k, [rows])
     is_one_entry = isinstance(batch, PackedSequence) or not isinstance(batch, (tuple, list))
     return xb[0] if is_one_entry else rebuild(batch, [*xb, *yb])

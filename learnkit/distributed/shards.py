@@ -22,16 +22,16 @@ from learnkit.data.dataloaders import (
     DataLoaders,
     TensorLoader,
     evaluation_loaders,
-    in_order,
+    make_unshuffled,
     n_batches,
 )
-from learnkit.data.loader_state import capture_state, restore_state
+from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.shard import Order, Shard
 from learnkit.data.torch_loader import (
     get_index_sampler,
     iterates_as_torch,
+    rebuild_with_sampler,
     start_lists,
-    with_sampler,
     workers_run,
 )
 from learnkit.distributed.rounds import RoundIterator, RoundShard
@@ -296,7 +296,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
-        return _make_shard(in_order(self.source), replace(self.spec, uneven='join'))
+        return _make_shard(make_unshuffled(self.source), replace(self.spec, uneven='join'))
 
 
 class ShardSampler:
@@ -381,7 +381,9 @@ class ShardSampler:
 def _make_index_shard(dl: DataLoader[Any], spec: ShardSpec) -> IndexShard:
     order = Order()
     sampler = ShardSampler(dl, spec, order)
-    loader: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
+    loader: Any = rebuild_with_sampler(
+        dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True
+    )
     loader.source = dl
     loader.spec = sampler.spec
     loader.order = order
@@ -404,10 +406,10 @@ def _gives_index_lists(dl: Any) -> bool:
         return False
     if dl.batch_sampler is not None:
         return True
-    state = capture_state(dl)
+    state = capture_loader_state(dl)
     with preserved_rng():
         first = next(iter(sampler), None)
-    restore_state(dl, state)
+    restore_loader_state(dl, state)
     return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.dcp import replace_at, take_parts
-from learnkit.core.batch import count_samples, cut_batch, find_bs
+from learnkit.core.batch import count_samples, find_bs, slice_batch
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
@@ -117,7 +117,7 @@ class SeveralProcesses(SingleProcess):
         if len(microbatches) == n:
             return microbatches
         bs = find_bs(xb, yb, learn.size_func)
-        return cut_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
+        return slice_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
     def own_samples(self, learn: LoopLike) -> int:
         "Return the number of samples of this rank's batch."

@@ -27,7 +27,7 @@ from learnkit.engine.callback import (
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
-from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
+from learnkit.engine.fastai_callbacks import get_fastai_handler, is_fastai_callback
 from learnkit.engine.lint import lint
 
 __all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
@@ -145,7 +145,7 @@ class CallbackSet:
         for cb in cbs:
             for name in list_defined_events(cb):
                 get_own_handler(cb, name)  # raises for an attribute that is not callable
-            if not is_foreign(cb):
+            if not is_fastai_callback(cb):
                 lint(cb)
         explicit: dict[str, Any] = {}
         for cb in [*remaining, *cbs]:
@@ -457,7 +457,7 @@ class HandlerTable(dict[str, list[Entry]]):
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
         if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-            return foreign_handler(cb, name) if is_event else None
+            return get_fastai_handler(cb, name) if is_event else None
         handler: Callable[[], Any] | None
         if is_event and takes_every_event(cb):
             handler = partial(cb, name)
@@ -485,14 +485,14 @@ def as_callback(cb: Any) -> Callback:
 
     Raises `CallbackError` for anything else.
     """
-    if isinstance(cb, type) and (issubclass(cb, Callback) or is_foreign(cb)):
+    if isinstance(cb, type) and (issubclass(cb, Callback) or is_fastai_callback(cb)):
         try:
             return cb()
         except TypeError as e:
             raise CallbackError(
                 f'{cb.__name__} cannot be made without arguments ({e}): give an instance.'
             ) from e
-    if isinstance(cb, Callback) or is_foreign(cb):
+    if isinstance(cb, Callback) or is_fastai_callback(cb):
         return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     cls = cb if isinstance(cb, type) else type(cb)

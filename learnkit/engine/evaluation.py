@@ -7,7 +7,7 @@ from typing import Any
 
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LoopLike
-from learnkit.core.time import Time, Timestamp, crossings
+from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
@@ -75,7 +75,7 @@ class EvaluationSchedule:
         if every is None:
             return False
         has_new_weights = last.ba != now.ba
-        if not crossings(last, now, every) and not (is_last and has_new_weights):
+        if not count_crossings(last, now, every) and not (is_last and has_new_weights):
             return False
         self.evaluated[name] = now
         return True

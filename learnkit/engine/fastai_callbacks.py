@@ -10,14 +10,14 @@ from learnkit.core.errors import CancelException
 from learnkit.engine.callback import Callback, get_own_handler
 from learnkit.engine.events import LEVELS
 
-__all__ = ['is_foreign', 'foreign_handler']
+__all__ = ['is_fastai_callback', 'get_fastai_handler']
 
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
 # attributes of fastai's callbacks
 _PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 
-def is_foreign(cb: object) -> bool:
+def is_fastai_callback(cb: object) -> bool:
     "Return True for a callback or class that follows fastai's protocol and does not inherit from `Callback`."
     cls = cb if isinstance(cb, type) else type(cb)
     if issubclass(cls, Callback) or '__call__' not in dir(cls):
@@ -25,7 +25,7 @@ def is_foreign(cb: object) -> bool:
     return all(hasattr(cls, name) for name in _PROTOCOL)
 
 
-def foreign_handler(cb: Any, event_name: str) -> Callable[[], Any] | None:
+def get_fastai_handler(cb: Any, event_name: str) -> Callable[[], Any] | None:
     """Return a function that runs `event_name` on a foreign callback, or None if the callback has no handler.
 
     fastai's Cancel exceptions are converted to this package's exceptions of the same name.

@@ -15,12 +15,12 @@ from learnkit.core.batch import (
     BatchForm,
     apply_model,
     count_samples,
-    cut_batch,
     describe,
     detuplify,
     form_of,
     has_certain_size,
     short_repr,
+    slice_batch,
     to_device,
     unpack_output,
 )
@@ -75,8 +75,8 @@ from learnkit.engine.resume import open_resumed, resume_at, resumed_epochs
 from learnkit.engine.run import (
     NO_CONTEXT,
     ContextStack,
+    OptimizeCall,
     Run,
-    Turn,
     is_in_use,
     make_cancel_error,
     preserved_state,
@@ -543,8 +543,8 @@ class Loop(CallbackHost):
 
     def repeat_passes(self) -> None:
         "Run the forward and backward passes of the batch again, without the step."
-        if self.run.turn is not None:
-            self.repeat_turn()
+        if self.run.optimize_call is not None:
+            self.repeat_optimize_call()
         elif self.microbatch:
             self.run_microbatches(self.microbatch)
         else:
@@ -552,7 +552,7 @@ class Loop(CallbackHost):
             self._do_pred_loss()
             self._with_events(self._backward, 'backward', CancelBackwardException)
 
-    def repeat_turn(self) -> None:
+    def repeat_optimize_call(self) -> None:
         "Run the passes of the current `optimize` call again."
 
     # -- microbatches ----------------------------------------------------------------------------
@@ -870,15 +870,15 @@ class Loop(CallbackHost):
         self.strategy.stop(self)
 
     @contextmanager
-    def taking(self, turn: Turn) -> Iterator[None]:
+    def open_optimize_call(self, call: OptimizeCall) -> Iterator[None]:
         "Set the current `optimize` call, and the optimizer that it steps, within a context."
-        before = self.run.turn, self.turn
-        self.run.turn = turn
-        self.turn = turn.only
+        before = self.run.optimize_call, self.turn
+        self.run.optimize_call = call
+        self.turn = call.only
         try:
             yield
         finally:
-            self.run.turn, self.turn = before
+            self.run.optimize_call, self.turn = before
 
     def forget_run(self) -> None:
         "Release the tensors of a failed run, and the persistent workers of its loaders."
@@ -937,7 +937,7 @@ class Loop(CallbackHost):
         self.run.counts_samples = None
         if self.microbatch:
             n = count_samples(self)
-            cut_batch(self.xb, self.yb, n, [slice(0, n)])
+            slice_batch(self.xb, self.yb, n, [slice(0, n)])
         try:
             n = count_samples(self)
         except BatchError as e:

@@ -26,8 +26,8 @@ from learnkit.optim.hyperparams import (
     SPLIT,
     as_groups,
     check_maker,
+    iterate_params,
     list_values,
-    members,
     norm_bias_params,
 )
 from learnkit.optim.wrapper import OptimWrapper
@@ -147,7 +147,9 @@ def check_opt_func(
     check_maker(opt_func)
     maker = unwrap_partial(opt_func)
     name = getattr(maker, '__name__', repr(maker))
-    if maker is getattr(torch.optim, 'Muon', None) and any(p.ndim != 2 for p in members(groups)):
+    if maker is getattr(torch.optim, 'Muon', None) and any(
+        p.ndim != 2 for p in iterate_params(groups)
+    ):
         raise OptimizerError(
             'Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
             'these with AdamW.'
@@ -203,7 +205,7 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
             f'splitter={learn.splitter!r} cannot be called: give a function.{SPLIT}'
         )
     groups = as_groups(learn.splitter(learn.model))
-    counts = Counter(members(groups))
+    counts = Counter(iterate_params(groups))
     if len(counts) < counts.total():  # torch would raise without the name, or step twice
         [(p, _)] = counts.most_common(1)
         names: dict[Any, str] = {q: name for name, q in learn.model.named_parameters()}
@@ -374,7 +376,7 @@ def split_all_params(learn: LearnerLike) -> list[list[Any]]:
     """
     with requiring_grad(learn.opt.parameters()):
         groups = split_params(learn)
-    lists = [list(members([group])) for group in groups]
+    lists = [list(iterate_params([group])) for group in groups]
     known = {p for params in lists for p in params}
     lists[-1] += [p for p in list_loss_params(learn) if p not in known]
     return lists

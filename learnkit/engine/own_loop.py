@@ -45,14 +45,14 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop, list_overrides
-from learnkit.engine.run import Turn
+from learnkit.engine.run import OptimizeCall
 
 __all__ = [
     'forward',
     'compute_loss',
     'optimize',
     'report_loss',
-    'repeat_turn',
+    'repeat_optimize_call',
     'EventCheck',
     'replaces_batch',
     'make_repeat_error',
@@ -113,8 +113,8 @@ def optimize(
         )
     value: Any = loss
     compute = None if isinstance(value, (Tensor, Mapping)) or not callable(value) else value
-    turn = Turn(learn.opt.name_of(only), compute, retain_graph)
-    if compute is None and learn.opt.evaluates_again(turn.only):
+    call = OptimizeCall(learn.opt.name_of(only), compute, retain_graph)
+    if compute is None and learn.opt.evaluates_again(call.only):
         raise OptimizerError(
             f'{learn.opt!r} evaluates the loss several times a step: give optimize() a function '
             'that computes it, `self.optimize(lambda: ...)`.'
@@ -122,7 +122,7 @@ def optimize(
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
         learn.optimized_loss_sum = None
         learn.n_optimized_losses = 0
-    with learn.taking(turn):
+    with learn.open_optimize_call(call):
         learn.report_loss(value if compute is None else compute())
         _count_loss(learn)
         stepped = _backward_and_step(learn)
@@ -139,13 +139,13 @@ def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None
     learn('after_loss')
 
 
-def repeat_turn(learn: LearnerLike) -> None:
+def repeat_optimize_call(learn: LearnerLike) -> None:
     "Compute the loss of the current `optimize` call again, with the backward pass."
-    if learn.run.turn.compute is None:
+    if learn.run.optimize_call.compute is None:
         raise make_repeat_error('A second pass')
     learn.clear_pass()
-    learn.report_loss(learn.run.turn.compute())
-    learn._with_events(partial(_backward_for_turn, learn), 'backward', CancelBackwardException)
+    learn.report_loss(learn.run.optimize_call.compute())
+    learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
 
 
 @contextmanager
@@ -167,9 +167,9 @@ def _count_loss(learn: LearnerLike) -> None:
 
 
 def _backward_and_step(learn: LearnerLike) -> bool:
-    "Run the backward pass and the step of the turn; return False if no step was taken."
+    "Run the backward pass and the step of the current `optimize` call; return False if no step was taken."
     n_before = learn.opt.n_steps
-    learn._with_events(partial(_backward_for_turn, learn), 'backward', CancelBackwardException)
+    learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
     try:
         learn._with_events(learn._step, 'step', CancelStepException)
     except StepPutOff:
@@ -178,9 +178,9 @@ def _backward_and_step(learn: LearnerLike) -> bool:
     return bool(learn.opt.n_steps > n_before)
 
 
-def _backward_for_turn(learn: LearnerLike) -> None:
-    "Run the backward pass of the turn; parameters of other optimizers keep their gradients."
-    learn.run.retains_graph = learn.run.turn.retain_graph
+def _backward_of_call(learn: LearnerLike) -> None:
+    "Run the backward pass of the current `optimize` call; parameters of other optimizers keep their gradients."
+    learn.run.retains_graph = learn.run.optimize_call.retain_graph
     try:
         if learn.turn is None:
             learn._backward()

@@ -26,7 +26,7 @@ from learnkit.engine.events import CONTEXTS, LEVELS
 __all__ = [
     'ContextStack',
     'Run',
-    'Turn',
+    'OptimizeCall',
     'call_each',
     'end_run',
     'open_run',
@@ -44,7 +44,7 @@ STATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class OptimizeCall:
     "Arguments of the current `optimize` call."
 
     only: str | None = None  # optimizer that steps; None: all of them
@@ -60,7 +60,7 @@ class Run:
     run has its own levels, so that no Cancel exception leaves it.
     """
 
-    kind: str = ''  # 'fit', 'evaluation', or '' for no run
+    kind: str = ''  # 'fit', 'evaluation', 'prediction', or '' for no run
     depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
@@ -73,7 +73,7 @@ class Run:
     stage: int | None = None  # index of the fit in `fine_tune`
     takes_batches: bool = False  # the model is called with whole batches
     device: torch.device | None = None  # device of the batches of the current loader
-    turn: Turn | None = None  # current call of `optimize`
+    optimize_call: OptimizeCall | None = None  # current call of `optimize`
     retains_graph: bool | None = None  # whether backward keeps the graph for another pass
     calls_modules: bool = False  # `forward` calls modules directly, without their wrapper
     counts_samples: str | None = None  # amount of this fit that is counted in samples: '60sp'
@@ -90,7 +90,7 @@ def is_in_use(learn: LoopLike) -> bool:
 @contextmanager
 def open_run(
     learn: LoopLike,
-    kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
+    kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
     run = learn.run

@@ -17,7 +17,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.core.dtensor import cut_again
+from learnkit.core.dtensor import reshard
 from learnkit.core.interrupts import run_all
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import state_setter
@@ -204,7 +204,7 @@ def restored(
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
     parts = learn.run, learn.counters, learn.evaluations, learn.passes
-    cut_again(learn.model)
+    reshard(learn.model)
     try:
         with restored_objects(
             learn,
@@ -216,7 +216,7 @@ def restored(
             try:
                 yield
             finally:
-                cut_again(learn.model)
+                reshard(learn.model)
                 if list(map(id, learn.cbs)) != list(map(id, cbs)):
                     learn.cbs = cbs
     finally:

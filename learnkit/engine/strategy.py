@@ -34,7 +34,7 @@ class SingleProcess:
     def run(
         self,
         learn: LoopLike,
-        kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
+        kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
     ) -> Iterator[None]:
         "Open a run."
         n_started = os.environ.get('WORLD_SIZE', '1')

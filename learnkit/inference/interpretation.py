@@ -31,7 +31,7 @@ from learnkit.core.random import (
 )
 from learnkit.core.validation import check_count
 from learnkit.data.preserve import preserve_loaders
-from learnkit.data.show import as_targets, class_axis, show_samples, wrong_ones
+from learnkit.data.show import as_targets, class_axis, find_errors, show_samples
 from learnkit.data.tables import class_names, shorten
 from learnkit.inference.gather import reorder_samples
 from learnkit.inference.predict import plan_loader
@@ -216,7 +216,7 @@ class Interpretation:
         if with_loss:
             columns['loss'] = losses
         xb = xb if isinstance(xb, tuple) else (xb,)
-        return show_samples(xb, columns, self.vocab, wrong_ones(decoded, targs), **kwargs)
+        return show_samples(xb, columns, self.vocab, find_errors(decoded, targs), **kwargs)
 
 
 def _samples_error(dl: Any) -> LoaderError:

@@ -36,7 +36,7 @@ from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_count
-from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
+from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, make_unshuffled
 from learnkit.data.shard import Shard
 from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
@@ -179,7 +179,7 @@ def _run_predictions(
         preserved_state(learn),
         learn.validation_context(cbs=L(cbs), inner=True),
         loss_context,
-        learn.strategy.run(learn, 'evaluation'),
+        learn.strategy.run(learn, 'prediction'),
         deferred.paused(),
     ):
         learn.phase = 'predict'
@@ -283,7 +283,7 @@ def tta(
     "Predict with test-time augmentation: `lerp(augmented, plain, beta)`."
     check_count('n', n)
     check_function('augment', augment)
-    dl = in_order(_choose_loader(learn, ds_idx, dl))
+    dl = make_unshuffled(_choose_loader(learn, ds_idx, dl))
     if item_tfms is not None or batch_tfms is not None:
         dl = _replace_transforms(dl, item_tfms, batch_tfms)
     set_split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
@@ -339,7 +339,7 @@ def plan_loader(
     if not reorder:
         return dl, None
     if not callable(getattr(dl, 'get_idxs', None)):
-        return in_order(dl), None
+        return make_unshuffled(dl), None
     with preserved_rng():  # `get_idxs` may draw samples
         # a loader that was passed is used unchanged: `new` would lose its sample weights
         if not is_given or dl.drop_last:

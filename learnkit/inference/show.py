@@ -12,11 +12,11 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import decodes_batches
 from learnkit.data.show import (
     as_targets,
+    find_errors,
     first_batch,
     first_samples,
     own_method,
     show_samples,
-    wrong_ones,
 )
 
 __all__ = ['show_results']
@@ -49,4 +49,4 @@ def show_results(
     (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
     columns = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
     vocab = getattr(learn.dls, 'vocab', None)
-    return show_samples(xb, columns, vocab, wrong_ones(preds, targs), **kwargs)
+    return show_samples(xb, columns, vocab, find_errors(preds, targs), **kwargs)

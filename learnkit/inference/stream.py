@@ -90,10 +90,10 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
         "Run until the next pause or the end, in the run's state, and restore the Learner's outer state."
         learn = self._learn
         with learn.lock:
-            outer_state = _capture_state(learn)
+            outer_state = _capture_paused_state(learn)
             self._running = True
             if self._state is not None:
-                _restore_state(learn, self._state)
+                _restore_paused_state(learn, self._state)
                 learn.lock.acquire()  # the run holds the lock, and has released it for the pause
             try:
                 if self._state is not None:
@@ -101,7 +101,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 with self._context(), learn.evaluated_weights():
                     step()
                 learn.callbacks.notify('on_run_paused')
-                self._state = _capture_state(learn)
+                self._state = _capture_paused_state(learn)
                 _PAUSED.add(self)
                 learn.lock.release()
             except BaseException:
@@ -111,7 +111,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 raise
             finally:
                 self._running = False
-                _restore_state(learn, outer_state)
+                _restore_paused_state(learn, outer_state)
 
     def __repr__(self) -> str:
         if self._is_invalid:
@@ -134,7 +134,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # paused streams of all Learners
 
 
-def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
+def _capture_paused_state(learn: LearnerLike) -> tuple[Any, ...]:
     "Return the state of the Learner that a stream captures and restores when it pauses or resumes."
     attributes = {name: learn.__dict__[name] for name in _RUN_ATTRIBUTES if name in learn.__dict__}
     return (
@@ -146,7 +146,7 @@ def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
     )
 
 
-def _restore_state(learn: LearnerLike, state: tuple[Any, ...]) -> None:
+def _restore_paused_state(learn: LearnerLike, state: tuple[Any, ...]) -> None:
     attributes, run, modes, rng, grad = state
     vars(learn.run).update(run)
     for name in _RUN_ATTRIBUTES:
@@ -171,7 +171,7 @@ def stream_predictions(
 ) -> Iterator[None]:
     "Predict on a loader and yield after each batch, with the events and levels of the loop."
     levels = () if inner else ('fit', 'epoch')
-    with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'), ExitStack() as stack:
+    with learn.added_cbs(cbs), learn.strategy.run(learn, 'prediction'), ExitStack() as stack:
         learn.logger = noop
         learn.create_mbar = False
         learn.phase = 'predict'

@@ -24,6 +24,7 @@ from learnkit.metrics.torchmetrics import (
     Labels,
     LazyTorchMetric,
     Score,
+    argmax_preds,
     average_defined,
     check_average,
     compute_matthews,
@@ -31,9 +32,8 @@ from learnkit.metrics.torchmetrics import (
     flatten_labels,
     make_score,
     match_dtypes,
-    take_argmax,
-    take_class_softmax,
-    take_softmax,
+    softmax_probs,
+    softmax_probs_of_class,
     threshold_labels,
 )
 
@@ -83,7 +83,7 @@ class _ClassScore(Score):
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(take_argmax, type(self).__name__, axis, average == 'binary')
+        prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
         late = make_score(
             f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta
         )
@@ -165,7 +165,7 @@ class HammingLoss(Score):
     """
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        prepare = partial(take_argmax, 'HammingLoss', axis, False)
+        prepare = partial(argmax_preds, 'HammingLoss', axis, False)
         super().__init__(
             LazyTorchMetric('MulticlassHammingDistance', prepare, average='micro'),
             'hamming_loss',
@@ -186,7 +186,7 @@ class BalancedAccuracy(Score):
         adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(take_argmax, 'BalancedAccuracy', axis, False)
+        prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
         finish = partial(compute_mean_recall, adjusted)
         late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, finish)
         super().__init__(late, 'balanced_accuracy_score', on)
@@ -209,7 +209,7 @@ class CohenKappa(Score):
             raise MetricError(
                 f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
             )
-        prepare = partial(take_argmax, 'CohenKappa', axis, False)
+        prepare = partial(argmax_preds, 'CohenKappa', axis, False)
         super().__init__(
             LazyTorchMetric('MulticlassCohenKappa', prepare, weights=weights),
             'cohen_kappa_score',
@@ -227,7 +227,7 @@ class MatthewsCorrCoef(Score):
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
         late = LazyTorchMetric(
             'MulticlassConfusionMatrix',
-            partial(take_argmax, 'MatthewsCorrCoef', axis, False),
+            partial(argmax_preds, 'MatthewsCorrCoef', axis, False),
             compute_matthews,
         )
         super().__init__(late, 'matthews_corrcoef', on)
@@ -249,7 +249,7 @@ class RocAuc(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average, ('macro', 'weighted'))
-        prepare = partial(take_softmax, 'RocAuc', axis)
+        prepare = partial(softmax_probs, 'RocAuc', axis)
         finish = partial(average_defined, average, True)
         super().__init__(
             LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
@@ -269,7 +269,7 @@ class RocAucBinary(Score):
         max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(take_class_softmax, 'RocAucBinary', axis, 1)
+        prepare = partial(softmax_probs_of_class, 'RocAucBinary', axis, 1)
         finish = partial(average_defined, 'macro', True)
         super().__init__(
             LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
@@ -289,7 +289,7 @@ class APScoreBinary(Score):
         pos_label: int = 1,  # positive class
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare = partial(take_class_softmax, 'APScoreBinary', axis, pos_label)
+        prepare = partial(softmax_probs_of_class, 'APScoreBinary', axis, pos_label)
         finish = partial(average_defined, 'macro', False)
         super().__init__(
             LazyTorchMetric('BinaryAveragePrecision', prepare, finish),

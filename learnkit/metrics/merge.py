@@ -18,7 +18,13 @@ from torch import Tensor
 from learnkit.core.batch import map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.metrics.state import Pairs, collect_state, is_metric, is_torchmetrics, restore_state
+from learnkit.metrics.state import (
+    Pairs,
+    collect_accumulated,
+    is_metric,
+    is_torchmetrics,
+    restore_accumulated,
+)
 
 __all__ = [
     'Accumulates',
@@ -44,12 +50,12 @@ class Accumulates:
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state since `reset`; raise `MetricError` for attributes that are not plain values."
-        return collect_state(self)
+        return collect_accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore a state of `state_dict`; raise `MetricError` for the state of another metric."
         self.reset()
-        restore_state(self, sd)
+        restore_accumulated(self, sd)
 
     def merge(
         self,
@@ -66,13 +72,13 @@ class Accumulates:
 def shared_state(o: Any) -> dict[str, Any]:
     "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
-        return collect_state(o)
+        return collect_accumulated(o)
     if _overrides_merge(o):
-        return dict(o.state_dict() if hasattr(o, 'state_dict') else collect_state(o))
+        return dict(o.state_dict() if hasattr(o, 'state_dict') else collect_accumulated(o))
     sum_reduced = getattr(o, 'sum_reduced', ())
     inner = _list_inner_metrics(o)
     return {
-        **collect_state(o, but={*sum_reduced, *inner}),
+        **collect_accumulated(o, but={*sum_reduced, *inner}),
         **{f'{name}/': shared_state(metric) for name, metric in inner.items()},
         **{name: getattr(o, name) for name in sum_reduced},
     }

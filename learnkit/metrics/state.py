@@ -18,13 +18,19 @@ from torch import Tensor
 from learnkit.core.errors import MetricError
 from learnkit.core.plain import ATOMS, clone_view
 
-__all__ = ['collect_state', 'is_metric', 'is_torchmetrics', 'join_batches', 'restore_state']
+__all__ = [
+    'collect_accumulated',
+    'is_metric',
+    'is_torchmetrics',
+    'join_batches',
+    'restore_accumulated',
+]
 
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def collect_state(
+def collect_accumulated(
     o: Any,
     but: Collection[str] = (),  # attributes to leave out
 ) -> dict[str, Any]:
@@ -36,7 +42,7 @@ def collect_state(
 
     >>> class Best:
     ...     def __init__(self, k): self.k, self.seen = k, [3., 5.]
-    >>> collect_state(Best(k=2))
+    >>> collect_accumulated(Best(k=2))
     {'seen': [3.0, 5.0]}
     """
     if is_torchmetrics(o):
@@ -55,9 +61,9 @@ def collect_state(
     return state
 
 
-def restore_state(
+def restore_accumulated(
     o: Any,  # object after its reset
-    sd: Mapping[str, Any],  # return value of `collect_state`, not changed
+    sd: Mapping[str, Any],  # return value of `collect_accumulated`, not changed
 ) -> None:
     "Restore an accumulated state. Raises `MetricError` for the state of another object."
     if is_torchmetrics(o):
@@ -78,7 +84,7 @@ def _collect_inner_state(metric: Any) -> dict[str, Any]:
     "Return the state of an inner metric, by its own method if it has one."
     if hasattr(metric, 'state_dict') and not is_torchmetrics(metric):
         return metric.state_dict()
-    return collect_state(metric)
+    return collect_accumulated(metric)
 
 
 def _load_inner_state(metric: Any, sd: dict[str, Any]) -> None:
@@ -86,7 +92,7 @@ def _load_inner_state(metric: Any, sd: dict[str, Any]) -> None:
     if hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric):
         metric.load_state_dict(sd)
     else:
-        restore_state(metric, sd)
+        restore_accumulated(metric, sd)
 
 
 def is_metric(o: Any) -> bool:

@@ -19,16 +19,16 @@ from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.base import flatten_pair
 from learnkit.metrics.merge import interleave, merge_states
-from learnkit.metrics.state import join_batches, restore_state
+from learnkit.metrics.state import join_batches, restore_accumulated
 from learnkit.metrics.whole_set import KeptMetric, KeptPairs
 
 __all__ = [
     'LazyTorchMetric',
     'Score',
     'flatten_classes',
-    'take_argmax',
-    'take_softmax',
-    'take_class_softmax',
+    'argmax_preds',
+    'softmax_probs',
+    'softmax_probs_of_class',
     'flatten_labels',
     'threshold_labels',
     'match_dtypes',
@@ -139,7 +139,7 @@ class LazyTorchMetric(KeptPairs):
         if 'metric/' in sd:
             with _suppress_warnings():
                 self.metric = self._make_metric()
-        restore_state(self, sd)
+        restore_accumulated(self, sd)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         known = sorted({sd['n'] for sd in states if sd['n']})
@@ -213,7 +213,7 @@ def _check_two_classes(name: str, n: int, axis: int, instead: str) -> None:
 
 
 @needs_class_indices
-def take_argmax(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
+def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the class with the highest score of each prediction; with `two`, require two classes."
     check_choice(name, pred, axis)
     n = pred.shape[axis]
@@ -226,18 +226,20 @@ def take_argmax(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> 
 
 
 @needs_class_indices
-def take_softmax(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
+def softmax_probs(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the softmax of the scores (N, C), and targets (N,)."
     scores, targ = flatten_classes(name, pred, targ, axis)
     return _promote(scores).softmax(1), targ.long(), scores.shape[1]
 
 
 @needs_class_indices
-def take_class_softmax(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Prepared:
+def softmax_probs_of_class(
+    name: str, axis: int, label: int, pred: Tensor, targ: Tensor
+) -> Prepared:
     "Return the softmax (N,) of the class `label` of two classes, and targets of 0 and 1."
     check_choice(name, pred, axis)
     _check_two_classes(name, pred.shape[axis], axis, 'RocAuc')
-    probs, targ, n = take_softmax(name, axis, pred, targ)
+    probs, targ, n = softmax_probs(name, axis, pred, targ)
     return probs[:, label], (targ == label).long(), n
 
 

@@ -16,7 +16,7 @@ from learnkit.core.model import name_of, unwrap_partial
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import Accumulates, merge_pairs
-from learnkit.metrics.state import Pairs, collect_state, join_batches
+from learnkit.metrics.state import Pairs, collect_accumulated, join_batches
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
@@ -40,7 +40,7 @@ class KeptPairs(Accumulates):
 
     def state_dict(self) -> dict[str, Any]:
         self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
-        return collect_state(self)
+        return collect_accumulated(self)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         self.waiting, self.lengths = merge_pairs(states)

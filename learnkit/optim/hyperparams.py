@@ -31,7 +31,7 @@ __all__ = [
     'spread',
     'as_groups',
     'check_maker',
-    'members',
+    'iterate_params',
     'can_fuse',
     'FusedGuard',
     'trainable_params',
@@ -286,7 +286,7 @@ def check_maker(opt: Any) -> None:
         )
 
 
-def members(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
+def iterate_params(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
     "Yield the parameters in the groups that `as_groups` returns."
     for group in groups:
         for p in group['params']:

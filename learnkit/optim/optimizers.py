@@ -13,7 +13,7 @@ from torch import nn
 from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import MissingExtraError, OptimizerError
 from learnkit.core.optional import import_library
-from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, members
+from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = [
@@ -98,7 +98,7 @@ def Adam(
     """
     groups = as_groups(params)
     if fused is None:
-        fused = all(map(can_fuse, members(groups)))
+        fused = all(map(can_fuse, iterate_params(groups)))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
     return _wrap(cls(groups, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
 
@@ -369,7 +369,7 @@ def MuonAdamW(
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
-    fused = all(map(can_fuse, members(parts['adamw'])))
+    fused = all(map(can_fuse, iterate_params(parts['adamw'])))
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
         'adamw': partial(
             torch.optim.AdamW,

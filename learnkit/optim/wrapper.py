@@ -154,7 +154,7 @@ class OptimWrapper(torch.optim.Optimizer):
             )
         if not callable(opt) or isinstance(opt, torch.optim.Optimizer):
             raise OptimizerError(
-                'A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.'
+                'A ready optimizer has its parameters and hyperparameters: give `opt=` alone.'
             )
         check_maker(opt)
         if params is None:
@@ -379,7 +379,7 @@ class OptimWrapper(torch.optim.Optimizer):
             if all(find_group_key(name, group) is None for group in own_groups):
                 known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
-                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(known)}.'
+                    f'{name} is no hyperparameter of {self.class_names()}: it has {", ".join(known)}.'
                     f'{did_you_mean(name, known)}'
                 )
         return values

@@ -544,7 +544,7 @@ def test_learn_log_without_a_recorder_does_nothing() -> None:
         _ = learn.history
 
 
-# Hyper-parameters
+# Hyperparameters
 
 
 def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:

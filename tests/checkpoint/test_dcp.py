@@ -18,7 +18,7 @@ from learnkit.checkpoint.dcp import Writers, find_parts_folder, load_parts, take
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.folder import check_files, find, sweep_folders
 from learnkit.core.comm import join_ranks
-from learnkit.core.dtensor import whole_state
+from learnkit.core.dtensor import gather_full_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
 from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
@@ -334,7 +334,7 @@ def with_statistics(rank, folder, resume):
         learn.fit(2, resume=resume)
         return [
             *(b.clone() for b in learn.model.buffers()),
-            *whole_state(learn.ema.state_dict())['averages'].values(),
+            *gather_full_state(learn.ema.state_dict())['averages'].values(),
         ]
 
 

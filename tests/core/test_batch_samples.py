@@ -21,7 +21,7 @@ from learnkit import (
     find_bs,
 )
 from learnkit.callbacks import CutMix, EarlyStopping, MixUp, SpeedMonitor
-from learnkit.core.batch import concat, cut_batch, has_certain_size, is_sample_list, microbatches
+from learnkit.core.batch import concat, has_certain_size, is_sample_list, microbatches, slice_batch
 from learnkit.core.errors import BatchError, LossError, OptionError, TimeError
 from learnkit.distributed.shards import shard
 from learnkit.inference.gather import average_per_sample, reorder_samples
@@ -311,7 +311,7 @@ def test_graphs_are_cut_where_they_can_be_taken_apart() -> None:
 )
 def test_what_cannot_be_cut_is_named(xb: Any, yb: Any, n: int, match: str) -> None:
     with pytest.raises(BatchError, match=match):
-        cut_batch(xb, yb, n, [slice(0, 2), slice(2, 4)])
+        slice_batch(xb, yb, n, [slice(0, 2), slice(2, 4)])
 
 
 @pytest.mark.parametrize('microbatch', [2, 'auto', 100])

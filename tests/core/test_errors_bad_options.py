@@ -141,7 +141,7 @@ def test_an_optimizer_shows_itself_in_a_line() -> None:
         repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
         == 'OptimWrapper(SGD, 1 group, lr=0.5)'
     )
-    with pytest.raises(OptimizerError, match='no hyper-parameter of Adam: '):
+    with pytest.raises(OptimizerError, match='no hyperparameter of Adam: '):
         learn.opt.set_hyper('alpha', 0.1)
     learn = make(opt_func=MuonAdamW)
     learn.create_opt()

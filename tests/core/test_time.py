@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from learnkit.core.errors import TimeError
-from learnkit.core.time import UNITS, Time, Timestamp, as_time, crossings
+from learnkit.core.time import UNITS, Time, Timestamp, as_time, count_crossings
 
 COUNTS = [u for u in UNITS if u not in ('sec', 'dur')]
 counts = st.integers(0, 10**12)
@@ -385,15 +385,15 @@ def test_timestamp_state(tmp_path: Any) -> None:
 def test_crossings_count_the_multiples(start: int, length: int, every: int, unit: str) -> None:
     before, after = Timestamp(**{unit: start}), Timestamp(**{unit: start + length})
     expected = sum(1 for i in range(start + 1, start + length + 1) if i % every == 0)
-    assert crossings(before, after, Time(every, unit)) == expected
+    assert count_crossings(before, after, Time(every, unit)) == expected
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=10).map(sorted), st.floats(1e-3, 1e4))
 def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
     stamps, interval = [Timestamp(sec=p) for p in points], Time(every, 'sec')
-    parts = [crossings(a, b, interval) for a, b in pairwise(stamps)]
-    assert sum(parts) == crossings(stamps[0], stamps[-1], interval) and min(parts) >= 0
-    assert crossings(Timestamp(), stamps[-1], interval) == pytest.approx(
+    parts = [count_crossings(a, b, interval) for a, b in pairwise(stamps)]
+    assert sum(parts) == count_crossings(stamps[0], stamps[-1], interval) and min(parts) >= 0
+    assert count_crossings(Timestamp(), stamps[-1], interval) == pytest.approx(
         points[-1] / every, abs=1 + 1e-6
     )
 
@@ -403,21 +403,21 @@ def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: in
     "Shares i/n and intervals 1/k are rounded; every multiple is crossed where the exact fraction is."
     stamps = [Timestamp(dur=i / n_batches) for i in range(n_batches + 1)]
     every = Time(1 / parts, 'dur')
-    found = [crossings(a, b, every) for a, b in pairwise(stamps)]
+    found = [count_crossings(a, b, every) for a, b in pairwise(stamps)]
     exact = [math.floor(Fraction(i * parts, n_batches)) for i in range(n_batches + 1)]
     assert found == [b - a for a, b in pairwise(exact)] and sum(found) == parts
 
 
 def test_crossings_that_cannot_be() -> None:
-    assert crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
+    assert count_crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
     # no float could say
-    assert crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62 // 3
+    assert count_crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62 // 3
     with pytest.raises(TimeError, match='positive'):
-        crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))
+        count_crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))
     with pytest.raises(TimeError, match='forwards'):
-        crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
+        count_crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
     with pytest.raises(TimeError, match='not known'):
-        crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))
+        count_crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))
 
 
 def test_timing_needs_no_torch() -> None:

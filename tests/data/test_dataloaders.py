@@ -28,7 +28,7 @@ from learnkit.data.dataloaders import (
     check_loaders,
     default_device,
     evaluation_loaders,
-    in_order,
+    make_unshuffled,
     n_batches,
 )
 
@@ -431,10 +431,10 @@ def test_in_order_undoes_shuffling_and_dropping() -> None:
         DataLoader(ds, 4, shuffle=True),
         TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True),
     ):
-        ordered: Any = in_order(loader)
+        ordered: Any = make_unshuffled(loader)
         assert targets(ordered) == list(range(10)) and len(ordered) == 3
-        assert in_order(ordered) is ordered
-    other = in_order(FastaiLike())
+        assert make_unshuffled(ordered) is ordered
+    other = make_unshuffled(FastaiLike())
     assert (other.shuffle, other.drop_last) == (False, False)
 
 
@@ -455,7 +455,7 @@ def test_in_order_keeps_the_loaders_options() -> None:
         prefetch_factor=3,
         persistent_workers=True,
     )
-    ordered = in_order(loader)
+    ordered = make_unshuffled(loader)
     assert (ordered.collate_fn, ordered.num_workers, ordered.timeout, ordered.prefetch_factor) == (
         collate,
         2,
@@ -464,7 +464,9 @@ def test_in_order_keeps_the_loaders_options() -> None:
     )
     state = g.get_state()
     assert list(
-        in_order(DataLoader(TensorDataset(X, Y), 4, shuffle=True, collate_fn=collate, generator=g))
+        make_unshuffled(
+            DataLoader(TensorDataset(X, Y), 4, shuffle=True, collate_fn=collate, generator=g)
+        )
     ) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert torch.equal(g.get_state(), state)  # the training order is as it would have been
 
@@ -472,14 +474,14 @@ def test_in_order_keeps_the_loaders_options() -> None:
 def test_in_order_keeps_samplers_that_choose() -> None:
     ds = TensorDataset(X, Y)
     weighted = WeightedRandomSampler([1.0] + [0.0] * 9, 7)
-    loader = in_order(DataLoader(ds, 4, sampler=weighted, drop_last=True))
+    loader = make_unshuffled(DataLoader(ds, 4, sampler=weighted, drop_last=True))
     assert loader.sampler is weighted and targets(loader) == [0] * 7
     kept = DataLoader(ds, 4, sampler=weighted)
-    assert in_order(kept) is kept
+    assert make_unshuffled(kept) is kept
 
 
 def test_in_order_without_automatic_batching() -> None:
-    loader = in_order(DataLoader(TensorDataset(X, Y), batch_size=None, shuffle=True))
+    loader = make_unshuffled(DataLoader(TensorDataset(X, Y), batch_size=None, shuffle=True))
     assert loader.batch_size is None and [int(y) for _, y in loader] == list(range(10))
 
 
@@ -492,7 +494,7 @@ def test_in_order_returns_what_cannot_be_recreated() -> None:
         DataLoader(ds, 4),
         DataLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), 3, drop_last=True)),
     ):
-        assert in_order(loader) is loader
+        assert make_unshuffled(loader) is loader
 
 
 def test_as_dataloaders() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from learnkit import DataLoaders, TensorLoader
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError, OptionError
-from learnkit.data.dataloaders import in_order
+from learnkit.data.dataloaders import make_unshuffled
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
 from tests.helpers.positions import Items
@@ -115,7 +115,7 @@ def test_lengths_that_differ_are_refused_with_all_of_them() -> None:
 def test_in_order_is_a_share_of_the_whole_in_order() -> None:
     for make in (tensors, items):
         parts = [
-            [ids(b) for b in in_order(shard(make(1, shuffle=True, drop_last=True), rank, 2))]
+            [ids(b) for b in make_unshuffled(shard(make(1, shuffle=True, drop_last=True), rank, 2))]
             for rank in range(2)
         ]
         assert parts == [

@@ -22,9 +22,9 @@ from learnkit.data.show import (
     class_colors,
     draw_images,
     draw_masks,
-    wrong_ones,
+    find_errors,
 )
-from learnkit.data.tables import Table, readable
+from learnkit.data.tables import Table, format_targets
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 
@@ -416,22 +416,22 @@ def test_classes_are_distinguished_from_scores_by_shape() -> None:
     assert torch.equal(as_targets(scores, torch.zeros(4, 5, dtype=torch.int64)), scores.argmax(-1))
     for other in (torch.zeros(4, 5, 3), torch.zeros(4, 7).long(), torch.zeros(3, 3).long(), None):
         assert as_targets(scores, other) is scores
-    assert wrong_ones(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 1], [1, 0]])) == [1]
+    assert find_errors(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 1], [1, 0]])) == [1]
     assert (
-        wrong_ones(None, torch.zeros(2))
-        == wrong_ones(torch.zeros(2, 3, 3), torch.ones(2, 3, 3))
+        find_errors(None, torch.zeros(2))
+        == find_errors(torch.zeros(2, 3, 3), torch.ones(2, 3, 3))
         == []
     )
 
 
 def test_what_a_person_reads() -> None:
     assert (
-        readable(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
-        and readable(None, 2) == ['NoneType'] * 2
+        format_targets(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
+        and format_targets(None, 2) == ['NoneType'] * 2
     )
-    assert readable((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
+    assert format_targets((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
         'b, 0.5',
         'a, 2',
     ]
-    assert readable(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
-    assert readable(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]
+    assert format_targets(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
+    assert format_targets(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]

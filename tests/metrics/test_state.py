@@ -28,7 +28,7 @@ from learnkit.metrics.averages import (
     as_metrics,
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
-from learnkit.metrics.state import collect_state
+from learnkit.metrics.state import collect_accumulated
 
 torchmetrics = pytest.importorskip('torchmetrics')
 GEN = torch.Generator()
@@ -293,7 +293,7 @@ def test_a_state_of_other_sizes_is_refused() -> None:
 def test_every_state_that_torchmetrics_does_not_save_itself_is_saved() -> None:
     m = torchmetrics.MeanSquaredError()
     assert not m.state_dict()  # none is persistent
-    assert {*collect_state(m)['']['states']} == {'sum_squared_error', 'total'}
+    assert {*collect_accumulated(m)['']['states']} == {'sum_squared_error', 'total'}
 
 
 # -------------------------------------------------------------------------------- metrics of a user

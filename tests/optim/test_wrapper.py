@@ -279,7 +279,7 @@ def test_decay_set_in_the_middle_of_a_run_keeps_the_momenta() -> None:
     assert same(*ends)
 
 
-# Hyper-parameters by name
+# Hyperparameters by name
 
 
 def split_opt(opt: Any = torch.optim.Adam, n: int = 3, **hypers: Any) -> OptimWrapper:
@@ -337,8 +337,8 @@ def test_a_rate_in_a_tensor_is_filled_in_place() -> None:
     ('name', 'value', 'text'),
     [
         ('lr', [1.0, 2.0], r'lr: 2 values for 3 param groups\. Give one, 3, or a slice'),
-        ('wdd', 0.1, 'wdd is no hyper-parameter of Adam: it has lr, mom, sqr_mom, wd, eps.*`wd`'),
-        ('alpha', 0.1, 'alpha is no hyper-parameter of Adam'),
+        ('wdd', 0.1, 'wdd is no hyperparameter of Adam: it has lr, mom, sqr_mom, wd, eps.*`wd`'),
+        ('alpha', 0.1, 'alpha is no hyperparameter of Adam'),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any, text: str) -> None:

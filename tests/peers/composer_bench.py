@@ -54,7 +54,7 @@ OF_THE_MACHINE = (
     'disk_',
 )
 OF_THE_MACHINE += ('network_',)
-# hyper-parameters that describe Composer and the machine
+# hyperparameters that describe Composer and the machine
 OF_TRAINER = (
     'composer_version',
     'composer_commit_hash',
@@ -338,7 +338,7 @@ def text_of(arguments: dict[str, Any]) -> str:
         logger.stream.seek(0)
         text = logger.stream.read()
     lines = (line.strip() for line in text.splitlines())
-    of_trainer = (*OF_TRAINER, '{}')  # no other hyper-parameters
+    of_trainer = (*OF_TRAINER, '{}')  # no other hyperparameters
     return '\n'.join(line for line in lines if not any(name in line for name in of_trainer))
 
 
