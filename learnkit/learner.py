@@ -32,7 +32,6 @@ from learnkit.core.errors import (
     CancelError,
     CancelFitException,
     LossError,
-    OptimizerError,
     TimeError,
 )
 from learnkit.core.hints import check_keywords
@@ -62,18 +61,14 @@ from learnkit.engine.checks import (
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.loop import Loop, list_overrides
-from learnkit.engine.optimizer import (
-    cover_params,
-    make_optimizer,
-    no_params_error,
-)
+from learnkit.engine.optimizer import prepare_opt, training_weights
 from learnkit.engine.own_loop import EventCheck
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.metrics.averages import as_metrics, metrics_of_model
 from learnkit.optim.optimizers import Adam
-from learnkit.optim.wrapper import OptimWrapper, trainable_params
+from learnkit.optim.wrapper import trainable_params
 
 if TYPE_CHECKING:
     from learnkit.callbacks.history import Values
@@ -196,7 +191,7 @@ class Learner(Loop):
         self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
-        self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
+        self.last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
         if metrics is None and takes_batches(model):
             metrics = metrics_of_model(model)
         self.metrics = metrics
@@ -258,9 +253,9 @@ class Learner(Loop):
                 from learnkit.checkpoint.state import begin_resume, find_checkpoint
 
                 checkpoint = find_checkpoint(self, resume)
-            self.prepare_opt(lr, wd, reset_opt)
+            prepare_opt(self, lr, wd, reset_opt)
             self.replay_source = None
-            with self._training_weights(), self.strategy.run(self, 'fit'), deferred.paused():
+            with training_weights(self), self.strategy.run(self, 'fit'), deferred.paused():
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
@@ -524,68 +519,6 @@ class Learner(Loop):
 
         return find_batch_size(self, max_size, exact)
 
-    def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        "Create or update the optimizer for a fit, and set its rates and weight decay."
-        is_new = reset_opt or self.opt is None or self.has_foreign_opt()
-        if is_new:
-            self.create_opt()
-            if self.has_foreign_opt():
-                raise OptimizerError(
-                    f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
-                    'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
-                )
-        else:
-            if not isinstance(self.opt, OptimWrapper):
-                self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-            cover_params(self)
-        if not any(p.requires_grad for p in self.opt.parameters()):
-            raise no_params_error(self.model)
-        wd = self.wd if wd is None else wd
-        # a new optimizer has the Learner's rate if that is a number; a list or slice is set below
-        if lr is None and not (is_new and isinstance(self.lr, (int, float))):
-            lr = self._find_initial_lrs()
-        hypers = {'lr': lr, 'wd': wd}
-        self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-        self._last_lrs = self.opt.lrs
-        self.opt.zero_grad()
-
-    @contextmanager
-    def _training_weights(self) -> Iterator[None]:
-        "Switch the optimizer to training weights for the outermost fit, then to evaluation weights."
-        if self.run.depth:
-            yield
-            return
-        self.opt.train()
-        try:
-            yield
-        finally:
-            self.opt.eval()
-            self._last_lrs = self.opt.lrs
-
-    def _find_initial_lrs(self) -> Any:
-        """Return the initial rates of a fit that was called without `lr`.
-
-        These are the Learner's `lr` or the optimizer's own rates, followed by the rates of groups
-        added later. Rates that the user has changed since the last fit are kept; the final rates of
-        a schedule are not.
-        """
-        requested_lr, own_lrs = self.own_lrs
-        current_lrs = self.opt.lrs
-        if not current_lrs:
-            return None
-        if not own_lrs or requested_lr is not self.lr:
-            return self.lr
-        n = len(own_lrs)
-        if not callable(self.opt_func) and current_lrs[:n] != self._last_lrs[:n]:
-            own_lrs = current_lrs[:n]
-        self.own_lrs = requested_lr, own_lrs
-        return [*own_lrs, *current_lrs[n:]]
-
-    def has_foreign_opt(self) -> bool:
-        "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
-        optimized = {p for group in self.opt.param_groups for p in group['params']}
-        return optimized.isdisjoint(self.model.parameters())
-
     def create_opt(self) -> None:
         """Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again.
 
@@ -595,22 +528,9 @@ class Learner(Loop):
         >>> learn.opt, len(learn.step_parameters)
         (OptimWrapper(SGD, 1 group, lr=0.001), 2)
         """
-        if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords:
-            self.lr = self.opt_func.keywords['lr']
-        opt = make_optimizer(self)
-        is_instance = not callable(self.opt_func)
-        if self.opt is not None:
-            if opt is not self.opt:
-                self.counters.steps += getattr(self.opt, 'n_steps', 0)
-            if is_instance:
-                opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
-        self.opt = opt
-        lrs = self._last_lrs = opt.lrs
-        ignores_lr = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
-        if ignores_lr and is_instance:
-            self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
-        has_own_lrs = ignores_lr or (is_instance and lrs)
-        self.own_lrs = (self.lr, lrs) if has_own_lrs else (None, None)
+        from learnkit.engine.optimizer import create_opt
+
+        create_opt(self)
 
     # -- freezing, precision and compilation -------------------------------------------------------
 

@@ -17,6 +17,7 @@ from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
+from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import restored
 
@@ -210,7 +211,7 @@ def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: boo
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
     learn.whole_step = None  # a compiled step has no events inside
     learn.passes = KnownPass(source._indices)
-    if learn.opt is None or learn.has_foreign_opt():
+    if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
 
     with (

@@ -24,6 +24,7 @@ from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
+from learnkit.engine.optimizer import prepare_opt
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -312,7 +313,7 @@ def _prepare_rates(
             'schedule moves from epoch to epoch only. Tell its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
-    learn.prepare_opt(lr, wd, reset_opt)
+    prepare_opt(learn, lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
 

@@ -45,6 +45,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
 from learnkit.engine.checks import check_function
+from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.optim.state import is_torch_state
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -139,7 +140,7 @@ def load(
 def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
     "Create an optimizer if one is needed and missing, and discard it if the block fails."
     before = learn.opt, learn.lr, learn.own_lrs, learn.counters.steps
-    if needed and (learn.opt is None or learn.has_foreign_opt()):
+    if needed and (learn.opt is None or has_foreign_opt(learn)):
         learn.create_opt()
     if needed and not isinstance(learn.opt, OptimWrapper):
         learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand

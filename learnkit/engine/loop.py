@@ -172,7 +172,8 @@ class Loop(CallbackHost):
         self._checked_pairing = None
         for epoch in self._iterate_epochs():
             self.epoch = epoch
-            if self._starts_iteration():
+            per_iteration = self.epochs_per_iteration
+            if per_iteration and (epoch % per_iteration == 0 or self.resumed):
                 self('before_iteration')
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
             self.fire_checkpoint('epoch')
@@ -741,12 +742,6 @@ class Loop(CallbackHost):
         if self.run.resume is not None:
             return resumed_epochs(self)
         return count() if self.n_epoch is None else range(self.n_epoch)
-
-    def _starts_iteration(self) -> bool:
-        per_iteration = self.epochs_per_iteration
-        if per_iteration is None:
-            return False
-        return self.epoch % per_iteration == 0 or self.resumed
 
     def ends_iteration(self) -> bool:
         "Return True if the current epoch is the last epoch of an iteration."

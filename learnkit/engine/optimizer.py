@@ -12,6 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,113 @@ from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = [
     'cover_params',
+    'create_opt',
     'warn_of_late_params',
     'freeze',
     'freeze_to',
+    'has_foreign_opt',
     'make_optimizer',
     'no_params_error',
+    'prepare_opt',
+    'training_weights',
     'unfreeze',
 ]
 
 MAX_NAMES = 5  # number of parameters that a warning names
+
+
+def prepare_opt(
+    learn: LearnerLike,
+    lr: Any,  # learning rate of the fit; None: the Learner's
+    wd: float | None,  # weight decay of the fit; None: the Learner's
+    reset_opt: bool,  # create a new optimizer
+) -> None:
+    """Create or update the optimizer for a fit, and set its rates and weight decay.
+
+    Raises `OptimizerError` if the optimizer holds no parameter of the model, and `ModelError` if nothing is trainable.
+    """
+    is_new = reset_opt or learn.opt is None or has_foreign_opt(learn)
+    if is_new:
+        learn.create_opt()
+        if has_foreign_opt(learn):
+            raise OptimizerError(
+                f'No parameter of this {type(learn.model).__name__} is in the optimizer, which would '
+                'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
+            )
+    else:
+        if not isinstance(learn.opt, OptimWrapper):
+            learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand
+        cover_params(learn)
+    if not any(p.requires_grad for p in learn.opt.parameters()):
+        raise no_params_error(learn.model)
+    wd = learn.wd if wd is None else wd
+    # a new optimizer has the Learner's rate if that is a number; a list or slice is set below
+    if lr is None and not (is_new and isinstance(learn.lr, (int, float))):
+        lr = find_initial_lrs(learn)
+    hypers = {'lr': lr, 'wd': wd}
+    learn.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
+    learn.last_lrs = learn.opt.lrs
+    learn.opt.zero_grad()
+
+
+def has_foreign_opt(learn: LearnerLike) -> bool:
+    "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
+    optimized = {p for group in learn.opt.param_groups for p in group['params']}
+    return optimized.isdisjoint(learn.model.parameters())
+
+
+def find_initial_lrs(learn: LearnerLike) -> Any:
+    """Return the initial rates of a fit that was called without `lr`.
+
+    These are the Learner's `lr` or the optimizer's own rates, followed by the rates of groups
+    added later. Rates that the user has changed since the last fit are kept; the final rates of
+    a schedule are not.
+    """
+    requested_lr, own_lrs = learn.own_lrs
+    current_lrs = learn.opt.lrs
+    if not current_lrs:
+        return None
+    if not own_lrs or requested_lr is not learn.lr:
+        return learn.lr
+    n = len(own_lrs)
+    if not callable(learn.opt_func) and current_lrs[:n] != learn.last_lrs[:n]:
+        own_lrs = current_lrs[:n]
+    learn.own_lrs = requested_lr, own_lrs
+    return [*own_lrs, *current_lrs[n:]]
+
+
+@contextmanager
+def training_weights(learn: LearnerLike) -> Iterator[None]:
+    "Switch the optimizer to training weights for the outermost fit, then to evaluation weights."
+    if learn.run.depth:
+        yield
+        return
+    learn.opt.train()
+    try:
+        yield
+    finally:
+        learn.opt.eval()
+        learn.last_lrs = learn.opt.lrs
+
+
+def create_opt(learn: LearnerLike) -> None:
+    "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
+    if isinstance(learn.opt_func, partial) and 'lr' in learn.opt_func.keywords:
+        learn.lr = learn.opt_func.keywords['lr']
+    opt = make_optimizer(learn)
+    is_instance = not callable(learn.opt_func)
+    if learn.opt is not None:
+        if opt is not learn.opt:
+            learn.counters.steps += getattr(learn.opt, 'n_steps', 0)
+        if is_instance:
+            opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
+    learn.opt = opt
+    lrs = learn.last_lrs = opt.lrs
+    ignores_lr = isinstance(learn.lr, (int, float)) and any(lr != learn.lr for lr in lrs)
+    if ignores_lr and is_instance:
+        learn.lr = lrs[0] if len(set(lrs)) == 1 else lrs
+    has_own_lrs = ignores_lr or (is_instance and lrs)
+    learn.own_lrs = (learn.lr, lrs) if has_own_lrs else (None, None)
 
 
 def make_optimizer(learn: LearnerLike) -> OptimWrapper:
@@ -408,7 +507,7 @@ def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:
 
 def freeze_to(learn: LearnerLike, n: int) -> None:
     "Freeze the groups before group `n`, and train the others."
-    if learn.opt is None or learn.has_foreign_opt():
+    if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
     elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
         learn.opt = OptimWrapper(opt=learn.opt)

@@ -105,7 +105,7 @@ def test_methods_that_are_called_often_have_an_example(cls: type, name: str) -> 
 # Members that modules of the package call on each other, and not users.
 INNER = set(
     """callback_changed clear_pass do_evaluation end_iteration end_resume ends_iteration evaluate_within_epoch
-    evaluated_weights fire_checkpoint forget_run has_foreign_opt note_error open_optimize_call prepare_opt
+    evaluated_weights fire_checkpoint forget_run note_error open_optimize_call
     repeat_optimize_call repeat_passes run_microbatches set_loader""".split()
 )
 
