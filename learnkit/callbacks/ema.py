@@ -103,6 +103,10 @@ class EMA(Callback):
         self._is_paused = False  # that run is paused, and the model holds its own weights meanwhile
         self.restart()
 
+    def on_weights_restored(self) -> None:
+        "Discard the average."
+        self.restart()
+
     def restart(self) -> None:
         "Discard the average; a new average starts with the weights at the next training step."
         self._restore_weights()

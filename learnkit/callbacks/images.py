@@ -12,7 +12,7 @@ from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.show import as_pictures, class_colors, draw_pictures
-from learnkit.engine.callback import Periodic, defined_on_class
+from learnkit.engine.callback import Callback, Periodic
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
 
@@ -124,10 +124,8 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            if hasattr(type(cb), 'send_images'):  # a `Logger`
-                cb.send_images(name, pictures)
-            elif defined_on_class(cb, 'log_images'):
-                cb.log_images(learn.time.ba, name, pictures)
+            if isinstance(cb, Callback):
+                cb.receive_images(name, pictures)
 
     def show(
         self,

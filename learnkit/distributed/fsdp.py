@@ -193,9 +193,7 @@ class Sharded(Parallelism):
             if not isinstance(o, OptimWrapper):
                 o.state.clear()
         replace_params(optimizers, match_params(learn.model, original))
-        for cb in learn.cbs:
-            if getattr(cb, 'follows_weights', False) and hasattr(type(cb), 'restart'):
-                cb.restart()
+        learn.callbacks.notify('on_weights_restored')
         learn.model = original
 
     # -- training ----------------------------------------------------------------------------------

@@ -323,8 +323,17 @@ class Callback:
         `save_to_checkpoint` gets the folder of the checkpoints.
         """
 
+    def checkpoint_folder(self) -> Path | None:
+        "Return the folder in which the callback keeps checkpoints, or None. A fit is resumed from this folder."
+        return None
+
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Receive a value that was logged with `learn.log`, whose arguments are the same."
+
+    def receive_images(self, name: str, images: Any) -> None:
+        "Receive images that another callback logs. By default the method `log_images` gets them, if the class has one."
+        if defined_on_class(self, 'log_images'):
+            self.log_images(self.learn.time.ba, name, images)
 
     def will_step(self) -> bool:
         "Return False if the current batch ends without an optimizer step, so that ranks do not exchange gradients yet."
@@ -349,6 +358,9 @@ class Callback:
 
     def on_run_failed(self) -> None:
         "Run after a nested run failed: undo what was changed for this run, as the outer run may continue."
+
+    def on_weights_restored(self) -> None:
+        "Run after the model got back its weights from before the fit: discard what was computed from later weights."
 
     def on_run_ended(self) -> None:
         """Release resources of the process (locks, signal handlers) after the `cleanup` of the outermost run.

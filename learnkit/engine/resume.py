@@ -10,6 +10,7 @@ from typing import Any
 
 from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LoopLike
+from learnkit.engine.callback import Callback
 from learnkit.engine.evaluation import EvaluateWithinEpochs
 
 __all__ = [
@@ -69,9 +70,8 @@ class ResumeState:
 
 def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
-    # asked of the class, as a callback also has the attributes of the Learner and the model
-    writers = [cb for cb in learn.cbs if hasattr(type(cb), 'checkpoint_folder')]
-    return [cb.checkpoint_folder() for cb in writers]
+    folders = [cb.checkpoint_folder() for cb in learn.cbs if isinstance(cb, Callback)]
+    return [folder for folder in folders if folder is not None]
 
 
 def resumed_epochs(learn: LoopLike) -> Iterable[int]:

@@ -38,7 +38,7 @@ def log_images(
     0 noise (4, 8, 8, 3)
     """
     for cb in _active_loggers(learn):
-        cb.send_images(name, images, captions, grid)
+        cb.receive_images(name, images, captions, grid)
 
 
 def log_params(

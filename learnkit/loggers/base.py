@@ -367,7 +367,7 @@ class Logger(Callback):
         with preserved_rng():
             self.log_params(self._params)
 
-    def send_images(
+    def receive_images(
         self,
         name: str,  # name in the log
         images: Any,  # images, as in `log_images`
