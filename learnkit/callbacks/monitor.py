@@ -10,7 +10,7 @@ import torch
 from learnkit.core.errors import OptionError, TimeError, did_you_mean
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import Every, check_countable
+from learnkit.engine.counters import Every
 
 __all__ = ['Monitor']
 
@@ -77,7 +77,6 @@ class Monitor(Callback):
     def before_fit(self) -> None:
         "Count intervals from the Learner's current time."
         if self.learn.fitting:
-            check_countable(self.learn, self.every)
             self._interval.start(self.learn)
 
     def after_batch(self) -> None:
