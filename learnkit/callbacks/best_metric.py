@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from learnkit.callbacks.nan_guard import print_line
+from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
@@ -81,7 +82,7 @@ class BestMetric(TrackerCallback):
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."
-        recorder = self._records()
+        recorder = records(self)
         names = recorder.evaluated_columns(self.monitor)
         if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
             recorder.find_keys()
@@ -105,8 +106,8 @@ class BestMetric(TrackerCallback):
 
     def after_eval(self) -> None:
         "Compare the value, and record the metrics at the best value."
-        measured = self._records().measured
-        value = self._number(measured.get(self.monitor))
+        measured = records(self).measured
+        value = self._as_number(measured.get(self.monitor))
         if value is None:
             return
         # a metric that returns a dict may have added columns
@@ -115,7 +116,7 @@ class BestMetric(TrackerCallback):
         if self.new_best:
             self.best = value
             self.best_at = self.learn.time.replace(dur=None)
-            self.at_best = {name: self._number(measured.get(name)) for name in self._names}
+            self.at_best = {name: self._as_number(measured.get(name)) for name in self._names}
         for name, at_best in self.at_best.items():
             if at_best is not None:
                 self._record(f'best/{name}', at_best)
