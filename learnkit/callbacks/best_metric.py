@@ -84,18 +84,20 @@ class BestMetric(TrackerCallback):
         "Return the columns that match the targets, the source first."
         recorder = records(self)
         names = recorder.evaluated_columns(self.monitor)
-        if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
+        if not all(_filter_names(names, target) for target in self.targets):
             recorder.find_keys()
             names = recorder.evaluated_columns()
         if self.monitor not in names:
-            raise self._no_column('source', self.monitor, names)
-        for t in self.targets:
-            if not any(fnmatchcase(n, t) for n in names):
-                raise self._no_column('targets', t, names)
-        matches = [n for t in self.targets for n in names if fnmatchcase(n, t)]
-        return tuple(dict.fromkeys([self.monitor, *matches]))
+            raise self._make_error('source', self.monitor, names)
+        columns = [self.monitor]
+        for target in self.targets:
+            matches = _filter_names(names, target)
+            if not matches:
+                raise self._make_error('targets', target, names)
+            columns += matches
+        return tuple(dict.fromkeys(columns))
 
-    def _no_column(self, option: str, name: str, names: list[str]) -> MetricError:
+    def _make_error(self, option: str, name: str, names: list[str]) -> MetricError:
         return MetricError(
             f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
             f'{did_you_mean(name, names)}'
@@ -146,3 +148,8 @@ class BestMetric(TrackerCallback):
         super().load_state_dict(sd)
         self.at_best = dict(sd['at_best'])
         self.best_at = None if sd['best_at'] is None else Timestamp.from_state_dict(sd['best_at'])
+
+
+def _filter_names(names: list[str], pattern: str) -> list[str]:
+    "Return the names that match a pattern such as `test/*`."
+    return [name for name in names if fnmatchcase(name, pattern)]
