@@ -441,21 +441,23 @@ class Checkpoint(Callback):
 
     def on_evaluation(self) -> None:
         "Copy the state before an evaluation, whose changes are undone only at its end."
-        learn = self.learn
-        if not (self.preemption and self._run_id and learn.fitting and learn.run.depth == 1):
+        if not self.preemption or not self._is_outer_fit():
             return
-        if learn.world.size > 1:
+        if self.learn.world.size > 1:
             return  # ranks agree to stop between training batches only
         self._wait()
-        point = 'within' if 'train' in learn.run.levels else 'evaluation'
+        point = 'within' if 'train' in self.learn.run.levels else 'evaluation'
         self._eval_snapshot = self._take_snapshot(point)
 
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
-        if not (self.learn.fitting and self.learn.run.depth == 1 and self._run_id):
-            return
-        self._wait_on_all_ranks()
-        self._stop_request.received = self.learn.world.any(self._stop_request.received)
+        if self._is_outer_fit():
+            self._wait_on_all_ranks()
+            self._stop_request.received = self.learn.world.any(self._stop_request.received)
+
+    def _is_outer_fit(self) -> bool:
+        "Return True in the fit that this callback checkpoints, False in a run inside it."
+        return bool(self._run_id) and self.learn.fitting and self.learn.run.depth == 1
 
     def after_epoch(self) -> None:
         if recorder_of(self.learn) is not None:

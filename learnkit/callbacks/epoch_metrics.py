@@ -130,10 +130,10 @@ class MetricColumns:
         if not isinstance(value, Mapping):
             return
         columns = self.known.setdefault(prefix + name, {})
-        others = [n for n in names if n != name]
         taken = {*RESERVED, 'loss', *columns.values()}
-        for other in others:
-            taken.update(self.columns(other, prefix))
+        for other in names:
+            if other != name:
+                taken.update(self.columns(other, prefix))
         for key in flatten_mapping(value):
             if key in columns:
                 continue

@@ -196,7 +196,8 @@ class MasterBar:
 def draw_losses(ax: Any, points: Points, valid: dict[str, Points]) -> None:
     "Clear the axes and draw the losses, readable on light and dark pages."
     ax.clear()
-    steps, losses = zip(*points, strict=True) if points else ([], [])
+    steps = [step for step, _ in points]
+    losses = [loss for _, loss in points]
     ax.plot(steps, losses, color=color(0), label='train')
     for i, (name, valid_points) in enumerate(valid.items(), 1):
         ax.plot(*zip(*valid_points, strict=True), 'o-', markersize=3, color=color(i), label=name)

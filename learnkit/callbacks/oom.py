@@ -233,9 +233,8 @@ class MemorySnapshot(Callback):
         self._to_skip = inf
         if self._is_done:
             return
-        device = getattr(self.learn.dls, 'device', None)
-        device = device or model_device(self.learn.model, self.learn.dls)
-        if torch.device(device).type != 'cuda':
+        device = model_device(self.learn.model, self.learn.dls)
+        if device.type != 'cuda':
             print_line(
                 self,
                 f'MemorySnapshot records the memory of CUDA devices; on {device} there is nothing to record.',

@@ -182,6 +182,7 @@ def test_a_resumed_fit_does_not_record_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recordings: list[int] = []
+    monkeypatch.setattr(oom, 'model_device', lambda model, dls: torch.device('cuda'))
     monkeypatch.setattr(oom, 'write_snapshot', lambda snapshot, stem: [stem])
     monkeypatch.setattr(torch.cuda.memory, '_snapshot', dict)
     monkeypatch.setattr(
@@ -189,13 +190,8 @@ def test_a_resumed_fit_does_not_record_again(
         '_record_memory_history',
         lambda enabled='all', **options: recordings.append(1) if enabled else None,
     )
-
-    def begin(cb: Callback) -> None:
-        cb.learn.memory_snapshot._to_skip = 1  # as on a GPU
-
     for n in (1, 2):
-        cbs = [MemorySnapshot(interval='2ba'), Callback(before_fit=begin), Checkpoint()]
-        learn = synth_learner(path=tmp_path, cbs=cbs)
+        learn = synth_learner(path=tmp_path, cbs=[MemorySnapshot(interval='2ba'), Checkpoint()])
         with learn.no_bar(), learn.no_logging():
             learn.fit(n, resume=True)
     assert learn.time.ba == 20 and recordings == [1]
