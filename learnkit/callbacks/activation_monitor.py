@@ -76,11 +76,14 @@ class ActivationMonitor(HookCallback):
         kept = [
             (name, m)
             for name, m in zip(self.layer_names, self.modules, strict=True)
-            if not any(word in name for word in self.ignore)
+            if not self._is_ignored(name)
         ]
         self.layer_names = [name for name, _ in kept]
         self.modules = [m for _, m in kept]
         self._names = {id(m): name or type(m).__name__ for name, m in kept}
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(word in name for word in self.ignore)
 
     def before_batch(self) -> None:
         "Hook this batch if it is due."
@@ -137,17 +140,17 @@ def _compute_sums(t: Tensor) -> Tensor:
 
 def _compute_means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
     "Return the mean over all rows of each statistic, by name; waits for the device."
-    sums = [s for each in calls.values() for _, s in each]
+    sums = [t for measured in calls.values() for _, t in measured]
     if not sums:
         return {}
-    numbers = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
-    found = {}
-    for (module, side), each in calls.items():
-        rows = [next(numbers) for _ in each]
-        n = sum(n_rows for n_rows, _ in each)
-        n_spread = math.fsum(row[-1] for row in rows)
-        for stat, *values in zip(STATS, *rows, strict=False):
-            count = n_spread if stat in OF_SPREAD else n
+    numbers = iter(torch.stack([t.to(sums[0].device) for t in sums]).tolist())
+    means = {}
+    for (module, side), measured in calls.items():
+        sums_per_call = [next(numbers) for _ in measured]
+        n_rows = sum(n for n, _ in measured)
+        n_with_spread = math.fsum(numbers_of_call[-1] for numbers_of_call in sums_per_call)
+        for stat, *values in zip(STATS, *sums_per_call, strict=False):
+            count = n_with_spread if stat in OF_SPREAD else n_rows
             if count:
-                found[f'activations/{stat}/{module}_{side}'] = sum(values) / count
-    return found
+                means[f'activations/{stat}/{module}_{side}'] = sum(values) / count
+    return means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class ActivationStats(HookCallback):
     """
 
     order = -20
+    run_in = 'fit'
     remove_on_find = True
 
     def __init__(
@@ -72,10 +74,9 @@ class ActivationStats(HookCallback):
     # -- recording ---------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Discard earlier statistics, unless this is an evaluation."
+        "Discard earlier statistics."
         super().before_fit()
-        if self.learn.fitting:
-            self._records = _Records()
+        self._records = _Records()
 
     def before_batch(self) -> None:
         "Hook this batch if it is due."
@@ -97,9 +98,9 @@ class ActivationStats(HookCallback):
 
     def after_batch(self) -> None:
         "Record the statistics of this batch."
-        if self.learn.training and self._batch:
-            self._records.add(self.learn.train_iter, self._batch)
         if self.learn.training:
+            if self._batch:
+                self._records.add(self.learn.train_iter, self._batch)
             self._batch = []
         super().after_batch()
 
@@ -137,20 +138,22 @@ class ActivationStats(HookCallback):
         The entry is a list of dicts for a layer with several outputs, None for a layer not
         called."""
         columns = [self._make_cells(layer) for layer in range(len(self.layer_names))]
-        return L(L(column[i] for column in columns) for i in range(len(self._records.at)))
+        return L(L(cells) for cells in zip(*columns, strict=True))
 
     def _make_cells(self, layer: int) -> list[Any]:
         "Return the statistics of one layer, one entry per batch."
-        parts = [
-            [self._make_cell(v) for v in self._records.series(layer, p)]
-            for p in self._records.parts(layer)
-        ]
-        if not parts:
-            return [None] * len(self._records.at)
+        records = self._records
+        series = [records.series(layer, part) for part in records.parts(layer)]
+        if not series:
+            return [None] * len(records.at)
         entries: list[Any] = []
-        for cells in zip(*parts, strict=True):
-            row = [cell for cell in cells if cell]
-            entries.append(row[0] if len(row) == 1 else row or None)
+        for values_per_part in zip(*series, strict=True):
+            cells = [self._make_cell(values) for values in values_per_part]
+            measured = [cell for cell in cells if cell is not None]
+            if len(measured) == 1:
+                entries.append(measured[0])
+            else:
+                entries.append(measured or None)
         return entries
 
     def _make_cell(self, values: Tensor) -> dict[str, Any] | None:
@@ -162,22 +165,26 @@ class ActivationStats(HookCallback):
 
     def _find_series(self, idx: int | str, part: int) -> tuple[str, Tensor]:
         "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
+        layer = self._find_layer(idx)
+        title = f'layer {layer} ({self.layer_names[layer]!r})' + (f', part {part}' if part else '')
+        parts = self._records.parts(layer)
+        if part not in parts:
+            raise OptionError(f'Nothing of {title} was measured: it has the parts {parts}.')
+        return title, self._records.series(layer, part)[:, 1:]
+
+    def _find_layer(self, idx: int | str) -> int:
+        "Return the index of a hooked layer, given by its index or name."
         names = self.layer_names
-        if isinstance(idx, str) and idx not in names:
+        if isinstance(idx, str):
+            if idx in names:
+                return names.index(idx)
             raise OptionError(
                 f'No layer {idx!r} was hooked.{did_you_mean(idx, names)} See `layer_names`.'
             )
-        if isinstance(idx, int) and not -len(names) <= idx < len(names):
-            raise OptionError(
-                f'There is no layer {idx}: {len(names)} were hooked.{" Call fit first." * (not names)}'
-            )
-        layer = names.index(idx) if isinstance(idx, str) else idx % len(names)
-        title = f'layer {layer} ({names[layer]!r})' + (f', part {part}' if part else '')
-        if part not in self._records.parts(layer):
-            raise OptionError(
-                f'Nothing of {title} was measured: it has the parts {self._records.parts(layer)}.'
-            )
-        return title, self._records.series(layer, part)[:, 1:]
+        if -len(names) <= idx < len(names):
+            return idx % len(names)
+        hint = '' if names else ' Call fit first.'
+        raise OptionError(f'There is no layer {idx}: {len(names)} were hooked.{hint}')
 
     def layer_stats(
         self,
@@ -231,7 +238,8 @@ class ActivationStats(HookCallback):
         if not idxs:
             raise OptionError('Nothing was measured yet: call fit first.')
         cols = min(2, len(idxs))
-        axs = new_axes(len(idxs), cols, figsize or (6 * cols, 3 * -(-len(idxs) // cols)))
+        rows = ceil(len(idxs) / cols)
+        axs = new_axes(len(idxs), cols, figsize or (6 * cols, 3 * rows))
         for idx, ax in zip(idxs, axs, strict=True):
             self.color_dim(idx, ax=ax)
         return axs

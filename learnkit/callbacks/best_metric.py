@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from learnkit.callbacks.nan_guard import print_line
+from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
@@ -81,20 +82,22 @@ class BestMetric(TrackerCallback):
 
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."
-        recorder = self._records()
+        recorder = records(self)
         names = recorder.evaluated_columns(self.monitor)
-        if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
+        if not all(_filter_names(names, target) for target in self.targets):
             recorder.find_keys()
             names = recorder.evaluated_columns()
         if self.monitor not in names:
-            raise self._no_column('source', self.monitor, names)
-        for t in self.targets:
-            if not any(fnmatchcase(n, t) for n in names):
-                raise self._no_column('targets', t, names)
-        matches = [n for t in self.targets for n in names if fnmatchcase(n, t)]
-        return tuple(dict.fromkeys([self.monitor, *matches]))
+            raise self._make_error('source', self.monitor, names)
+        columns = [self.monitor]
+        for target in self.targets:
+            matches = _filter_names(names, target)
+            if not matches:
+                raise self._make_error('targets', target, names)
+            columns += matches
+        return tuple(dict.fromkeys(columns))
 
-    def _no_column(self, option: str, name: str, names: list[str]) -> MetricError:
+    def _make_error(self, option: str, name: str, names: list[str]) -> MetricError:
         return MetricError(
             f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
             f'{did_you_mean(name, names)}'
@@ -105,8 +108,8 @@ class BestMetric(TrackerCallback):
 
     def after_eval(self) -> None:
         "Compare the value, and record the metrics at the best value."
-        measured = self._records().measured
-        value = self._number(measured.get(self.monitor))
+        measured = records(self).measured
+        value = self._as_number(measured.get(self.monitor))
         if value is None:
             return
         # a metric that returns a dict may have added columns
@@ -115,7 +118,7 @@ class BestMetric(TrackerCallback):
         if self.new_best:
             self.best = value
             self.best_at = self.learn.time.replace(dur=None)
-            self.at_best = {name: self._number(measured.get(name)) for name in self._names}
+            self.at_best = {name: self._as_number(measured.get(name)) for name in self._names}
         for name, at_best in self.at_best.items():
             if at_best is not None:
                 self._record(f'best/{name}', at_best)
@@ -145,3 +148,8 @@ class BestMetric(TrackerCallback):
         super().load_state_dict(sd)
         self.at_best = dict(sd['at_best'])
         self.best_at = None if sd['best_at'] is None else Timestamp.from_state_dict(sd['best_at'])
+
+
+def _filter_names(names: list[str], pattern: str) -> list[str]:
+    "Return the names that match a pattern such as `test/*`."
+    return [name for name in names if fnmatchcase(name, pattern)]

@@ -45,7 +45,7 @@ from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import Every, check_countable
+from learnkit.engine.counters import Every
 from learnkit.engine.resume import SAVE_POINTS
 from learnkit.metrics.direction import MetricProperties
 
@@ -53,6 +53,9 @@ __all__ = ['Checkpoint']
 
 # units whose intervals end at one event only: `epoch_checkpoint`, `iteration_checkpoint`
 EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
+
+# a copy of the state in host memory, the path of the file, and the file's metadata
+Snapshot = tuple[dict[str, Any], Path, dict[str, Any]]
 
 _run_ids: set[str] = set()  # ids of the runs of this process
 
@@ -154,8 +157,7 @@ class Checkpoint(Callback):
         self._run_id = ''
         self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
         self._run_entries: list[Entry] = []  # checkpoints of this run
-        # state before the current evaluation
-        self._eval_snapshot: tuple[dict[str, Any], Path, dict[str, Any]] | None = None
+        self._eval_snapshot: Snapshot | None = None  # state before the current evaluation
 
     # -- the fit -----------------------------------------------------------------------------------
 
@@ -176,7 +178,6 @@ class Checkpoint(Callback):
         if not learn.fitting:
             return
         if self._interval is not None:
-            check_countable(learn, self._interval.interval)
             self._interval.start(learn)
         self._monitored = self._find_monitor()
         self._lock_folder()
@@ -253,12 +254,11 @@ class Checkpoint(Callback):
         folder = self.checkpoint_folder().absolute()
         lock = FolderLock(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            check_writable(folder / 'checkpoint')
+            check_writable(folder / 'checkpoint')  # creates the folder
             self._lock = lock  # first, so that it is released also if this is interrupted
             lock.acquire()
         except OSError as e:
-            raise CheckpointError(f'{folder.absolute()} cannot hold checkpoints: {e}.') from None
+            raise CheckpointError(f'{folder} cannot hold checkpoints: {e}.') from None
         sweep(folder)
         sweep_folders(folder)
 
@@ -266,10 +266,6 @@ class Checkpoint(Callback):
         self._save_if_due('batch')
 
     def epoch_checkpoint(self) -> None:
-        if not self._run_id:
-            self.before_fit()  # the callback was added during the fit
-        if callable(self.monitor):
-            self._note_value(self.monitor(self.learn))
         self._save_if_due('epoch')
 
     def iteration_checkpoint(self) -> None:
@@ -279,6 +275,8 @@ class Checkpoint(Callback):
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
+        if point == 'epoch' and self._monitored is not None and callable(self.monitor):
+            self._value = as_number(self, self._monitored[0], self.monitor(self.learn))
         self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(point)
         post = self.learn.world.post
@@ -315,7 +313,7 @@ class Checkpoint(Callback):
                 'of a fit: a run cannot be resumed from other places.'
             )
         if not self._run_id:
-            self.before_fit()
+            self.before_fit()  # the callback was added during the fit
         self._wait_on_all_ranks()
         state, path, info = self._take_snapshot(self.learn.run.checkpoint_event)
         state = self._write_own_files(state, path)
@@ -336,32 +334,35 @@ class Checkpoint(Callback):
         files = learn.world.run_on_all(write)
         return {**state, 'files': files} if files else state
 
-    def _take_snapshot(self, point: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
-        "Copy the state to host memory, and return the copy, the path of the file, and the file's metadata."
+    def _take_snapshot(self, point: str) -> Snapshot:
+        "Copy the state for a checkpoint at `point`: a checkpoint event, 'evaluation' or 'within'."
         learn = self.learn
-        folder = self.checkpoint_folder()
-        if self._lock is not None and not (folder / '.lock').exists():
-            self._recreate_folder()
+        self._recreate_removed_folder()
         if not self._has_warned:
             self._has_warned = True
             learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
         state = self._collect_state(point)
         time = learn.time
-        name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
-        path = Path(learn.world.broadcast(name))
+        file = ''
+        if learn.world.is_first:
+            file = str(next_path(self.checkpoint_folder(), time.ep, time.ba))
+        return state, Path(learn.world.broadcast(file)), self._make_info(point)
+
+    def _make_info(self, point: str) -> dict[str, Any]:
+        "Return the metadata of a checkpoint's file."
         info = {
             'learnkit': VERSION,
             'torch': str(torch.__version__),
             'run': self._run_id,
             'place': point,
-            'epoch': learn.epoch,
-            'ba': time.ba,
+            'epoch': self.learn.epoch,
+            'ba': self.learn.time.ba,
             'saved': datetime.now(UTC).isoformat('T', 'seconds'),
         }
         if self._monitored:
             name, mode = self._monitored
             info |= {'monitor': name, 'mode': mode, 'value': self._value}
-        return state, path, info
+        return info
 
     def _collect_state(self, point: str) -> dict[str, Any]:
         "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."
@@ -385,25 +386,20 @@ class Checkpoint(Callback):
             return state
         return copy_to_host(state, self._buffers)
 
-    def _recreate_folder(self) -> None:
-        "Create and lock a folder that was removed during the run."
-        assert self._lock is not None  # checked by the caller
-        self._lock.release()
-        self._lock.folder.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
-
-    def _note_value(self, value: Any) -> None:
-        "Keep a monitored value for the checkpoints until the next evaluation; NaN counts as None."
-        if self._monitored is not None:
-            self._value = as_number(self, self._monitored[0], value)
+    def _recreate_removed_folder(self) -> None:
+        "Create and lock the folder again if it was removed during the run."
+        lock = self._lock
+        if lock is not None and not (lock.folder / '.lock').exists():
+            lock.release()
+            lock.acquire()  # creates the folder
 
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
-        "Keep the monitored value of an evaluation, or of an epoch's row of the history."
+        "Keep the monitored value of an evaluation, or of an epoch's row of the history; NaN counts as None."
         if not self._run_id or self._monitored is None or callable(self.monitor):
             return
         name = self._monitored[0]
         if row is not None and row.get(name) is not None:
-            self._note_value(row[name])
+            self._value = as_number(self, name, row[name])
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
@@ -445,21 +441,23 @@ class Checkpoint(Callback):
 
     def on_evaluation(self) -> None:
         "Copy the state before an evaluation, whose changes are undone only at its end."
-        learn = self.learn
-        if not (self.preemption and self._run_id and learn.fitting and learn.run.depth == 1):
+        if not self.preemption or not self._is_outer_fit():
             return
-        if learn.world.size > 1:
+        if self.learn.world.size > 1:
             return  # ranks agree to stop between training batches only
         self._wait()
-        point = 'within' if 'train' in learn.run.levels else 'evaluation'
+        point = 'within' if 'train' in self.learn.run.levels else 'evaluation'
         self._eval_snapshot = self._take_snapshot(point)
 
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
-        if not (self.learn.fitting and self.learn.run.depth == 1 and self._run_id):
-            return
-        self._wait_on_all_ranks()
-        self._stop_request.received = self.learn.world.any(self._stop_request.received)
+        if self._is_outer_fit():
+            self._wait_on_all_ranks()
+            self._stop_request.received = self.learn.world.any(self._stop_request.received)
+
+    def _is_outer_fit(self) -> bool:
+        "Return True in the fit that this callback checkpoints, False in a run inside it."
+        return bool(self._run_id) and self.learn.fitting and self.learn.run.depth == 1
 
     def after_epoch(self) -> None:
         if recorder_of(self.learn) is not None:
@@ -501,10 +499,10 @@ class Checkpoint(Callback):
             self._write_and_leave(*self._take_snapshot(point))
 
     def _leave_evaluation(self) -> None:
-        assert self._eval_snapshot is not None
-        state, path, info = self._eval_snapshot
+        snapshot = self._eval_snapshot
+        assert snapshot is not None  # checked by `_is_evaluating`
         self._eval_snapshot = None
-        self._write_and_leave(state, path, info)
+        self._write_and_leave(*snapshot)
 
     def _write_and_leave(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         state = self._write_own_files(state, path)
@@ -528,7 +526,6 @@ class Checkpoint(Callback):
             must_leave = self._stop_request.received
             self._stop_request.received = False
             self._eval_snapshot = None
-            self._run_id = ''
             try:
                 if self._thread is not None:
                     self._thread.shutdown()
@@ -541,12 +538,12 @@ class Checkpoint(Callback):
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
         self._stop_request.restore()
         self._release_resources()
-        self._run_id = ''
 
     def _release_resources(self) -> None:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+        self._run_id = ''
         self._thread = None
         self._buffers = {}
         self._run_entries = []

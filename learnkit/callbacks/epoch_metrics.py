@@ -130,10 +130,10 @@ class MetricColumns:
         if not isinstance(value, Mapping):
             return
         columns = self.known.setdefault(prefix + name, {})
-        others = [n for n in names if n != name]
         taken = {*RESERVED, 'loss', *columns.values()}
-        for other in others:
-            taken.update(self.columns(other, prefix))
+        for other in names:
+            if other != name:
+                taken.update(self.columns(other, prefix))
         for key in flatten_mapping(value):
             if key in columns:
                 continue
@@ -268,11 +268,11 @@ def _load_metric(m: Metric, saved: dict[str, Any] | None) -> str:
 def pack_rows(rows: Iterable[Iterable[Any]]) -> Any:
     "Return rows of floats as one float64 tensor (rows, columns), other rows as lists."
     lists = [list(row) for row in rows]
-    if len({len(row) for row in lists}) == 1 and all(
-        type(v) is float for row in lists for v in row
-    ):
+    lengths = {len(row) for row in lists}
+    types = {type(value) for row in lists for value in row}
+    if len(lengths) == 1 and types <= {float}:
         return torch.from_numpy(np.array(lists))
-    return [[to_storable(v) for v in row] for row in lists]
+    return to_storable(lists)
 
 
 def unpack_rows(rows: Any) -> list[list[Any]]:

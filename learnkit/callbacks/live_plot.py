@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -17,8 +18,8 @@ __all__ = ['LossGraph', 'MasterBar', 'ShowGraph', 'ShowGraphCallback']
 
 PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
 INTERVAL_S = 1.0  # least number of seconds between two plots
-SHARE = 50  # drawing takes at most one part in this many of the time
-SKIP = 5  # number of first steps to leave out, whose losses are far off
+SHARE = 50  # the time between two plots is at least this many times as long as a plot takes
+SKIP = 5  # number of first steps to leave out, whose losses are much higher
 MAX_POINTS = 1000  # largest number of points of the training loss
 GREY = '#808080'  # readable on white and on black
 
@@ -121,16 +122,10 @@ class ShowGraph(Callback):
             self._graph = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            'valid_losses': {
-                name: [list(p) for p in points] for name, points in self.valid_losses.items()
-            }
-        }
+        return {'valid_losses': deepcopy(self.valid_losses)}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self.valid_losses = {
-            name: [list(p) for p in points] for name, points in sd['valid_losses'].items()
-        }
+        self.valid_losses = deepcopy(sd['valid_losses'])
 
 
 ShowGraphCallback = ShowGraph  # fastai's name
@@ -160,7 +155,10 @@ class LossGraph:
         if not losses and not valid and is_first:
             return False  # nothing was trained
         if self.fig is None:
-            self.fig, self.ax = new_figure()
+            from matplotlib.figure import Figure
+
+            self.fig = Figure(figsize=(6, 3.2), layout='constrained')
+            self.ax = self.fig.add_subplot()
         draw_losses(self.ax, thin_losses(losses), valid)
         if self.n_steps and not is_over:
             self.ax.set_xlim(0, max(self.n_steps, len(losses)))
@@ -195,21 +193,14 @@ class MasterBar:
         self.graph.draw([float(loss) for loss in losses], {'valid': points})
 
 
-def new_figure() -> tuple[Any, Any]:
-    "Return an empty figure and its axes."
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(6, 3.2), layout='constrained')
-    ax = fig.add_subplot()
-    return fig, ax
-
-
 def draw_losses(ax: Any, points: Points, valid: dict[str, Points]) -> None:
     "Clear the axes and draw the losses, readable on light and dark pages."
     ax.clear()
-    ax.plot(*zip(*points, strict=True) if points else ([], []), color=color(0), label='train')
-    for i, (name, found) in enumerate(valid.items(), 1):
-        ax.plot(*zip(*found, strict=True), 'o-', markersize=3, color=color(i), label=name)
+    steps = [step for step, _ in points]
+    losses = [loss for _, loss in points]
+    ax.plot(steps, losses, color=color(0), label='train')
+    for i, (name, valid_points) in enumerate(valid.items(), 1):
+        ax.plot(*zip(*valid_points, strict=True), 'o-', markersize=3, color=color(i), label=name)
     ax.set_xlabel('step', color=GREY)
     ax.set_ylabel('loss', color=GREY)
     ax.tick_params(which='both', color=GREY, labelcolor=GREY)

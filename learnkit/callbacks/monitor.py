@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
-from learnkit.core.errors import OptionError, TimeError, did_you_mean
+from learnkit.core.errors import TimeError
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import Every, check_countable
+from learnkit.engine.counters import Every
 
 __all__ = ['Monitor']
-
-SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
 
 
 class Monitor(Callback):
@@ -24,11 +20,14 @@ class Monitor(Callback):
     `metric_names`. The numbers are passed to `learn.log`: each becomes a column of the history,
     averaged over the measurements of the epoch, and reaches every logger; the printed table does
     not change. For names that begin with an entry of `latest`, the last value of the epoch counts.
-    A subclass sets `machine_dependent = True` if its numbers depend on the machine and differ from run to
-    run: they are then left out of comparisons of runs (`learn.check_resume`,
-    `learnkit.checkpoint.digest`). The monitor measures after the training batch that completes a
-    multiple of `every`, counted from the Learner's start; for epochs, after the training of an
-    epoch, so that the values are in the row of that epoch.
+
+    A subclass sets `machine_dependent = True` if its numbers differ from machine to machine and
+    from run to run: they are then left out of comparisons of runs (`learn.check_resume`,
+    `learnkit.checkpoint.digest`).
+
+    The monitor measures after the training batch that completes a multiple of `every`, counted from
+    the Learner's start; for epochs, after the training of an epoch, so that the values are in the
+    row of that epoch.
 
     Raises `TimeError` for an invalid interval and for iterations. Checkpointed: the number of
     intervals passed.
@@ -77,7 +76,6 @@ class Monitor(Callback):
     def before_fit(self) -> None:
         "Count intervals from the Learner's current time."
         if self.learn.fitting:
-            check_countable(self.learn, self.every)
             self._interval.start(self.learn)
 
     def after_batch(self) -> None:
@@ -97,19 +95,3 @@ class Monitor(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed."
         self._interval.load_state_dict(sd)
-
-
-def seconds_in(time_unit: str) -> int:
-    "Return the seconds in a unit of time; raise `OptionError` for an unknown unit."
-    if isinstance(time_unit, str) and time_unit in SECONDS_IN:
-        return SECONDS_IN[time_unit]
-    raise OptionError(
-        f'time_unit={time_unit!r}: give one of {", ".join(SECONDS_IN)}.'
-        f'{did_you_mean(str(time_unit), SECONDS_IN)}'
-    )
-
-
-def world_size() -> int:
-    "Return the number of ranks of the process group, 1 without one."
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if has_group else 1

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,10 @@ class OOMObserver(Callback):
             return
         path = unused_path(learn.path / self.folder / f'oom-batch-{learn.time.ba}.txt')
         with atomic_write(path) as tmp:
-            tmp.write_text('\n'.join(self._lines()), 'utf-8')
+            tmp.write_text('\n'.join(self._write_lines()), 'utf-8')
         self.report = path
 
-    def _lines(self) -> Iterator[str]:
+    def _write_lines(self) -> Iterator[str]:
         learn = self.learn
         device = model_device(learn.model, learn.dls)
         phases = {'train': 'training', 'valid': 'evaluation', 'predict': 'prediction'}
@@ -115,19 +116,22 @@ def biggest_tensors(
     >>> size
     4000000
     """
-    blocks: dict[tuple[str, int], tuple[int, list[Tensor]]] = {}
+    # size of each block, and its tensors by id, as an object may be found twice
+    blocks: dict[tuple[str, int], tuple[int, dict[int, Tensor]]] = {}
     for o in gc.get_objects():
         if not issubclass(type(o), Tensor):
             continue  # isinstance would call the code of a proxy
         # the garbage collector does not know all gradients
-        tensors = [o] if o.grad_fn is not None or o.grad is None else [o, o.grad]
+        has_grad = o.grad_fn is None and o.grad is not None
+        tensors = [o, o.grad] if has_grad else [o]
         for t in tensors:
             memory = _find_memory(t)
             if memory is not None:
                 device, address, size = memory
-                blocks.setdefault((device, address), (size, []))[1].append(t)
-    unique = [(size, list({id(t): t for t in ts}.values())) for size, ts in blocks.values()]
-    return sorted(unique, key=lambda block: -block[0])[:n]
+                _, tensors_by_id = blocks.setdefault((device, address), (size, {}))
+                tensors_by_id[id(t)] = t
+    biggest = sorted(blocks.values(), key=lambda block: -block[0])[:n]
+    return [(size, list(tensors_by_id.values())) for size, tensors_by_id in biggest]
 
 
 def _find_memory(t: Tensor) -> tuple[str, int, int] | None:
@@ -144,9 +148,9 @@ def _find_memory(t: Tensor) -> tuple[str, int, int] | None:
 def _format_biggest(learn: LearnerLike, n: int) -> str:
     names = dict(_name_tensors(learn))
     rows = [('MiB', 'Device', 'Type', 'Shape', 'What')]
-    for size, ts in biggest_tensors(n):
-        t = max(ts, key=Tensor.numel)
-        what = ', '.join(names[id(o)] for o in ts if id(o) in names)
+    for size, tensors in biggest_tensors(n):
+        t = max(tensors, key=Tensor.numel)
+        what = ', '.join(names[id(o)] for o in tensors if id(o) in names)
         if not what and t.grad_fn is not None:
             what = 'part of a graph'
         mib = f'{size / 2**20:,.2f}'
@@ -159,20 +163,23 @@ def _format_biggest(learn: LearnerLike, n: int) -> str:
 def _name_tensors(learn: LearnerLike) -> Iterator[tuple[int, str]]:
     "Yield ids and names of the tensors of the model, the optimizer and the batch."
     names = {p: name for name, p in learn.model.named_parameters()}
+    optimizers = [] if learn.opt is None else learn.opt.optimizers.values()
     for p, name in names.items():
         yield id(p), f'parameter {name}'
         if p.grad is not None:
             yield id(p.grad), f'gradient of {name}'
     for name, b in learn.model.named_buffers():
         yield id(b), f'buffer {name}'
-    for opt in learn.opt.optimizers.values() if learn.opt is not None else ():
+    for opt in optimizers:
         for p, state in opt.state.items():
             owner = names.get(p, 'a parameter') if isinstance(p, nn.Parameter) else 'a parameter'
-            yield from (
-                (id(v), f'{k} of {owner}') for k, v in state.items() if isinstance(v, Tensor)
-            )
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield id(value), f'{key} of {owner}'
     for kind, part in (('input', learn.xb), ('target', learn.yb)):
-        yield from ((id(t), f'{kind} {i}') for i, t in enumerate(part) if isinstance(t, Tensor))
+        for i, value in enumerate(part):
+            if isinstance(value, Tensor):
+                yield id(value), f'{kind} {i}'
 
 
 # ---------------------------------------------------------------------------------------- recording
@@ -194,6 +201,7 @@ class MemorySnapshot(Callback):
     """
 
     order = -5
+    run_in = 'fit'
     run_valid = False
     remove_on_find = True
     interval: Time
@@ -217,18 +225,16 @@ class MemorySnapshot(Callback):
         self.files = []
         self._is_done = False
         self._since: Any = None  # time when recording began; None: not recording
-        self._to_skip = 0  # number of batches before recording; -1: no recording in this fit
+        # number of batches before recording; inf: no recording in this fit, None: no fit has begun
+        self._to_skip: float | None = None
 
     def before_fit(self) -> None:
         "Check the device and the folder."
-        if not self.learn.fitting:
-            return
-        device = getattr(self.learn.dls, 'device', None)
-        device = device or model_device(self.learn.model, self.learn.dls)
-        self._to_skip = -1
+        self._to_skip = inf
         if self._is_done:
             return
-        if torch.device(device).type != 'cuda':
+        device = model_device(self.learn.model, self.learn.dls)
+        if device.type != 'cuda':
             print_line(
                 self,
                 f'MemorySnapshot records the memory of CUDA devices; on {device} there is nothing to record.',
@@ -240,7 +246,9 @@ class MemorySnapshot(Callback):
 
     def before_batch(self) -> None:
         "Begin the recording when due."
-        if self._to_skip or self._since is not None:
+        if self._to_skip is None:
+            self.before_fit()  # the callback was added during the fit
+        if self._to_skip or self._since is not None or self._is_done:
             return
         torch.cuda.memory._record_memory_history(
             max_entries=self.max_entries, stacks='python', clear_history=True
@@ -249,20 +257,21 @@ class MemorySnapshot(Callback):
 
     def after_batch(self) -> None:
         "Count batches, and end the recording when due."
-        if self._since is None:
-            self._to_skip -= self._to_skip > 0
-        elif self.learn.time - self._since >= self.interval:
-            self._end()
+        if self._since is not None:
+            if self.learn.time - self._since >= self.interval:
+                self._end()
+        elif self._to_skip:
+            self._to_skip -= 1
 
     def cleanup(self) -> None:
         "End the recording with the fit."
+        self._to_skip = None
         if self._since is not None:
             self._end()
 
     def _end(self) -> None:
         "Write the record."
         self._since = None
-        self._to_skip = -1
         self._is_done = True
         try:
             snapshot = torch.cuda.memory._snapshot()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ T = TypeVar('T')
 
 FIRST = ('exp_avg', 'momentum_buffer')  # state keys of the mean of gradients in torch's optimizers
 SECOND = ('exp_avg_sq', 'square_avg')  # state keys of the mean of squared gradients
-Table = dict[str, dict[int, T]]  # values by kind and by index of the parameter
+Table = dict[tuple[str, int], T]  # values by kind and index of the parameter
 SINGLE = (torch.float16, torch.bfloat16, torch.float32)  # types whose norms are computed in float32
 
 
@@ -58,15 +59,16 @@ class LRMonitor(Monitor):
     def measure(self) -> dict[str, Any]:
         "Return rates and momenta by name."
         values = {}
-        for hyper in ('lr', 'mom') if self.mom else ('lr',):
-            for name, group in _named_groups(self.learn.opt):
+        hypers = ('lr', 'mom') if self.mom else ('lr',)
+        for hyper in hypers:
+            for name, group in _name_groups(self.learn.opt):
                 value = Hypers([group], set()).get(hyper)
                 if value is not None:
                     values[f'{hyper}-{name}'] = value
         return values
 
 
-def _named_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _name_groups(opt: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     "Yield the param groups of all optimizers with their names."
     classes = [type(o).__name__ for o in opt.optimizers.values()]
     for key, o in opt.optimizers.items():
@@ -149,7 +151,7 @@ class OptimizerMonitor(Monitor):
         "Return norms and angles of the measured step, by name."
         watched = self._watched
         self._watched = None
-        return watched.metrics(self.per_parameter) if watched is not None else {}
+        return watched.compute_values(self.per_parameter) if watched is not None else {}
 
     def cleanup(self) -> None:
         "Drop the copy of the weights."
@@ -164,107 +166,112 @@ class _WatchedStep:
         params = [p for p in learn.step_parameters if p.grad is not None]
         self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
         self.params, self.are_parts, self.group = unpack_shards(p.detach() for p in params)
-        self.grads = [_dense(local_shard(p.grad)) for p in params]
-        # keys of the optimizer's state
-        self.keys = params
+        self.grads = [_take_values(local_shard(p.grad)) for p in params]
+        self.keys = params  # keys of the optimizer's state
         self.opt = learn.opt
         self.before = [p.clone() for p in self.params]
-        self.grad_norms = _norms(self.grads)  # now, as a step may overwrite its gradients
+        self.grad_norms = _compute_norms(self.grads)  # now, as a step may overwrite its gradients
 
-    def metrics(self, per_parameter: bool) -> dict[str, float]:
+    def compute_values(self, per_parameter: bool) -> dict[str, float]:
         "Return norms and angles by name; waits for the device."
         all_states = self.opt.state
         states = [all_states.get(p, {}) for p in self.keys]
         updates = list(torch._foreach_sub(self.params, self.before)) if self.params else []
         first = _find_states(states, FIRST)
         second = _find_states(states, SECOND)
-        second_norms = {i: v.sum(dtype=_at_least_single(v)).sqrt() for i, v in second.items()}
-        rows = {
-            'grad': dict(enumerate(self.grad_norms)),
-            'param': dict(enumerate(_norms(self.params))),
-            'update': dict(enumerate(_norms(updates))),
-            'moment': dict(zip(first, _norms(list(first.values())), strict=True)),
-            'second_moment_sqrt': second_norms,
-        }
-        dots: Table[Tensor] = {}
+        norms_on_device = _flatten(
+            grad=dict(enumerate(self.grad_norms)),
+            param=dict(enumerate(_compute_norms(self.params))),
+            update=dict(enumerate(_compute_norms(updates))),
+            moment=dict(zip(first, _compute_norms(list(first.values())), strict=True)),
+            second_moment_sqrt={
+                i: t.sum(dtype=_at_least_single(t)).sqrt() for i, t in second.items()
+            },
+        )
+        products_on_device: Table[Tensor] = {}
         if per_parameter:
-            dots = {
-                'update_grad': self._multiply_grads(dict(enumerate(updates))),
-                'moment_grad': self._multiply_grads(first),
-            }
-        norms, products = self._fetch([rows, dots])
-        found = {
-            f'l2_norm/{kind}/global': math.hypot(*row.values())
-            for kind, row in norms.items()
-            if row
-        }
+            products_on_device = _flatten(
+                update_grad=self._multiply_grads(dict(enumerate(updates))),
+                moment_grad=self._multiply_grads(first),
+            )
+        norms, products = self._fetch(norms_on_device, products_on_device)
+        norms_by_kind = defaultdict(list)
+        for (kind, _), norm in norms.items():
+            norms_by_kind[kind].append(norm)
+        values = {f'l2_norm/{kind}/global': math.hypot(*row) for kind, row in norms_by_kind.items()}
         if per_parameter:
-            found |= self._parameter_norms(norms)
-            found |= self._angles(norms, products)
-        return found
+            values |= self._name_norms(norms)
+            values |= self._compute_angles(norms, products)
+        return values
 
     def _multiply_grads(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         "Return the scalar products of tensors with gradients of the same shape; a sparse gradient has another one."
         return {
-            i: _dot(t, self.grads[i]) for i, t in tensors.items() if t.shape == self.grads[i].shape
+            i: _compute_dot(t, self.grads[i])
+            for i, t in tensors.items()
+            if t.shape == self.grads[i].shape
         }
 
-    def _fetch(self, tables: list[Table[Tensor]]) -> list[Table[float]]:
-        "Copy tables of single numbers to the host in one transfer."
-        places = [(n, i) for n, table in enumerate(tables) for row in table.values() for i in row]
-        tensors = [t for table in tables for row in table.values() for t in row.values()]
+    def _fetch(
+        self, norms: Table[Tensor], products: Table[Tensor]
+    ) -> tuple[Table[float], Table[float]]:
+        "Copy norms and products to the host in one transfer."
+        tensors = [*norms.values(), *products.values()]
         if not tensors:
-            return [{kind: {} for kind in table} for table in tables]
+            return {}, {}
         stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
-        numbers = iter(self._sum_shards(stacked, places).tolist())
-        return [
-            {kind: {i: next(numbers) for i in row} for kind, row in table.items()}
-            for table in tables
-        ]
+        indices = [i for _, i in [*norms, *products]]
+        numbers = iter(self._sum_shards(stacked, len(norms), indices).tolist())
+        return {key: next(numbers) for key in norms}, {key: next(numbers) for key in products}
 
-    def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
-        "Reduce norms (table 0) and products of shards to the values of whole tensors."
+    def _sum_shards(
+        self,
+        numbers: Tensor,  # norms, and then products, of the shards of this rank
+        n_norms: int,  # number of norms
+        indices: list[int],  # index of the parameter of each number
+    ) -> Tensor:
+        "Reduce norms and products of shards to the values of whole tensors."
         if self.group is None:
             return numbers
-        are_norms = torch.tensor([table == 0 for table, _ in places], device=numbers.device)
+        are_norms = torch.arange(len(numbers), device=numbers.device) < n_norms
         total = sum_of_parts(
             torch.where(are_norms, numbers**2, numbers),
-            [self.are_parts[i] for _, i in places],
+            [self.are_parts[i] for i in indices],
             self.group,
         )
         return torch.where(are_norms, total.abs().sqrt(), total)
 
-    def _parameter_norms(self, norms: Table[float]) -> dict[str, float]:
-        "Return each parameter's norms, and the ratio of its update to its weights."
-        found = {
-            f'l2_norm/{kind}/{self.names[i]}': v
-            for kind, row in norms.items()
-            for i, v in row.items()
-        }
-        moved = {
-            f'l2_norm_ratio/update_param/{self.names[i]}': norms['update'][i] / norm
-            for i, norm in norms['param'].items()
-            if norm > 0
-        }
-        return {**found, **moved}
+    def _name_norms(self, norms: Table[float]) -> dict[str, float]:
+        "Return each parameter's norms, and the ratio of its update to its weights, by name."
+        values = {f'l2_norm/{kind}/{self.names[i]}': norm for (kind, i), norm in norms.items()}
+        for i, name in enumerate(self.names):
+            if norms['param', i] > 0:
+                ratio = norms['update', i] / norms['param', i]
+                values[f'l2_norm_ratio/update_param/{name}'] = ratio
+        return values
 
-    def _angles(self, norms: Table[float], products: Table[float]) -> dict[str, float]:
-        found = {}
-        for pair, row in products.items():
-            kind, _ = pair.split('_')
-            for i, product in row.items():
-                lengths = norms[kind][i] * norms['grad'][i]
-                if lengths > 0:
-                    found[f'cosine/{pair}/{self.names[i]}'] = product / lengths
-        return found
+    def _compute_angles(self, norms: Table[float], products: Table[float]) -> dict[str, float]:
+        "Return the cosines of the angles between vectors that are not zero, by name."
+        values = {}
+        for (pair, i), product in products.items():
+            kind = pair.removesuffix('_grad')
+            lengths = norms[kind, i] * norms['grad', i]
+            if lengths > 0:
+                values[f'cosine/{pair}/{self.names[i]}'] = product / lengths
+        return values
 
 
-def _dense(grad: Tensor) -> Tensor:
+def _flatten(**rows: dict[int, T]) -> Table[T]:
+    "Return the values of all kinds by kind and index."
+    return {(kind, i): value for kind, row in rows.items() for i, value in row.items()}
+
+
+def _take_values(grad: Tensor) -> Tensor:
     "Return a gradient, or the values of a sparse gradient."
     return grad.coalesce().values() if grad.is_sparse else grad.detach()
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _compute_norms(tensors: list[Tensor]) -> list[Tensor]:
     "Return the L2 norm of each tensor, on its device; half precision is computed in float32."
     if not tensors:
         return []
@@ -286,7 +293,7 @@ def _at_least_single(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
+def _compute_dot(a: Tensor, b: Tensor) -> Tensor:
     "Return the scalar product, on the device; half precision is computed in float32."
     dtype = torch.promote_types(_at_least_single(a), b.dtype)
     return torch.linalg.vecdot(a.flatten().to(dtype), b.flatten().to(dtype)).real

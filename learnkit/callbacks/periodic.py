@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
+from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
 from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
@@ -84,12 +84,12 @@ class PeriodicData(Periodic):
         self._process = process_results
 
     def before_fit(self) -> None:
-        "Find the loader."
+        "Check that there is a loader."
         super().before_fit()
         if self.learn.fitting or self.at_eval:
-            self._loader()
+            self._find_loader()  # raises before training
 
-    def _loader(self) -> tuple[str, Any]:
+    def _find_loader(self) -> tuple[str, Any]:
         "Return the name of the loader, and the loader."
         learn = self.learn
         dl = self._given_dl
@@ -124,13 +124,14 @@ class PeriodicData(Periodic):
     def on_every(self) -> None:
         "Run the loader."
         learn = self.learn
-        name, dl = self._loader()
-        with ExitStack() as contexts:
-            for context in (preserved_state(learn), undisturbed_loader(dl), torch.no_grad()):
-                contexts.enter_context(context)
-            contexts.callback(setattr, learn.run, 'evaluating', learn.run.evaluating)
+        name, dl = self._find_loader()
+        with (
+            preserved_state(learn),
+            undisturbed_loader(dl),
+            torch.no_grad(),
+            replacing_yield(learn.run, 'evaluating', True),
+        ):
             learn.model.eval()
-            learn.run.evaluating = True
             learn.training = False
             learn.phase = 'valid'
             learn.dl = dl
@@ -139,7 +140,6 @@ class PeriodicData(Periodic):
 
     def _collect(self, dl: Any) -> Any:
         "Run a loader through `on_batch`, and return the concatenated results."
-
         learn = self.learn
         arriving = AsyncToCPU()
         results = []

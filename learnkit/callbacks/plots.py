@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from math import ceil
 from typing import Any
 
 from fastcore.foundation import L
@@ -57,14 +58,15 @@ class Plots:
         if show_epochs:
             for step in self.iters:
                 ax.axvline(step, color='grey', linestyle=':', linewidth=1)
-        valid_losses = self._valid_losses(skip_start) if with_valid else ()
+        valid_losses = self._list_valid_losses(skip_start) if with_valid else ()
         for i, (name, points) in enumerate(valid_losses, 1):
-            draw(*points, 'o-', color=color(i), markersize=4, label=name)
+            draw(*zip(*points, strict=True), 'o-', color=color(i), markersize=4, label=name)
         ax.set(xlabel='step', ylabel='loss', title='learning curve')
         ax.legend()
         return ax
 
-    def _valid_losses(self, skip_start: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def _list_valid_losses(self, skip_start: int) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
+        "Yield the name of each validation loader, and its losses as points of step and loss."
         columns = self.metric_names[1:]
         for dl_name, _ in evaluation_loaders(self.learn.dls):
             name = self._valid_name(self.loss, dl_name)
@@ -72,13 +74,12 @@ class Plots:
                 continue
             i = columns.index(name)
             points = [
-                (s, v[i])
-                for s, v in zip(self.iters, self.values, strict=True)
-                if s >= skip_start and len(v) > i
+                (step, values[i])
+                for step, values in zip(self.iters, self.values, strict=True)
+                if step >= skip_start and len(values) > i
             ]
             if points:
-                label = name.removesuffix('_loss').removesuffix('/loss')
-                yield label, tuple(zip(*points, strict=True))
+                yield name.removesuffix('_loss').removesuffix('/loss'), points
 
     def plot_metrics(
         self,
@@ -99,7 +100,7 @@ class Plots:
         ['loss']
         """
         epochs, starts = epochs_of(self.history)
-        panels = self._panels(names, epochs)
+        panels = self._make_panels(names, epochs)
         if ax is not None:
             lines = {}
             for metric, metric_lines in panels.items():
@@ -109,46 +110,50 @@ class Plots:
             draw_epochs(ax, starts, lines)
             return ax
         cols = min(len(panels), 3)
-        axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * -(-len(panels) // cols)))
+        rows = ceil(len(panels) / cols)
+        axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))
         for panel, (metric, lines) in zip(axs, panels.items(), strict=True):
             draw_epochs(panel, starts, lines)
             panel.set_ylabel(metric)
         return axs
 
-    def _panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
+    def _make_panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
         "Return the points of each metric by the loader that they were measured on."
-        loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
-        columns = dict.fromkeys(
-            k for row in self.history for k in row if k not in ('fit', 'epoch', 'time')
-        )
-        sources = {
-            k: _split_column(k, loader_names)
-            for k in columns
-            if any(map(is_scalar, self._column(k)))
-        }
+        sources = self._split_columns()
         if not sources:
             raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
 
         known = {*sources, *(metric for metric, _ in sources.values())}
-        for name in L(names):
+        requested = L(names)
+        for name in requested:
             if name not in known:
                 raise MetricError(
                     f'{name} was not recorded.{did_you_mean(str(name), known)} There is '
                     f'{", ".join(sorted(known))}.'
                 )
         panels: dict[str, dict[str, list[Point]]] = {}
-        for k, (metric, source) in sources.items():
+        for column, (metric, source) in sources.items():
             if names is None:
-                is_drawn = k not in self._hidden_names
+                is_drawn = column not in self._hidden_names
             else:
-                is_drawn = bool({k, metric} & {*L(names)})
+                is_drawn = column in requested or metric in requested
             if is_drawn:
-                values = zip(epochs, self._column(k), strict=True)
+                values = zip(epochs, self._get_column(column), strict=True)
                 points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
                 panels.setdefault(metric, {})[source] = points
         return panels
 
-    def _column(self, name: str) -> list[Any]:
+    def _split_columns(self) -> dict[str, tuple[str, str]]:
+        "Return metric and loader of each column of the history that has a number."
+        loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
+        columns = dict.fromkeys(name for row in self.history for name in row)
+        return {
+            name: _split_column(name, loader_names)
+            for name in columns
+            if name not in ('fit', 'epoch', 'time') and any(map(is_scalar, self._get_column(name)))
+        }
+
+    def _get_column(self, name: str) -> list[Any]:
         return [row.get(name) for row in self.history]
 
     def plot_sched(

@@ -19,6 +19,7 @@ from time import perf_counter, time
 from typing import Any, TextIO
 
 from learnkit.callbacks.live_plot import MasterBar
+from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
 from learnkit.core.interrupts import end_in_one_line
 from learnkit.core.time import format_seconds
@@ -80,8 +81,10 @@ class Bar:
 
     def html(self) -> str:
         "Return the text with the browser's own progress bar, which follows the browser's theme."
-        value = f'value="{min(self.done, self.total)}" max="{self.total}"' if self.total else ''
-        element = f'<progress {value}></progress> ' if value else ''
+        element = ''
+        if self.total:
+            value = min(self.done, self.total)
+            element = f'<progress value="{value}" max="{self.total}"></progress> '
         return f'<div style="font-size:small;font-variant-numeric:tabular-nums">{element}{escape(self.text())}</div>'
 
 
@@ -107,7 +110,7 @@ class Section:
 
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
-        self.lines.append(self.line(cells))
+        self.lines.append(self._format_line(cells))
         self.html_rows.append(html_row('td', cells, last_style=self._last_style()))
 
     def _last_style(self) -> str:
@@ -116,30 +119,30 @@ class Section:
             return ''
         return f'position:sticky;right:0;background:{PAGE_BACKGROUND}'
 
-    def line(self, cells: Sequence[str]) -> str:
+    def _format_line(self, cells: Sequence[str]) -> str:
         "Return one aligned line of text, without the columns that do not fit."
         aligned = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)]
         if self.n_shown < len(self.widths):
             aligned = [*aligned[: self.n_shown - 1], GAP, *aligned[-1:]]
         return '  '.join(aligned).rstrip()
 
-    def head(self) -> list[str]:
+    def format_header(self) -> list[str]:
         "Return the header as a list of one line, or an empty list."
-        return [self.line(self.names)] if any(self.names) else []
+        return [self._format_line(self.names)] if any(self.names) else []
 
     def text(self, max_rows: int) -> str:
         "Return the section as aligned lines of text."
-        return '\n'.join(self.head() + truncate_rows(self.lines, max_rows, '{}', FOLDED))
+        rows = truncate_rows(self.lines, max_rows, '{}', FOLDED)
+        return '\n'.join([*self.format_header(), *rows])
 
     def html(self, max_rows: int) -> str:
         "Return the section as an HTML table; colors and borders are left to the page's theme."
-        style = self._last_style()
-        head = html_row('th', self.names, last_style=style)
-        head = f'<thead>{head}</thead>' if any(self.names) else ''
-        rows = truncate_rows(
-            self.html_rows, max_rows, f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>', FOLDED
-        )
-        return f'<table style="text-align:right">{head}<tbody>{"".join(rows)}</tbody></table>'
+        header = ''
+        if any(self.names):
+            header = f'<thead>{html_row("th", self.names, last_style=self._last_style())}</thead>'
+        note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
+        rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
+        return f'<table style="text-align:right">{header}<tbody>{"".join(rows)}</tbody></table>'
 
 
 def count_columns(
@@ -181,13 +184,14 @@ class Table:
             self.sections.append(Section(names, cells, self.max_width))
         section = self.sections[-1]
         section.add(cells)
-        return [*(section.head() if is_new else []), section.lines[-1]]
+        header = section.format_header() if is_new else []
+        return [*header, section.lines[-1]]
 
     def text(self, max_rows: int) -> str:
-        return '\n'.join(s.text(max_rows) for s in self.sections)
+        return '\n'.join(section.text(max_rows) for section in self.sections)
 
     def html(self, max_rows: int) -> str:
-        return ''.join(s.html(max_rows) for s in self.sections)
+        return ''.join(section.html(max_rows) for section in self.sections)
 
 
 class Display:
@@ -415,70 +419,69 @@ class ProgressCallback(Callback):
 
     order = 60
     first_process_only = True
-    _shown = RunProgress(Display())  # outside a run nothing is ever due
+    _progress = RunProgress(Display())  # outside a run nothing is ever due
 
     def before_fit(self) -> None:
         "Choose the display. A nested run (a validation started by a callback) shares the display."
-        if self._nested():
+        if self._is_nested():
             return
         learn = self.learn
-        self._shown = RunProgress(make_display())
+        self._progress = RunProgress(make_display())
         if not learn.fitting:
-            self._shown.due += perf_counter() + PATIENCE_S
+            self._progress.due += perf_counter() + PATIENCE_S
         # `_write` is there already after a `before_fit` called by hand
-        self._shown.has_logger = learn.logger in (print, self._write)
-        if self._shown.has_logger:
+        self._progress.has_logger = learn.logger in (print, self._write)
+        if self._progress.has_logger:
             learn.logger = self._write
 
     @property
     def mbar(self) -> MasterBar:
         "The graph that fastai's own `ShowGraphCallback` updates."
-        return self._shown.mbar
+        return self._progress.mbar
 
     def before_train(self) -> None:
         "Start this epoch's bar, at the batch that a resumed epoch continues with."
-        if self._shown.first_share is None and not self.learn.resumed:
-            self._shown.first_share = self.learn.pct_train
-        self._start('train', self.learn.run.resumes_at)
-        self._shown.train = self._shown.bar
+        if self._progress.first_share is None and not self.learn.resumed:
+            self._progress.first_share = self.learn.pct_train
+        self._start_bar('train', self.learn.run.resumes_at)
+        self._progress.train = self._progress.bar
 
     def before_validate(self) -> None:
         "Start this loader's bar."
-        self._start(self.learn.dl_name)
+        self._start_bar(self.learn.dl_name)
 
     def after_batch(self) -> None:
         "Update the bar if it is due; otherwise only read the clock."
-        if perf_counter() >= self._shown.due:
+        if perf_counter() >= self._progress.due:
             self._draw()
 
     def after_train(self) -> None:
         "Show the final count, unless the fit was resumed after this epoch's training."
         if not self.learn.resumed:
             self.after_batch()
-        self._shown.train = None
+        self._progress.train = None
 
     def after_validate(self) -> None:
         "Show the training bar again after an evaluation within the epoch."
         # the count is set even if nothing is drawn: a run that stops next shows it
-        self._count(self.learn.iter + 1)
+        self._set_count(self.learn.iter + 1)
         self.after_batch()
-        self._shown.bar = self._shown.train or self._shown.bar
+        self._progress.bar = self._progress.train or self._progress.bar
 
     def before_eval(self) -> None:
         "Record the number of trained batches."
-        if not self._nested():
-            self._shown.n_trained = self.learn.iter + 1
+        if not self._is_nested():
+            self._progress.n_trained = self.learn.iter + 1
 
     def after_eval(self) -> None:
         "Show a row for an evaluation within an epoch, with the fraction of the epoch trained."
         learn = self.learn
-        shown = self._shown
-        if not shown.train or not shown.has_logger or learn.logger != self._write or self._nested():
+        recorder = recorder_of(learn)
+        train = self._progress.train
+        if train is None or recorder is None or learn.logger != self._write or self._is_nested():
             return
-        n = shown.n_trained
-        total = shown.train.total
-        epoch = f'{learn.epoch + n / total:.2f}' if total else f'{learn.epoch}+{n}'
-        recorder: Any = self.recorder
+        n = self._progress.n_trained
+        epoch = f'{learn.epoch + n / train.total:.2f}' if train.total else f'{learn.epoch}+{n}'
         values = {
             'epoch': epoch,
             'train_loss': recorder.smooth_loss.latest,
@@ -489,13 +492,13 @@ class ProgressCallback(Callback):
     def after_error(self) -> None:
         "Keep the bar visible where the run stopped; after Ctrl-C, end the script in a line."
         error = self.learn.error
-        if isinstance(error, KeyboardInterrupt) and not self._nested():
+        if isinstance(error, KeyboardInterrupt) and not self._is_nested():
             end_in_one_line(error, self._describe_interrupt())
-        if self._shown.bar is None:
+        if self._progress.bar is None:
             return  # the run stopped before its first bar
-        self._shown.stopped = True
-        if self._shown.bar is self._shown.train:
-            self._count(self.learn.iter)
+        self._progress.stopped = True
+        if self._progress.bar is self._progress.train:
+            self._set_count(self.learn.iter)
 
     def _describe_interrupt(self) -> str:
         "Return one line: where the run stopped, and how to resume."
@@ -510,47 +513,49 @@ class ProgressCallback(Callback):
 
     def after_fit(self) -> None:
         "Show the final table, and restore the logger."
-        if not self._nested():
-            self._end()
+        if not self._is_nested():
+            self._end_display()
 
     def cleanup(self) -> None:
         "Show the final table, and restore the logger, also after an error."
-        self._end()
+        self._end_display()
 
-    def _nested(self) -> bool:
+    def _is_nested(self) -> bool:
         return bool(self.learn.run.depth > 1)
 
-    def _start(self, name: str, first: int = 0) -> None:
+    def _start_bar(self, name: str, first: int = 0) -> None:
         learn = self.learn
-        shown = self._shown
+        progress = self._progress
         n_epoch = f'/{learn.n_epoch}' if learn.n_epoch else ''
         has_epochs = learn.fitting and learn.create_mbar
         epoch = f'epoch {learn.epoch + 1}{n_epoch} ' if has_epochs else ''
-        shown.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0], first, first=first)
-        if perf_counter() >= shown.due:
-            shown.draw()
+        progress.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0], first, first=first)
+        if perf_counter() >= progress.due:
+            progress.draw()
 
-    def _count(self, done: int) -> None:
-        bar = self._shown.bar
+    def _set_count(self, done: int) -> None:
+        bar = self._progress.bar
         if bar:
             bar.done = done
             bar.total = self.learn.n_iter
-            bar.note = self._note()
+            bar.note = self._make_note()
 
     def _draw(self) -> None:
-        self._count(self.learn.iter + 1)
-        self._shown.draw()
+        self._set_count(self.learn.iter + 1)
+        self._progress.draw()
 
-    def _note(self) -> str:
+    def _make_note(self) -> str:
         "Return the latest smoothed loss, and the remaining time of a fit of several epochs."
         learn = self.learn
+        if not learn.fitting:
+            return ''
+        recorder = recorder_of(learn) if learn.training else None
+        loss = None if recorder is None else recorder.smooth_loss.latest
         parts = []
-        if learn.fitting and learn.training:
-            loss = learn.recorder.smooth_loss.latest if hasattr(learn, 'recorder') else None
-            if loss is not None:
-                parts.append(f'loss {loss:.4f}')
-        if learn.fitting and learn.create_mbar and learn.n_epoch != 1 and not self._shown.stopped:
-            remaining = self._shown.remaining_s(learn.pct_train)
+        if loss is not None:
+            parts.append(f'loss {loss:.4f}')
+        if learn.create_mbar and learn.n_epoch != 1 and not self._progress.stopped:
+            remaining = self._progress.remaining_s(learn.pct_train)
             if remaining is not None:
                 parts.append(f'fit {format_seconds(remaining)} left')
         return ', '.join(parts)
@@ -558,11 +563,11 @@ class ProgressCallback(Callback):
     def _write(self, row: Sequence[Any]) -> None:
         "Show one row of `learn.logger`."
         recorder = getattr(self.learn, 'recorder', None)
-        self._shown.display.write(getattr(recorder, 'metric_names', ()), row)
-        if perf_counter() >= self._shown.due:
-            self._shown.draw()
+        self._progress.display.write(getattr(recorder, 'metric_names', ()), row)
+        if perf_counter() >= self._progress.due:
+            self._progress.draw()
 
-    def _end(self) -> None:
-        if self._shown.has_logger:
+    def _end_display(self) -> None:
+        if self._progress.has_logger:
             self.learn.logger = print
-        self._shown.close()
+        self._progress.close()

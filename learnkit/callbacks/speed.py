@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.callbacks.monitor import Monitor, seconds_in, world_size
-from learnkit.core.errors import ModelError
+from learnkit.callbacks.monitor import Monitor
+from learnkit.core.errors import ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.time import Time
@@ -39,6 +39,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     't4': {'fp32': 8.1e12, 'fp16': 65e12},
 }
 
+SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
 COUNTED = ('batches', 'samples', 'tokens', 'flops')
 
 
@@ -53,7 +54,7 @@ class _TimedMonitor(Monitor):
     _last_read: float | None = None  # last reading of the clock; None: no fit is running
     _eval_depth: int | None = None  # depth of the run that evaluates; None: training
 
-    def _read(self) -> float:
+    def _read_clock(self) -> float:
         "Read the clock, and return the seconds of training so far."
         if self._last_read is not None:
             before = self._last_read
@@ -75,13 +76,13 @@ class _TimedMonitor(Monitor):
         "Count evaluation from now on."
         if self._last_read is None or self._eval_depth is not None:
             return  # no fit, or a nested evaluation
-        self._read()
+        self._read_clock()
         self._eval_depth = self.learn.run.depth
 
     def after_eval(self) -> None:
         "Count training from now on."
         if self._eval_depth == self.learn.run.depth:
-            self._resume()
+            self._count_training()
 
     before_predict = before_eval
     after_predict = after_eval
@@ -89,39 +90,40 @@ class _TimedMonitor(Monitor):
     def before_train(self) -> None:
         "Count training after an evaluation that a Cancel exception ended."
         if self._eval_depth is not None:
-            self._resume()
+            self._count_training()
 
-    def _resume(self) -> None:
-        self._read()
+    def _count_training(self) -> None:
+        self._read_clock()
         self._eval_depth = None
 
     def after_fit(self) -> None:
         "Stop the clock."
         if self.learn.fitting:
-            self._stop()
+            self._stop_clock()
 
     def on_run_failed(self) -> None:
+        "Count training after an evaluation that failed, if the fit continues."
         if self._eval_depth is not None and self._eval_depth >= self.learn.run.depth:
-            self._resume()
+            self._count_training()
 
     def cleanup(self) -> None:
         "Stop the clock."
-        self._stop()
+        self._stop_clock()
 
-    def _stop(self) -> None:
-        self._read()
+    def _stop_clock(self) -> None:
+        self._read_clock()
         self._last_read = None
         self._eval_depth = None
 
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
-        self._read()
+        self._read_clock()
         return {**super().state_dict(), 'train_s': self._train_s, 'eval_s': self._eval_s}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the seconds so far."
         super().load_state_dict(sd)
-        self._read()  # seconds since the last reading belong to another run
+        self._read_clock()  # seconds since the last reading belong to another run
         self._train_s = sd['train_s']
         self._eval_s = sd['eval_s']
 
@@ -179,7 +181,7 @@ class SpeedMonitor(_TimedMonitor):
         super().__init__(every)
         self.window = check_count('window', window)
         self.time_unit = time_unit
-        self._unit_s = seconds_in(time_unit)
+        self._unit_s = get_seconds(time_unit)
         if peak_flops is not None:
             check_number('peak_flops', peak_flops)
         self.peak_flops = peak_flops
@@ -211,7 +213,9 @@ class SpeedMonitor(_TimedMonitor):
             flops = _check_flops(learn.model, flops(learn.batch))
         if flops is not None:
             self._flops += flops
-        self._points.append((self._read(), done.batches, done.samples, done.tokens, self._flops))
+        self._points.append(
+            (self._read_clock(), done.batches, done.samples, done.tokens, self._flops)
+        )
         # after a resume the batch between the first two points warmed up
         if self._resumed and len(self._points) == 3:
             self._points.popleft()
@@ -220,13 +224,14 @@ class SpeedMonitor(_TimedMonitor):
 
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        train_s = self._read()
+        train_s = self._read_clock()
         eval_s = self._eval_s
         seconds = {'train': train_s, 'val': eval_s, 'total': train_s + eval_s}
         times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
-        return self._rates() | times
+        return self._compute_rates() | times
 
-    def _rates(self) -> dict[str, float]:
+    def _compute_rates(self) -> dict[str, float]:
+        "Return the rates over the window, by name."
         if len(self._points) < 2:
             return {}
         seconds, *counts = (
@@ -234,17 +239,16 @@ class SpeedMonitor(_TimedMonitor):
         )
         if seconds <= 0:
             return {}
-        n = world_size()
+        n = self.learn.world.size
         rates = dict[str, float]()
         for what, count in zip(COUNTED, counts, strict=True):
             if not count:
                 continue
-            # flops are counted for this device's batches only
-            total = count / seconds * (n if what == 'flops' else 1)
-            rates |= {
-                f'throughput/{what}_per_sec': total,
-                f'throughput/device/{what}_per_sec': total / n,
-            }
+            rate = count / seconds
+            if what == 'flops':
+                rate *= n  # flops are counted for this device's batches only
+            rates[f'throughput/{what}_per_sec'] = rate
+            rates[f'throughput/device/{what}_per_sec'] = rate / n
         if counts[-1] and self._peak:
             rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
         return rates
@@ -267,6 +271,16 @@ class SpeedMonitor(_TimedMonitor):
         "Stop the clock, and drop the reference to the model."
         super().cleanup()
         self._flops_per_batch = None
+
+
+def get_seconds(time_unit: str) -> int:
+    "Return the seconds in a unit of time; raise `OptionError` for an unknown unit."
+    if isinstance(time_unit, str) and time_unit in SECONDS_IN:
+        return SECONDS_IN[time_unit]
+    raise OptionError(
+        f'time_unit={time_unit!r}: give one of {", ".join(SECONDS_IN)}.'
+        f'{did_you_mean(str(time_unit), SECONDS_IN)}'
+    )
 
 
 def _check_flops(model: nn.Module, flops: Any) -> float:
@@ -389,7 +403,7 @@ class RuntimeEstimator(_TimedMonitor):
         super().__init__(every)
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
         self.time_unit = time_unit
-        self._unit_s = seconds_in(time_unit)
+        self._unit_s = get_seconds(time_unit)
         self._evals: dict[str, _Evaluations] = {}
 
     @property
@@ -407,7 +421,7 @@ class RuntimeEstimator(_TimedMonitor):
         seconds, share = self._earlier_totals
         if self._base is None or self._position is None:
             return seconds, share
-        return seconds + self._read() - self._base[0], share + self._position - self._base[1]
+        return seconds + self._read_clock() - self._base[0], share + self._position - self._base[1]
 
     def measure(self) -> dict[str, float]:
         "Return the estimate by name."
@@ -434,14 +448,14 @@ class RuntimeEstimator(_TimedMonitor):
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
-        self._position = self._share()
+        self._position = self._compute_share()
         if self._skip:
             self._skip -= 1
             if not self._skip and self._position is not None:
-                self._base = self._read(), self._position
+                self._base = self._read_clock(), self._position
         super().after_batch()
 
-    def _share(self) -> float | None:
+    def _compute_share(self) -> float | None:
         "Return the share of the fit that is done; None if unknown."
         learn = self.learn
         if learn.n_iter or learn.pct_train != self._epoch_at:
@@ -454,9 +468,9 @@ class RuntimeEstimator(_TimedMonitor):
         "Record the number of batches of an epoch."
         if not self.learn.n_iter:
             self._n_last = self.learn.iter + 1
-            self._position = self._share()
+            self._position = self._compute_share()
             if self._base is None and not self._skip and self._position is not None:
-                self._base = self._read(), self._position
+                self._base = self._read_clock(), self._position
         super().after_train()
 
     def before_validate(self) -> None:

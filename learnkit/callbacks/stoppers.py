@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.callbacks.nan_guard import print_line
+from learnkit.callbacks.recorder import epoch_row, records
 from learnkit.callbacks.tracking import (
     Comparison,
     EarlyStoppingCallback,
@@ -128,20 +129,20 @@ class ThresholdStopper(TrackerCallback):
         "Check the values of the evaluation."
         if callable(self.monitor):
             return
-        self._check(self._records().measured.get(self.monitor))
+        self._check(records(self).measured.get(self.monitor))
 
     def after_epoch(self) -> None:
         "Check the row of the epoch."
         if self.learn.run.stopping:
             return
-        row = self._row()
+        row = epoch_row(self)
         if row is not None:
             self._check(
                 self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
             )
 
     def _check(self, measured: Any) -> None:
-        value = self._number(measured)
+        value = self._as_number(measured)
         if value is None:
             return
         self.value = value

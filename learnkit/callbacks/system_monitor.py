@@ -49,6 +49,7 @@ class SystemMonitor(Monitor):
         'gpu_temperature_C': 'temperature of the GPU in degrees Celsius',
         'gpu_power_usage_W': 'power that the GPU draws, in watts',
     }
+    run_in = 'fit'
     latest = ('network_',)
     machine_dependent = True
 
@@ -63,8 +64,6 @@ class SystemMonitor(Monitor):
     def before_fit(self) -> None:
         "Start measuring the CPU load, and find the sensors of the GPU."
         super().before_fit()
-        if not self.learn.fitting:
-            return
         import_library('psutil', 'SystemMonitor').cpu_percent()
         device = model_device(self.learn.model, self.learn.dls)
         self._sensors = find_sensors(device) if device.type == 'cuda' else {}
@@ -78,7 +77,7 @@ class SystemMonitor(Monitor):
         ram = psutil.virtual_memory()
         disk = psutil.disk_usage(str(folder))
         net = psutil.net_io_counters()
-        found = {
+        values = {
             'cpu_percentage': psutil.cpu_percent(),
             'cpu_memory_percent': ram.percent,
             'cpu_memory_used': ram.used,
@@ -88,16 +87,16 @@ class SystemMonitor(Monitor):
             'disk_memory_free': disk.free,
         }
         if net is not None:
-            found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
-        return {**found, **self._measure_gpu()}
+            values |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
+        return {**values, **self._measure_gpu()}
 
     def _measure_gpu(self) -> dict[str, float]:
         device = model_device(self.learn.model, self.learn.dls)
         if device.type != 'cuda':
             return {}
         free, total = torch.cuda.mem_get_info(device)
-        read = {name: sensor(device) for name, sensor in self._sensors.items()}
-        return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **read}
+        readings = {name: sensor(device) for name, sensor in self._sensors.items()}
+        return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **readings}
 
 
 def find_sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:

@@ -15,12 +15,13 @@ from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column, records
 from learnkit.checkpoint.saving import check_weights_path, find_weights_path, resolve_path
-from learnkit.core.errors import MetricError, OptionError, TimeError
+from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_takes
+from learnkit.engine.counters import counts_tokens
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
@@ -35,8 +36,6 @@ __all__ = [
 Monitor = str | Callable[[Any], Any]
 Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # types that `comp` accepts
-
-_PATHS = ('last_saved_path', 'best_path')  # keys in the state of `SaveModelCallback`
 
 
 class TrackerCallback(Callback):
@@ -68,9 +67,9 @@ class TrackerCallback(Callback):
     min_delta: float
     best: float | None
     new_best: bool
-    _lower: bool
     _has_begun: bool = False  # whether `before_fit` has run
     _is_guess: bool  # whether the direction is only guessed from the name
+    _prefers_lower: bool
 
     def __init__(
         self,
@@ -89,30 +88,30 @@ class TrackerCallback(Callback):
                 'history, such as `valid_loss`, or a function of the learner.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
-        self.comp: Compare = _comparison(name) if comp is None else as_comparison(comp, name)
+        self.comp: Compare = _choose_comparison(name) if comp is None else as_comparison(comp, name)
         self._is_guess = (
             comp is None and isinstance(monitor, str) and name not in MetricProperties()
         )
-        self._lower = bool(self.comp(0.0, 1.0))
+        self._prefers_lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
         self.monitor = monitor
         self.reset_on_fit = reset_on_fit
-        self.min_delta = -min_delta if self._lower else min_delta
+        self.min_delta = -min_delta if self._prefers_lower else min_delta
         self.best = None
         self.new_best = False
         self.idx: int | None = None  # index of the column in `recorder.values[-1]`
 
     def before_fit(self) -> None:
         "Find the column, and reset the best value."
-        self._records()
-        self.idx = None if callable(self.monitor) else self._find(self.monitor)
+        records(self)  # raises without a Recorder
+        self.idx = None if callable(self.monitor) else find_column(self, self.monitor)
         if self._is_guess:  # a column of this name exists
             self._is_guess = False
             _warn_of_rule(str(self.monitor))
         self._has_begun = True
         if self.reset_on_fit or self.best is None:
-            self.best = math.inf if self._lower else -math.inf
+            self.best = math.inf if self._prefers_lower else -math.inf
         self.new_best = False
 
     def after_epoch(self) -> None:
@@ -120,11 +119,11 @@ class TrackerCallback(Callback):
         if not self._has_begun:
             self.before_fit()  # the callback was added during the fit
         self.new_best = False
-        row = self._row()
+        row = epoch_row(self)
         if row is None:
             return
         measured = self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
-        value = self._number(measured)
+        value = self._as_number(measured)
         self.new_best = value is not None and self._is_better(value)
         if self.new_best:
             self.best = value
@@ -143,32 +142,16 @@ class TrackerCallback(Callback):
     def cleanup(self) -> None:
         self._has_begun = False
 
-    def _records(self) -> Any:
-        return records(self)
-
-    def _row(self) -> dict[str, Any] | None:
-        return epoch_row(self)
-
-    def _find(self, monitor: str) -> int | None:
-        "Return the index of the column; a fit being resumed also finds it in the saved history."
-        try:
-            return find_column(self, monitor)
-        except MetricError:
-            saved = saved_history(self.learn) if self.learn.resumed else []
-            if not any(monitor in row for row in saved):
-                raise
-            return None
-
-    def _number(self, value: Any) -> float | None:
+    def _as_number(self, value: Any) -> float | None:
         "Return a value as a number; the value of a function is the first rank's."
         number = as_number(self, self.monitor, value)
         return self.learn.world.broadcast(number) if callable(self.monitor) else number
 
     def _get_value(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
-        values = self._records().values[-1]
+        values = records(self).values[-1]
         if self.idx is not None:  # a metric that returns a dict may have added columns
-            self.idx = self._find(str(self.monitor))
+            self.idx = find_column(self, str(self.monitor))
         # the row of an interrupted epoch lacks some values
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         if is_complete and self.idx is not None:
@@ -189,7 +172,7 @@ class TrackerCallback(Callback):
         self.new_best = sd['new_best']
 
 
-def _comparison(name: str) -> Compare:
+def _choose_comparison(name: str) -> Compare:
     "Return the comparison for a column, by fastai's rule; warn of names that the rule gets wrong."
     if 'loss' in name or 'error' in name:
         return np.less
@@ -205,12 +188,6 @@ def _warn_of_rule(name: str) -> None:
     )
 
 
-def saved_history(learn: LearnerLike) -> list[dict[str, Any]]:
-    "Return the history in the checkpoint that a fit resumes from, until the Recorder has loaded it."
-    states = learn.run.resume.state['callbacks'] if learn.run.resume is not None else {}
-    return next((sd['history'] for sd in states.values() if 'history' in sd), [])
-
-
 def check_counted(
     learn: LearnerLike,  # the Learner, in a fit
     time: Time,  # time to wait for
@@ -219,7 +196,7 @@ def check_counted(
     "Raise `TimeError` for a unit that this fit does not count, since the time would never come."
     if time.unit == 'sp':
         learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch checks it
-    if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
+    if time.unit == 'tok' and not counts_tokens(learn):
         raise TimeError(
             f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or count them: '
             '`Learner(..., token_func=lambda xb, yb: ...)`.'
@@ -357,16 +334,13 @@ class ReduceLROnPlateau(_Patient):
 
     def lose_patience(self) -> None:
         "Lower the rates, and restart the wait."
-        before = self._rates()
-        for h, lr in zip(self.learn.opt.hypers, before, strict=True):
-            h['lr'] = min(lr, max(lr / self.factor, self.min_lr))
+        opt = self.learn.opt
+        before = opt.lrs
+        opt.set_hypers(lr=[min(lr, max(lr / self.factor, self.min_lr)) for lr in before])
         self._restart_wait()
-        lr = self._rates()[-1]
+        lr = opt.lrs[-1]
         if lr < before[-1]:
             print_line(self, f'Epoch {self.learn.epoch}: reducing lr to {lr:.3g}')
-
-    def _rates(self) -> list[float]:
-        return [float(h['lr']) for h in self.learn.opt.hypers]
 
 
 class SaveModelCallback(TrackerCallback):
@@ -419,8 +393,8 @@ class SaveModelCallback(TrackerCallback):
         self.with_opt = with_opt
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # best file so far, written by this callback
-        self._watching = False  # whether a fit is running
-        self._compared = False  # whether the fit has had a value to compare
+        self._is_in_fit = False  # from `before_fit` until the best or the last weights are kept
+        self._has_compared = False  # whether the fit has had a value to compare
 
     def before_fit(self) -> None:
         "Check that the files can be written."
@@ -430,8 +404,8 @@ class SaveModelCallback(TrackerCallback):
         self._check_own_file()
         if self.reset_on_fit:
             self._best_path = None
-        self._watching = True
-        self._compared = False
+        self._is_in_fit = True
+        self._has_compared = False
         self._has_begun = True
 
     def _check_own_file(self) -> None:
@@ -453,18 +427,17 @@ class SaveModelCallback(TrackerCallback):
         if not self.every_epoch:
             return super().after_epoch()
         if not self._has_begun:
-            self.before_fit()
-        is_due = self._row() is not None and self.learn.epoch % self.every_epoch == 0
-        if is_due:
+            self.before_fit()  # the callback was added during the fit
+        if epoch_row(self) is not None and self.learn.epoch % self.every_epoch == 0:
             self._save(f'{self.fname}_{self.learn.epoch}')
 
     def after_comparison(self) -> None:
         "Save the weights if they are the best."
-        self._compared = True
+        self._has_compared = True
         if not self.new_best:
             return
         found = f'Better model found at epoch {self.learn.epoch}'
-        print_line(self, f'{found} with {self._label()} value: {self.best:.6g}.')
+        print_line(self, f'{found} with {self._get_label()} value: {self.best:.6g}.')
         with ExitStack() as stack:
             for cb in self.learn.cbs:
                 if isinstance(cb, EMA) and cb.has_begun:
@@ -473,10 +446,10 @@ class SaveModelCallback(TrackerCallback):
 
     def after_fit(self) -> None:
         "Load the best weights, or save the last ones with `at_end`."
-        if not self._watching:
+        if not self._is_in_fit:
             return
         if self.at_end:
-            self._watching = False
+            self._is_in_fit = False
             self._best_path = None
             self._save(self.fname)
         else:
@@ -485,7 +458,7 @@ class SaveModelCallback(TrackerCallback):
     def cleanup(self) -> None:
         "Load the best weights also after a failed fit."
         super().cleanup()
-        if self._watching:
+        if self._is_in_fit:
             self._load_best()
 
     def _save(self, name: str | Path) -> Path:
@@ -493,32 +466,32 @@ class SaveModelCallback(TrackerCallback):
         return path
 
     def _load_best(self) -> None:
-        self._watching = False
+        self._is_in_fit = False
         if self.every_epoch or self.at_end:
             return
         if self._best_path is not None:
             self.learn.load(self._best_path, with_opt=self.with_opt)
-        elif self._compared:
+        elif self._has_compared:
             warn_user(
-                f'No epoch had a {self._label()} that could be the best, so no weights were saved or loaded.'
+                f'No epoch had a {self._get_label()} that could be the best, so no weights were saved or loaded.'
             )
 
-    def _label(self) -> str:
+    def _get_label(self) -> str:
         return self.monitor if isinstance(self.monitor, str) else 'monitored'
 
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and the paths of the best and the last file."
-        paths = (to_portable_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
         return {
             **super().state_dict(),
-            **dict(zip(_PATHS, paths, strict=True)),
-            'compared': self._compared,
+            'last_saved_path': to_portable_path(self.learn, self.last_saved_path),
+            'best_path': to_portable_path(self.learn, self._best_path),
+            'compared': self._has_compared,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best value and its file."
         super().load_state_dict(sd)
         folder = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
-        paths = [from_portable_path(self.learn, sd[key], folder) for key in _PATHS]
-        self.last_saved_path, self._best_path = paths
-        self._compared = sd['compared']
+        self.last_saved_path = from_portable_path(self.learn, sd['last_saved_path'], folder)
+        self._best_path = from_portable_path(self.learn, sd['best_path'], folder)
+        self._has_compared = sd['compared']

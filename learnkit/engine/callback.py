@@ -19,7 +19,7 @@ from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
-from learnkit.engine.counters import Every, check_countable
+from learnkit.engine.counters import Every
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 
 if TYPE_CHECKING:
@@ -574,7 +574,6 @@ class Periodic(Callback):
     def before_fit(self) -> None:
         "Count from the Learner's current time."
         if self.learn.fitting:
-            check_countable(self.learn, self.every)
             self._interval.start(self.learn)
 
     def after_eval(self) -> None:

@@ -84,7 +84,9 @@ class Every:
         self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
 
     def start(self, learn: LoopLike) -> None:
-        "Count from a Learner's current time."
+        "Count from a Learner's current time. In a fit, raise `TimeError` for an amount of tokens if none are counted."
+        if learn.fitting:
+            check_countable(learn, self.interval)
         self._passed = self._count(learn, 0)
 
     def is_due(

@@ -11,7 +11,8 @@ import torch
 from fastcore.basics import noop
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, Learner
+from learnkit.callbacks import oom
 from learnkit.callbacks.oom import MemorySnapshot, OOMObserver, biggest_tensors, write_snapshot
 from learnkit.core.errors import OptionError, TimeError
 from learnkit.testing import synth_learner
@@ -167,6 +168,33 @@ def test_on_the_cpu_a_message_replaces_the_snapshot(
         learn.fit(1)
     assert 'there is nothing to record' in capsys.readouterr().out
     assert learn.memory_snapshot.files == [] and not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_added_during_a_fit_on_the_cpu_does_nothing(tmp_path: Path) -> None:
+    add = Callback(before_train=lambda cb: cb.learn.add_cb(MemorySnapshot()))
+    learn = synth_learner(path=tmp_path, cbs=add)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    assert learn.opt.n_steps == 10 and learn.memory_snapshot.files == []
+
+
+def test_a_resumed_fit_does_not_record_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recordings: list[int] = []
+    monkeypatch.setattr(oom, 'model_device', lambda model, dls: torch.device('cuda'))
+    monkeypatch.setattr(oom, 'write_snapshot', lambda snapshot, stem: [stem])
+    monkeypatch.setattr(torch.cuda.memory, '_snapshot', dict)
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        '_record_memory_history',
+        lambda enabled='all', **options: recordings.append(1) if enabled else None,
+    )
+    for n in (1, 2):
+        learn = synth_learner(path=tmp_path, cbs=[MemorySnapshot(interval='2ba'), Checkpoint()])
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(n, resume=True)
+    assert learn.time.ba == 20 and recordings == [1]
 
 
 @pytest.mark.parametrize(

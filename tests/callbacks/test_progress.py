@@ -454,8 +454,8 @@ def test_at_most_ten_drawings_a_second(
 
 def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
     learn = make_learner()
-    learn.progress._shown = learnkit.callbacks.progress.RunProgress(TerminalDisplay(Tty()))
-    learn.progress._shown.due = perf_counter() + 1000
+    learn.progress._progress = learnkit.callbacks.progress.RunProgress(TerminalDisplay(Tty()))
+    learn.progress._progress.due = perf_counter() + 1000
     after_batch, best = learn.progress.after_batch, float('inf')
     for _ in range(20):
         start = perf_counter()

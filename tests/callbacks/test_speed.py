@@ -168,6 +168,18 @@ def test_rates_over_a_sliding_window(clock: Clock) -> None:
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 
 
+def test_a_learner_that_trains_alone_counts_one_device(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "A process group of the caller's own does not share the batches of the Learner."
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: 2)
+    learn = synth_learner(cbs=[SpeedMonitor(every='1ep'), Pass(clock)])
+    learn.fit(1)
+    row = learn.history[0]
+    assert row['throughput/samples_per_sec'] == row['throughput/device/samples_per_sec'] == 8.0
+
+
 def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     seen = Seen()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.basics import noop
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.stoppers import EarlyStopper, EarlyStopping, FixedStopper, ThresholdStopper
@@ -119,6 +119,22 @@ def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> 
     with pytest.raises(TimeError, match=r'9tok|2iter'):
         learn.fit(1)
     assert learn.time.ba == 0
+
+
+def test_tokens_that_batches_count_themselves() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 1)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(input_ids).mean(1)
+
+    batch = ({'input_ids': torch.arange(10).view(2, 5)}, torch.zeros(2, 1))
+    learn = Learner(DataLoaders([batch] * 6), Mean(), nn.MSELoss(), cbs=FixedStopper('40tok'))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    assert (learn.time.tok, learn.time.ba) == (40, 4)
 
 
 # ----------------------------------------------------------------------------------------- patience

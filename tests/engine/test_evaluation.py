@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import EMA, Callback, CancelTrainException, DataLoaders, Learner, TimeError, mae, mse
+from learnkit import (
+    EMA,
+    Callback,
+    CancelTrainException,
+    DataLoaders,
+    Learner,
+    Recorder,
+    TimeError,
+    mae,
+    mse,
+)
 from learnkit.core.errors import LoaderError
 from learnkit.data.evaluator import Evaluator
 from learnkit.testing import synth_dls, synth_learner
@@ -180,6 +190,16 @@ def test_rows_in_the_middle_of_an_epoch_are_shown(capsys: pytest.CaptureFixture[
     learn.fit(2)
     first = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert first == ['epoch', '0.50', '1.00', '0', '1.50', '2.00', '1']
+
+
+def test_without_a_recorder_an_evaluation_within_an_epoch_shows_no_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    learn = learner(n_train=4, eval_every='2ba')
+    learn.logger = print
+    learn.remove_cb(Recorder)
+    learn.fit(1)
+    assert learn.opt.n_steps == 4 and not capsys.readouterr().out
 
 
 class Counts(Callback):

@@ -79,6 +79,13 @@ def test_every_that_makes_no_sense(every: Any) -> None:
         JSONLinesLogger(every=every)
 
 
+def test_an_interval_in_tokens_that_are_not_counted(tmp_path: Path) -> None:
+    learn = learner(tmp_path, JSONLinesLogger(every='10tok'))
+    with pytest.raises(TimeError, match='token_func'):
+        learn.fit(1)
+    assert learn.time.ba == 0
+
+
 def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger)
     learn.fit(2)
