@@ -180,9 +180,8 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
     after = Callback(before_step=watch)
     after.order = GradientAccumulation.order + 1
     learner(ones, mlp(), GradientAccumulation(n_acc=8), after).fit(1)
-    assert len(grads) == 2 and all(
-        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True)
-    )
+    assert len(grads) == 2
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
 
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:

@@ -39,10 +39,8 @@ def test_the_columns_match_the_best_evaluation_so_far() -> None:
     learn.fit(8)
     rows = learn.history
     losses = [row['valid_loss'] for row in rows]
-    assert (
-        len({losses.index(min(losses[:i])) for i in range(1, 9)}) > 1
-        and losses.index(min(losses)) < 7
-    )
+    assert len({losses.index(min(losses[:i])) for i in range(1, 9)}) > 1
+    assert losses.index(min(losses)) < 7
     for i, row in enumerate(rows):
         best = min(rows[: i + 1], key=lambda r: r['valid_loss'])
         assert [row[f'best/{n}'] for n in ('valid_loss', 'test/loss', 'test/mae')] == [
@@ -128,10 +126,8 @@ def test_the_state_is_resumed() -> None:
     learn, other = learner(BestMetric()), learner(BestMetric())
     learn.fit(3)
     other.best_metric.load_state_dict(learn.best_metric.state_dict())
-    assert (other.best_metric.at_best, other.best_metric.best_at) == (
-        learn.best_metric.at_best,
-        learn.best_metric.best_at,
-    )
+    assert other.best_metric.at_best == learn.best_metric.at_best
+    assert other.best_metric.best_at == learn.best_metric.best_at
 
 
 @pytest.mark.parametrize(

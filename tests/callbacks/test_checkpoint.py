@@ -104,11 +104,9 @@ def test_the_end_of_a_fit_that_was_stopped_or_has_a_budget(tmp_path: Path) -> No
     make(Callback(after_step=stop), Checkpoint(None, tmp_path / 'a')).fit(9)
     make(Checkpoint(None, tmp_path / 'b')).fit('7ba')
     make(Checkpoint('3ba', tmp_path / 'c', keep_last=None)).fit(0)
-    assert (
-        batches(tmp_path / 'a') == [8]
-        and batches(tmp_path / 'b') == [7]
-        and names(tmp_path / 'c') == []
-    )
+    assert batches(tmp_path / 'a') == [8]
+    assert batches(tmp_path / 'b') == [7]
+    assert names(tmp_path / 'c') == []
 
 
 @pytest.mark.parametrize('options', [{'every': '1tok'}, {'every': 0}, {'every': 'often'}])
@@ -399,9 +397,8 @@ def test_the_first_error_stays_and_the_write_is_waited_for(writing: Any, tmp_pat
         with pytest.raises(type(error)):
             learn.fit(1)
         assert len(names(tmp_path)) and threading.active_count() == threads
-        assert all(load_state(e.path) for e in entries(tmp_path)) and not list(
-            tmp_path.glob('.*tmp*')
-        )
+        assert all(load_state(e.path) for e in entries(tmp_path))
+        assert not list(tmp_path.glob('.*tmp*'))
 
 
 def test_both_go_wrong(writing: Any, tmp_path: Path) -> None:

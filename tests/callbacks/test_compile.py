@@ -157,10 +157,8 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     )
 
     ours, theirs = learn.opt.state_dict(), plain.opt.state_dict()
-    assert (
-        ours['param_groups'] == theirs['param_groups']
-        and ours['state'].keys() == theirs['state'].keys()
-    )
+    assert ours['param_groups'] == theirs['param_groups']
+    assert ours['state'].keys() == theirs['state'].keys()
     for i, state in theirs['state'].items():
         assert state.keys() == ours['state'][i].keys()
         for key, value in state.items():
@@ -359,9 +357,8 @@ def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
     plain, learn, backend = fit_both(
         lambda: learner(n=24, **options), 1
     )  # the second batch would be compiled
-    assert reason in learn.explain_step() and learn.explain_step().startswith(
-        'The ordinary step runs: '
-    )
+    assert reason in learn.explain_step()
+    assert learn.explain_step().startswith('The ordinary step runs: ')
     assert backend.graphs == 0 and distance(plain, learn) == 0
 
 
@@ -546,11 +543,9 @@ def test_ordinary_steps_in_between_are_counted() -> None:
         one.fit(1)
         one.fit(1, cbs=Callback(before_step=lambda cb: cancel(cb) if cb.iter % 2 else None))
         one.fit(1)
-    assert (
-        distance(plain, learn) < 1e-6
-        and learn.opt.n_steps == plain.opt.n_steps == 25
-        and backend.calls >= 18
-    )
+    assert distance(plain, learn) < 1e-6
+    assert learn.opt.n_steps == plain.opt.n_steps == 25
+    assert backend.calls >= 18
 
 
 def test_a_new_optimizer_and_a_new_fit() -> None:
@@ -558,12 +553,10 @@ def test_a_new_optimizer_and_a_new_fit() -> None:
     for one in (plain, learn):
         one.fit(1)
         one.fit(1, reset_opt=True)
-    assert (
-        distance(plain, learn) < 1e-6
-        and backend.calls == 18
-        and backend.graphs == 1
-        and learn.time.st == 20
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 18
+    assert backend.graphs == 1
+    assert learn.time.st == 20
 
 
 # -------------------------------------------------------------------------------- models and losses
@@ -625,9 +618,8 @@ def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
     plain, learn, backend = fit_both(
         lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
     )
-    assert distance(plain, learn) < 1e-6 and (
-        backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
 
 
 def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
@@ -648,9 +640,8 @@ def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
         )
 
     plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and (
-        backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
 
 
 class Moody(nn.Module):
@@ -717,11 +708,9 @@ def test_errors_of_model_and_data_come_out_as_usual() -> None:
     learn, backend = compiled(learner(batches=[good] * 4 + [bad]))
     with pytest.raises(RuntimeError, match='mat1 and mat2') as raised:
         learn.fit(1)
-    assert (
-        type(raised.value) is RuntimeError
-        and raised.value.__context__ is None
-        and backend.calls == 3
-    )
+    assert type(raised.value) is RuntimeError
+    assert raised.value.__context__ is None
+    assert backend.calls == 3
     learn.dls = DataLoaders([good] * 4)
     learn.fit(1)
     assert backend.calls == 7 and learn.explain_step().startswith('The compiled step runs')

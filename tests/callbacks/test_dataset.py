@@ -77,9 +77,8 @@ def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
     (params,) = (line['params'] for line in lines if 'params' in line)
     assert params['parameters/total'] == params['parameters/trainable'] == 2
     assert params['data/train/samples'] == 160 and params['data/valid/batches'] == 2
-    assert (
-        params['data/train/input/shape'] == '(1,)' and params['data/train/input/dtype'] == 'float32'
-    )
+    assert params['data/train/input/shape'] == '(1,)'
+    assert params['data/train/input/dtype'] == 'float32'
 
 
 # --------------------------------------------------------------------------------------------- data
@@ -106,12 +105,10 @@ def test_statistics_against_numpy() -> None:
         ('night', 20, 44, 30, 4),
     ):
         got, values = stats[name], x[lo:hi].numpy().astype(np.float64)
-        assert (got['samples'], got['batches'], got['batch_size'], got['seen']) == (
-            size,
-            n,
-            8,
-            hi - lo,
-        )
+        assert got['samples'] == size
+        assert got['batches'] == n
+        assert got['batch_size'] == 8
+        assert got['seen'] == hi - lo
         image = got['entries']['input']
         assert (image['shape'], image['dtype']) == ((3, 5, 4), 'float32')
         assert [image[k] for k in ('mean', 'std', 'min', 'max')] == pytest.approx(
@@ -196,9 +193,8 @@ def test_the_table() -> None:
     learn.fit(1)
     lines = learn.dataset_stats.table().splitlines()
     assert lines[0].split() == ['Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values']
-    assert (
-        lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32'] and len(lines) == 5
-    )
+    assert lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32']
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize('n', [-1, 1.5, True, '3'])

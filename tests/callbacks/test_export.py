@@ -273,14 +273,11 @@ def exported(rank: int, folder: Path) -> tuple[list[str], Tensor]:
 @pytest.mark.dist
 def test_of_several_processes_the_first_exports(tmp_path: Path) -> None:
     (files, first), (none, second) = run_ranks(exported, 2, tmp_path)
-    assert (
-        files == [str(tmp_path / '0' / 'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')]
-        and none == []
-    )
+    assert files == [str(tmp_path / '0' / 'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')]
+    assert none == []
     program = loaded(Path(files[0]))
-    assert torch.equal(first, second) and torch.allclose(
-        program(torch.ones(2, 1, 6, 6)), first, atol=1e-6
-    )
+    assert torch.equal(first, second)
+    assert torch.allclose(program(torch.ones(2, 1, 6, 6)), first, atol=1e-6)
 
 
 def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:

@@ -139,11 +139,9 @@ def test_a_large_number_of_losses_is_thinned() -> None:
     points = thin_losses([float(i) for i in range(1_000_003)])
     assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.0]
     assert {b[0] - a[0] for a, b in pairwise(points)} == {1000}
-    assert (
-        thin_losses([5.0]) == [[1, 5.0]]
-        and thin_losses([]) == []
-        and len(thin_losses([1.0] * 100)) == 95
-    )
+    assert thin_losses([5.0]) == [[1, 5.0]]
+    assert thin_losses([]) == []
+    assert len(thin_losses([1.0] * 100)) == 95
 
 
 def test_losses_that_are_not_finite_leave_gaps(areas: list[Outputs]) -> None:

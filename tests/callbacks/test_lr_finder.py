@@ -258,12 +258,10 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
     with assert_unchanged(learn):
         learn.lr_find(num_it=8, show_plot=False)
-    assert (
-        learn.opt is None
-        and not opt.state
-        and len(opt.param_groups) == 1
-        and opt.param_groups[0]['lr'] == 0.5
-    )
+    assert learn.opt is None
+    assert not opt.state
+    assert len(opt.param_groups) == 1
+    assert opt.param_groups[0]['lr'] == 0.5
 
 
 def test_training_continues_as_without_a_search() -> None:

@@ -173,11 +173,9 @@ def test_nested_predictions_become_float32_where_they_are_half() -> None:
     learn.fit(1)
     out, named, record = seen[0]
     assert out.dtype == named['half'][0].dtype == record.logits.dtype == torch.float32
-    assert (
-        named['double'].dtype == torch.float64
-        and named['count'].dtype == torch.int64
-        and named['name'] == 'net'
-    )
+    assert named['double'].dtype == torch.float64
+    assert named['count'].dtype == torch.int64
+    assert named['name'] == 'net'
 
 
 class OwnLoss(nn.Module):
@@ -342,10 +340,8 @@ def test_a_copy_of_a_learner_trains_separately() -> None:
     learn.fit(1)
     other = copy.deepcopy(learn)
     other.fit(1)
-    assert (
-        other.mixed_precision.learn is other
-        and other.mixed_precision.scaler is not learn.mixed_precision.scaler
-    )
+    assert other.mixed_precision.learn is other
+    assert other.mixed_precision.scaler is not learn.mixed_precision.scaler
     learn.fit(1)
     assert same(state(learn.model), state(other.model))
 

@@ -54,11 +54,9 @@ def test_mixup_is_the_closed_form_of_its_draws() -> None:
     torch.manual_seed(3)
     learn.fit(1)
     for row, (lam, x, y1) in zip(learn.notes.rows, expected, strict=True):
-        assert (
-            row['lam'].shape == (N,)
-            and torch.equal(row['lam'], lam.float())
-            and torch.equal(row['yb1'][0], y1)
-        )
+        assert row['lam'].shape == (N,)
+        assert torch.equal(row['lam'], lam.float())
+        assert torch.equal(row['yb1'][0], y1)
         assert torch.allclose(row['xb'][0], x, rtol=0, atol=1e-14) and (row['lam'] >= 0.5).all()
         assert torch.equal(row['y'], row['batch'][1])
 
@@ -78,9 +76,8 @@ def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
             continue
         box = ..., slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
         order = [next(j for j in range(N) if torch.equal(new[box][i], x[box][j])) for i in range(N)]
-        assert sorted(order) == list(range(N)) and torch.equal(
-            row['yb1'][0], row['batch'][1][order]
-        )
+        assert sorted(order) == list(range(N))
+        assert torch.equal(row['yb1'][0], row['batch'][1][order])
         assert torch.equal(new[..., ~changed], x[..., ~changed])
     assert min(shares) < 0.3 and max(shares) > 0.8
 
@@ -217,9 +214,8 @@ def test_targets_that_are_floats_are_blended_themselves() -> None:
     for row in learn.notes.rows:
         lam = row['lam'].double()[:, None]
         y = lam * row['batch'][1] + (1 - lam) * row['yb1'][0]
-        assert torch.allclose(row['y'], y) and torch.allclose(
-            row['loss'], F.mse_loss(model(row['xb'][0]), y)
-        )
+        assert torch.allclose(row['y'], y)
+        assert torch.allclose(row['loss'], F.mse_loss(model(row['xb'][0]), y))
     assert learn.mix_up.stack_y is False
 
 
@@ -411,11 +407,9 @@ def test_restored_generators_give_the_same_blends(mixer: type[MixHandler]) -> No
     rest.add_cb(Callback(before_train=put))
     rest.fit(1)
     for a, b in zip(learn.notes.rows[2:], rest.notes.rows, strict=True):
-        assert (
-            torch.equal(a['lam'], b['lam'])
-            and torch.equal(a['xb'][0], b['xb'][0])
-            and same(a['grads'], b['grads'])
-        )
+        assert torch.equal(a['lam'], b['lam'])
+        assert torch.equal(a['xb'][0], b['xb'][0])
+        assert same(a['grads'], b['grads'])
 
 
 @both

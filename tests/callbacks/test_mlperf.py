@@ -76,12 +76,10 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
     assert [r['time_ms'] for r in rows] == sorted(r['time_ms'] for r in rows)
 
     values = {r['key']: r['value'] for r in rows}
-    assert (
-        values['submission_org'],
-        values['global_batch_size'],
-        values['train_samples'],
-        values['eval_samples'],
-    ) == ('us', 16, 64, 32)
+    assert values['submission_org'] == 'us'
+    assert values['global_batch_size'] == 16
+    assert values['train_samples'] == 64
+    assert values['eval_samples'] == 32
     measured = [
         (r['value'], r['metadata']['epoch_num'], r['metadata']['samples_count'])
         for r in rows

@@ -261,10 +261,8 @@ def test_several_optimizers() -> None:
             )
         )
     )
-    assert (
-        'l2_norm/second_moment_sqrt/head.bias' in row
-        and 'l2_norm/second_moment_sqrt/body.bias' not in row
-    )
+    assert 'l2_norm/second_moment_sqrt/head.bias' in row
+    assert 'l2_norm/second_moment_sqrt/body.bias' not in row
     rates = {n: v for n, v in row.items() if n.startswith(('lr-', 'mom-'))}
     assert rates == {
         'lr-SGD/group0': 0.1,

@@ -65,11 +65,9 @@ def test_results_match_get_preds_with_an_uneven_last_batch() -> None:
     learn.fit(2)
     preds, targs = learn.get_preds(dl='test', act=noop)
     results = learn.periodic_data.results
-    assert (
-        torch.equal(results['preds'], preds)
-        and torch.equal(results['targs'], targs)
-        and len(preds) == 10
-    )
+    assert torch.equal(results['preds'], preds)
+    assert torch.equal(results['targs'], targs)
+    assert len(preds) == 10
 
 
 class Errors(PeriodicData):

@@ -60,9 +60,8 @@ def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
             where: ([0, 1, 2], column(learn, name)) for where, name in names.items()
         }
         assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'day', 'night']
-        assert [line.get_color() for line in ax.get_lines()] == list(
-            COLORS[:3]
-        ) and ax.get_xlabel() == 'epoch'
+        assert [line.get_color() for line in ax.get_lines()] == list(COLORS[:3])
+        assert ax.get_xlabel() == 'epoch'
     assert repr(axs) == '<2 axes>' and axs.figure is axs[1].figure
 
 
@@ -86,10 +85,8 @@ def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
     other.recorder.load_state_dict(state)
     other.recorder.history.append({**other.history[-1], 'epoch': 2, 'train_loss': 0.5})
     (ax,) = other.recorder.plot_metrics()
-    assert (
-        drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
-        and len(ax.get_lines()) == 2
-    )
+    assert drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
+    assert len(ax.get_lines()) == 2
 
 
 def test_names_choose_and_one_axes_takes_them_all() -> None:

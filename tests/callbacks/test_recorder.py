@@ -159,9 +159,8 @@ def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[st
     assert learn.recorder.metric_names == names
     learn.fit(1)
     assert learn.recorder.metric_names == names
-    assert len(learn.rows[0]) == len(names) and len(learn.recorder.values[0]) == len(
-        set(names) - {'epoch', 'time'}
-    )
+    assert len(learn.rows[0]) == len(names)
+    assert len(learn.recorder.values[0]) == len(set(names) - {'epoch', 'time'})
 
 
 def test_metrics_on_train_valid_or_both() -> None:
@@ -267,10 +266,8 @@ def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
     learn.fit(1)
     x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
     row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
-    assert (
-        row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
-        and row['answer'] == 42
-    )
+    assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
+    assert row['answer'] == 42
     assert row['avg_smooth_loss'] == pytest.approx(
         smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1], rel=1e-5
     )
@@ -636,9 +633,8 @@ def test_the_losses_match_the_last_fit_also_when_they_were_read_before(n: int) -
     before = list(learn.recorder.losses)
     learn.fit(n)
     after = [v.item() for v in learn.recorder.losses]
-    assert len(before) == 10 and after == pytest.approx(
-        smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5
-    )
+    assert len(before) == 10
+    assert after == pytest.approx(smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5)
     learn.recorder.smooth_loss.reset()
     assert len(learn.recorder.losses) == 0
 
@@ -648,19 +644,16 @@ def test_history_as_a_data_frame() -> None:
     learn = learner((TRAIN, VALID), metrics=mae)
     learn.fit(2)
     df = learn.history.to_pandas()
-    assert (
-        list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
-        and len(df) == 2
-    )
+    assert list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
+    assert len(df) == 2
     assert df['mae'].tolist() == [r['mae'] for r in learn.history]
 
 
 def test_without_validation_these_columns_are_absent() -> None:
     learn = learner(DataLoaders(TRAIN), metrics=mae)
     learn.fit(1)
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[
-        :1
-    ] == [0]
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time']
+    assert list(learn.rows[0])[:1] == [0]
     assert len(learn.rows[0]) == 3
 
 

@@ -162,10 +162,8 @@ def test_it_fails_again_at_the_same_place_and_changes_nothing(
         seen.batches.clear()
         with pytest.raises(Boom) as again:
             learn.replay()
-        assert (
-            str(again.value) == str(first.value)
-            and again.value.__notes__[0] == first.value.__notes__[0]
-        )
+        assert str(again.value) == str(first.value)
+        assert again.value.__notes__[0] == first.value.__notes__[0]
         assert states_equal(before, everything(learn))
         if event in EVENTS[2:5]:
             assert same(seen.batches[-1], last[0])

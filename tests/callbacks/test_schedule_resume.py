@@ -87,9 +87,8 @@ def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> N
         )
 
     straight, other = straight_and_resumed(make, after)
-    assert (
-        len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES and other.recorder.hps['wd'][-1] > 0.2
-    )
+    assert len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES
+    assert other.recorder.hps['wd'][-1] > 0.2
     assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
 
 
@@ -209,7 +208,5 @@ def test_two_epochs_that_use_nothing_are_counted_across_a_resume() -> None:
     states: list[Any] = []
     last = epochs(False)
     assert epochs(states[0]) == last == 1
-    assert (
-        Budget('2h').nondeterministic_state == ('began', 'last')
-        and Budget('5ep').nondeterministic_state == ()
-    )
+    assert Budget('2h').nondeterministic_state == ('began', 'last')
+    assert Budget('5ep').nondeterministic_state == ()

@@ -197,9 +197,8 @@ def test_stops_once_a_metric_is_past_a_threshold(
     learn = quiet(lr=0.004, metrics=mae, cbs=ThresholdStopper(monitor, threshold, comp))
     learn.fit(20)
     assert 1 < len(learn.history) == expected < 20
-    assert learn.threshold_stopper.value == learn.history[-1][column] and passes(
-        learn.threshold_stopper.value
-    )
+    assert learn.threshold_stopper.value == learn.history[-1][column]
+    assert passes(learn.threshold_stopper.value)
 
 
 def test_equal_is_not_past_and_nan_is_past_nothing() -> None:
@@ -218,9 +217,8 @@ def test_of_several_loaders_one_is_named() -> None:
     learn = quiet(dls=dls, lr=0.01, cbs=ThresholdStopper('day/loss', 0.2))
     learn.fit(100)
     last = learn.history[-1]
-    assert last['day/loss'] < 0.2 < last['night/loss'] and all(
-        r['day/loss'] > 0.2 for r in learn.history[:-1]
-    )
+    assert last['day/loss'] < 0.2 < last['night/loss']
+    assert all(r['day/loss'] > 0.2 for r in learn.history[:-1])
 
 
 def test_a_failed_epoch_leaves_the_stopper_usable_and_its_state_is_kept() -> None:

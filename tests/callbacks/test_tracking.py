@@ -180,11 +180,9 @@ def test_an_unknown_monitor_raises_before_anything_has_changed(
     before = [p.detach().clone() for p in learn.model.parameters()]
     with pytest.raises(MetricError, match=r'train_loss, valid_loss\. .*`valid_loss`'):
         learn.fit(1)
-    assert (
-        all(map(torch.equal, before, learn.model.parameters()))
-        and learn.opt.n_steps == 0
-        and not learn.history
-    )
+    assert all(map(torch.equal, before, learn.model.parameters()))
+    assert learn.opt.n_steps == 0
+    assert not learn.history
     assert not list(tmp_path.iterdir())
     for monitor in ('time', 'epoch'):
         with pytest.raises(MetricError):

@@ -41,9 +41,8 @@ def test_start_epoch_trains_only_from_there_on() -> None:
     learn.fit(5, start_epoch=3)
     assert epochs == [3, 4] and learn.train_iter == 6
     assert [row['epoch'] for row in learn.history] == [3, 4]
-    assert learn.pct_train == pytest.approx(1) and not any(
-        isinstance(cb, SkipToEpoch) for cb in learn.cbs
-    )
+    assert learn.pct_train == pytest.approx(1)
+    assert not any(isinstance(cb, SkipToEpoch) for cb in learn.cbs)
 
 
 def test_start_epoch_at_the_end_leaves_the_weights() -> None:
@@ -168,9 +167,8 @@ def test_every_batch_of_a_short_epoch_is_recorded_measured_and_gathered() -> Non
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_loss=lambda cb: losses.append(cb.loss.item())))
     assert learn.opt.n_steps == 3 and len(losses) == 6
-    assert (
-        learn.recorder.smooth_loss.raw == pytest.approx(losses[:3]) and len(learn.recorder.lrs) == 3
-    )
+    assert learn.recorder.smooth_loss.raw == pytest.approx(losses[:3])
+    assert len(learn.recorder.lrs) == 3
     assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses[3:]) / 3)
     assert len(learn.get_preds()[0]) == 3 * 16
 
@@ -228,10 +226,9 @@ def test_tensor_subclasses_become_plain_however_nested() -> None:
     learn.fit(1)
     assert [type(o) for o in seen[::2]] == [Tensor, Tensor]
     for named, (plain, five) in seen[1::2]:
-        assert type(named['a'].image) is Tensor is type(plain) and (named['a'].name, five) == (
-            'one',
-            5,
-        )
+        assert type(named['a'].image) is Tensor is type(plain)
+        assert named['a'].name == 'one'
+        assert five == 5
         assert plain.data_ptr() == x.data_ptr()
     assert type(batch[0][1][0]) is Marked  # what the loader holds is untouched
 
@@ -347,11 +344,9 @@ def test_frozen_batch_norms_keep_their_statistics() -> None:
     learn.fit(2, cbs=Callback(after_loss=lambda cb: cb.training and check(cb)))
     assert modes == [[False, True, True]] * 6
     frozen, own, plain = learn.model[1:4]
-    assert (
-        frozen.num_batches_tracked == 0
-        and frozen.running_mean.eq(0).all()
-        and frozen.running_var.eq(1).all()
-    )
+    assert frozen.num_batches_tracked == 0
+    assert frozen.running_mean.eq(0).all()
+    assert frozen.running_var.eq(1).all()
     assert own.num_batches_tracked == plain.num_batches_tracked == 6
     frozen.requires_grad_()
     learn.fit(1)

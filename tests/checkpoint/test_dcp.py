@@ -97,9 +97,8 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     )
     # by the library alone
     shards = [load_file(find_parts_folder(path) / f'{rank}.safetensors')[name] for rank in range(2)]
-    assert [len(s) for s in shards] == [4, 3] and torch.equal(
-        torch.cat(shards), state['model']['stem.weight']
-    )
+    assert [len(s) for s in shards] == [4, 3]
+    assert torch.equal(torch.cat(shards), state['model']['stem.weight'])
 
 
 def but_train_loss(found):
@@ -153,9 +152,8 @@ def test_weights_load_with_and_without_a_strategy(tmp_path):
         assert max_difference(averages, [s['exp_avg'] for s in alone.opt.state.values()]) == 0
     before = state_values(alone)
     alone.load('sharded', with_opt=True)
-    assert max_difference(before, state_values(alone)) > 1e-3 and {*alone.opt.state} == {
-        *alone.model.parameters()
-    }
+    assert max_difference(before, state_values(alone)) > 1e-3
+    assert {*alone.opt.state} == {*alone.model.parameters()}
     both = [*state_values(alone)]
     alone.load('weights')
     assert max_difference(both, state_values(alone)) == 0

@@ -45,9 +45,8 @@ def test_equal_to_the_model_at_any_batch_size_in_a_fresh_process(tmp_path: Path)
     model[2].eval()
     modes, rng = [m.training for m in model.modules()], torch.get_rng_state()
     assert learn.export() == tmp_path / 'export.pt2'
-    assert [m.training for m in model.modules()] == modes and not any(
-        m._forward_hooks for m in model.modules()
-    )
+    assert [m.training for m in model.modules()] == modes
+    assert not any(m._forward_hooks for m in model.modules())
     assert torch.equal(torch.get_rng_state(), rng)
 
     xs = [torch.randn(n, 3) for n in (1, 7, 33)]

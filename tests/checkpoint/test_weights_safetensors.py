@@ -74,18 +74,15 @@ def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_pa
     learn = learner(tmp_path)
     learn.fit(1)
     path = learn.save('a.safetensors')
-    assert path == tmp_path / 'models' / 'a.safetensors' and [
-        p.name for p in path.parent.iterdir()
-    ] == [path.name]
+    assert path == tmp_path / 'models' / 'a.safetensors'
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
     tensors = library.load_file(path)
     assert set(tensors) == set(learn.model.state_dict())
     other = learner(tmp_path)
     params = list(other.model.parameters())
-    assert (
-        other.load('a.safetensors') is other
-        and same(other.model, learn.model)
-        and not other.opt.state_dict()['state']
-    )
+    assert other.load('a.safetensors') is other
+    assert same(other.model, learn.model)
+    assert not other.opt.state_dict()['state']
     assert all(a is b for a, b in zip(params, other.model.parameters(), strict=True))
     before = path.read_bytes()
     assert learn.save('a.safetensors').read_bytes() == before

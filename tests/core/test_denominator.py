@@ -168,10 +168,8 @@ def test_a_copy_counts_by_its_own_loss(copied: Any) -> None:
     other = copied(learn)
     other.loss_func.ignore_index = 0
     y = torch.tensor([0, 1, -1])
-    assert (
-        other.loss_weights.weigh_batch(other, (), (y,)) == 2
-        and learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
-    )
+    assert other.loss_weights.weigh_batch(other, (), (y,)) == 2
+    assert learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
 
 
 @pytest.mark.parametrize('name', ['token', 'sample', 3])

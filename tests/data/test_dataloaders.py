@@ -330,11 +330,9 @@ def test_from_datasets_is_torchs_loader() -> None:
     )
     assert [targets(dls.train), targets(dls.train)] == [targets(expected), targets(expected)]
     assert targets(dls.valid) == list(range(10)) and len(dls.valid) == 3
-    assert (
-        dls.train.pin_memory == torch.cuda.is_available()
-        and dls.n_inp == 1
-        and dls.device.type == 'cpu'
-    )
+    assert dls.train.pin_memory == torch.cuda.is_available()
+    assert dls.n_inp == 1
+    assert dls.device.type == 'cpu'
     # validating draws nothing from the training order's generator
     assert dls.valid.generator is None
 
@@ -403,9 +401,8 @@ def test_from_tensors_distinguishes_a_named_batch_from_named_loaders() -> None:
     dls = DataLoaders.from_tensors(named, named)
     assert dls.evaluation[0][0] == 'valid' and list(next(iter(dls.valid))) == ['x', 'y']
     dls = DataLoaders.from_tensors(named, {'day': named, 'night': (X, Y)})
-    assert [n for n, _ in dls.evaluation] == ['day', 'night'] and type(
-        next(iter(dls['night']))
-    ) is tuple
+    assert [n for n, _ in dls.evaluation] == ['day', 'night']
+    assert type(next(iter(dls['night']))) is tuple
 
 
 # What any loader can be asked
@@ -456,12 +453,10 @@ def test_in_order_keeps_the_loaders_options() -> None:
         persistent_workers=True,
     )
     ordered = in_order(loader)
-    assert (ordered.collate_fn, ordered.num_workers, ordered.timeout, ordered.prefetch_factor) == (
-        collate,
-        2,
-        5,
-        3,
-    )
+    assert ordered.collate_fn == collate
+    assert ordered.num_workers == 2
+    assert ordered.timeout == 5
+    assert ordered.prefetch_factor == 3
     state = g.get_state()
     assert list(
         in_order(DataLoader(TensorDataset(X, Y), 4, shuffle=True, collate_fn=collate, generator=g))
@@ -530,9 +525,8 @@ def test_loaders_of_another_library() -> None:
         train = property(lambda self: self[0])
 
     theirs = Theirs([BATCHES, BATCHES[:1]])
-    assert as_dataloaders(theirs) is theirs and evaluation_loaders(theirs) == [
-        ('valid', BATCHES[:1])
-    ]
+    assert as_dataloaders(theirs) is theirs
+    assert evaluation_loaders(theirs) == [('valid', BATCHES[:1])]
     assert evaluation_loaders(Theirs([BATCHES])) == []
 
 

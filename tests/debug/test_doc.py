@@ -106,19 +106,15 @@ documented(
 def test_help_for_a_method_of_the_learner(what: Any) -> None:
     text = repr(doc(what))
     assert text.startswith('Learner.fit(\n    n_epoch: int | str | Time, ')
-    assert (
-        '# checkpoint to resume' in text
-        and 'Train for `n_epoch` epochs' in text
-        and 'learnkit.learner' in text
-    )
+    assert '# checkpoint to resume' in text
+    assert 'Train for `n_epoch` epochs' in text
+    assert 'learnkit.learner' in text
 
 
 def test_methods_of_the_parts_of_the_learner_are_shown_as_its_own() -> None:
     assert doc(Learner.fit_one_cycle).title == 'Learner.fit_one_cycle'
-    assert (
-        doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
-        and doc(Learner.smooth_loss).parameters is None
-    )
+    assert doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
+    assert doc(Learner.smooth_loss).parameters is None
     assert doc(DataLoaders.from_tensors).title == 'DataLoaders.from_tensors'
     assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {
         name for name, _ in doc(Learner).lists['Methods']
@@ -302,7 +298,5 @@ def test_the_html_is_well_formed_and_has_the_same_text(what: Any) -> None:
 def test_html_is_escaped() -> None:
     html = Doc('<b>', text='a < `<script>`\n\n>>> 1 < 2')._repr_html_()
     assert html is not None and '<script>' not in html and '<b><b>' not in html
-    assert (
-        '<p>a &lt; <code>&lt;script&gt;</code></p>' in html
-        and 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html
-    )
+    assert '<p>a &lt; <code>&lt;script&gt;</code></p>' in html
+    assert 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html

@@ -189,10 +189,8 @@ def test_a_learner_with_timings_can_be_copied() -> None:
     learn = learner(n_train=20)
     learn.fit(1)
     duplicate = copy.deepcopy(learn)
-    assert (
-        duplicate.timings.seconds == learn.timings.seconds
-        and duplicate.timings is not learn.timings
-    )
+    assert duplicate.timings.seconds == learn.timings.seconds
+    assert duplicate.timings is not learn.timings
     duplicate.fit(1)
 
 
@@ -313,8 +311,6 @@ def test_metric_names_lists_each_once_with_its_meaning() -> None:
     before = learn.metric_names()
     learn.fit(1)
     assert learn.metric_names() == before  # a pattern matches names logged since
-    assert (
-        before['train_loss'] == 'training loss, mean of the epoch'
-        and 'l2_norm/grad/{parameter}' in before
-    )
+    assert before['train_loss'] == 'training loss, mean of the epoch'
+    assert 'l2_norm/grad/{parameter}' in before
     assert all(isinstance(meaning, str) and meaning for meaning in before.values())

@@ -65,10 +65,8 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
     html = table(['n', '<b>'], [(1, '<script>'), (None, 'a & b')], 'x < y')
     assert Rows(html).rows == [['n', '<b>'], ['1', '<script>'], ['', 'a & b']]
     assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
-    assert (
-        html.count('<td style="text-align:right">') == 2
-        and html.count('<td style="text-align:left">') == 2
-    )
+    assert html.count('<td style="text-align:right">') == 2
+    assert html.count('<td style="text-align:left">') == 2
 
 
 def test_a_long_table_shows_its_first_and_last_rows() -> None:
@@ -170,10 +168,8 @@ def test_a_learner_with_a_lazy_model_and_another_kind_of_loaders() -> None:
     rows = dict(
         rows_of(Learner(Dls(), nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)), nn.MSELoss()))
     )
-    assert (
-        rows['model'] == 'Sequential, 4 parameters so far, on cpu'
-        and rows['data'] == 'train: list, 1 batch'
-    )
+    assert rows['model'] == 'Sequential, 4 parameters so far, on cpu'
+    assert rows['data'] == 'train: list, 1 batch'
 
 
 @pytest.mark.parametrize(
@@ -273,7 +269,5 @@ def test_a_resume_check_lists_what_differs() -> None:
         'stopped after': '4',
         'SHA-256': 'abababababab...',
     }
-    assert (
-        dict(rows_of(other))['differences'] == 'weight <a>'
-        and dict(rows_of(other))['hints'] == 'a hint'
-    )
+    assert dict(rows_of(other))['differences'] == 'weight <a>'
+    assert dict(rows_of(other))['hints'] == 'a hint'

@@ -159,11 +159,9 @@ def test_one_script_serves_one_process() -> None:
 def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         learn = make_learner(cbs=DistributedTraining(timeout='20s'))
-        assert (
-            learn.world.size == 2
-            and len(learn.dls.train) == 7
-            and learn.dls.train is not (dls := learn.dls)
-        )
+        assert learn.world.size == 2
+        assert len(learn.dls.train) == 7
+        assert learn.dls.train is not (dls := learn.dls)
         learn.fit(1)
         learn.remove_cb(DistributedTraining)
         assert learn.world is SINGLE_RANK and learn.dls is not dls and len(learn.dls.train) == 13
@@ -190,9 +188,8 @@ def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
         return torch.stack(drawn)
 
     a, b = run_ranks(job)
-    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist()) and not set(a[:, 1].tolist()) & set(
-        b[:, 1].tolist()
-    )
+    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
+    assert not set(a[:, 1].tolist()) & set(b[:, 1].tolist())
 
 
 def test_models_that_differ_are_refused() -> None:

@@ -209,9 +209,8 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
         return messages
 
     for messages in run_ranks(job):
-        assert 'broken' in messages[0] and all(
-            t.startswith('DistributedError: The last run') for t in messages[1:]
-        )
+        assert 'broken' in messages[0]
+        assert all(t.startswith('DistributedError: The last run') for t in messages[1:])
 
 
 def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:

@@ -108,11 +108,9 @@ def test_a_budget_of_tokens_ends_with_the_batch_that_fills_it(
     learn.fit(f'{budget}tok')
     n_batches = -(-budget // (4 * per_sample))
     now = learn.time
-    assert (now.tok, now.ba, now.ep) == (
-        4 * per_sample * n_batches,
-        n_batches,
-        -(-n_batches // n_train),
-    )
+    assert now.tok == 4 * per_sample * n_batches
+    assert now.ba == n_batches
+    assert now.ep == (-(-n_batches // n_train))
     assert len(learn.history) == now.ep and learn.pct_train == 1
 
 

@@ -250,9 +250,8 @@ def test_counters_at_the_end_of_each_batch() -> None:
 def test_pct_train_starts_each_epoch_at_its_share() -> None:
     log = Journal(lambda o: o.pct_train, 'before_fit before_train after_fit')
     bare(log, n_train=7).fit(4)
-    assert [p for _, p in log.seen[:5]] == [0, 0, 0.25, 0.5, 0.75] and log.seen[5][
-        1
-    ] == pytest.approx(1)
+    assert [p for _, p in log.seen[:5]] == [0, 0, 0.25, 0.5, 0.75]
+    assert log.seen[5][1] == pytest.approx(1)
 
 
 def test_the_last_batch_counts_its_own_samples() -> None:
@@ -477,10 +476,8 @@ def test_loss_is_a_separate_value_and_stays_between_batches() -> None:
     )
     learn.fit(1)
     assert all(t.item() == v and t.grad_fn is None for t, v in kept)
-    assert (
-        losses_seen[0] == 0
-        and [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
-    )
+    assert losses_seen[0] == 0
+    assert [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
 
 
 def test_a_loss_function_that_works_in_place_cannot_change_what_was_logged() -> None:

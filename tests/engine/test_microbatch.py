@@ -362,11 +362,9 @@ def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> No
     learn.fit(1)
     losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
     assert learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
-    assert (
-        learn.recorder.lrs == [0.0, 0.0]
-        and list(learn.recorder.iters) == [2]
-        and learn.time.st == 2
-    )
+    assert learn.recorder.lrs == [0.0, 0.0]
+    assert list(learn.recorder.iters) == [2]
+    assert learn.time.st == 2
 
 
 # What is measured

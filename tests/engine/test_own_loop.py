@@ -329,10 +329,8 @@ def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
     for state in (states[0], states[3], states[6], states[10]):
         again = make()
         fit(again, 2, resume=state)
-        assert (
-            torch.equal(weights(again.model), weights(straight.model))
-            and again.time.st == straight.time.st
-        )
+        assert torch.equal(weights(again.model), weights(straight.model))
+        assert again.time.st == straight.time.st
 
 
 # --------------------------------------------------------------------------- several steps, one net

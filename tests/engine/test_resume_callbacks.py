@@ -56,9 +56,8 @@ def test_layers_that_were_frozen_are_trained_again(tmp_path: Path) -> None:
     check_every_place(lambda: learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze)))
     learn = learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze))
     learn.fit(2)
-    assert (
-        learn.bn_freeze.state_dict() == {'frozen': []} and learn.model.norm.num_batches_tracked == 4
-    )
+    assert learn.bn_freeze.state_dict() == {'frozen': []}
+    assert learn.model.norm.num_batches_tracked == 4
 
 
 def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:

@@ -107,20 +107,14 @@ def ratio(preds: Tensor, targs: Tensor) -> Tensor:
 def assert_recorded_alike(a: Any, b: Any) -> None:
     assert timeless(a.history) == timeless(b.history) and len(a.history) == N_EPOCH
     one, two = a.recorder, b.recorder
-    assert (
-        one.evaluations == two.evaluations
-        and list(one.iters) == list(two.iters)
-        and one.n_fits == two.n_fits
-    )
-    assert (
-        one.smooth_loss.smooth == two.smooth_loss.smooth
-        and one.smooth_loss.raw == two.smooth_loss.raw
-    )
+    assert one.evaluations == two.evaluations
+    assert list(one.iters) == list(two.iters)
+    assert one.n_fits == two.n_fits
+    assert one.smooth_loss.smooth == two.smooth_loss.smooth
+    assert one.smooth_loss.raw == two.smooth_loss.raw
     assert one.lrs == two.lrs and one.hps == two.hps and len(one.lrs) == N_EPOCH * N_BATCHES
-    assert (
-        list(map(list, one.values)) == list(map(list, two.values))
-        and one.metric_names == two.metric_names
-    )
+    assert list(map(list, one.values)) == list(map(list, two.values))
+    assert one.metric_names == two.metric_names
     assert list(a.final_record) == list(b.final_record)
     assert a.rows[-1][:-1] == b.rows[-1][:-1]
     for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):

@@ -82,13 +82,11 @@ def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
 
 def is_clean_but_for_display(learn: Learner) -> None:
     "The user aborts a cleanup, and the loop's state is restored nevertheless."
-    assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (
-        0,
-        (),
-        False,
-        False,
-        None,
-    )
+    assert learn.run.depth == 0
+    assert learn.run.levels == ()
+    assert learn.fitting is False
+    assert learn.run.stopping is False
+    assert learn.error is None
     assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
 
 

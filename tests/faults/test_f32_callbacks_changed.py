@@ -140,15 +140,11 @@ def test_one_that_cannot_read_its_state_says_so(
         learn.fit(2, resume=path)
     assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
     warnings_seen = '\n'.join(caught.value.__notes__)
-    assert (
-        'in Picky.load_state_dict' in warnings_seen
-        and f'while {path} was put in place' in warnings_seen
-    )
-    assert (
-        not learn.resumed
-        and learn.opt.n_steps == 0
-        and all(p.grad is None for p in learn.model.parameters())
-    )
+    assert 'in Picky.load_state_dict' in warnings_seen
+    assert f'while {path} was put in place' in warnings_seen
+    assert not learn.resumed
+    assert learn.opt.n_steps == 0
+    assert all(p.grad is None for p in learn.model.parameters())
     monkeypatch.setattr(Picky, 'fixed', True)
     learn.fit(2, resume=path)
     assert same(end, learn.checkpoint_state())

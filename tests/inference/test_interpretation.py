@@ -65,11 +65,9 @@ def test_many_classes(loss: Any) -> None:
     assert (
         interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))
     ).all()
-    assert (
-        torch.equal(interp.targs, y)
-        and torch.equal(interp.decoded, x.argmax(1))
-        and interp.vocab == [0, 1, 2, 3]
-    )
+    assert torch.equal(interp.targs, y)
+    assert torch.equal(interp.decoded, x.argmax(1))
+    assert interp.vocab == [0, 1, 2, 3]
     torch.testing.assert_close(interp.losses, F.cross_entropy(x, y, reduction='none'))
     assert len(interp) == N
 
@@ -213,11 +211,9 @@ def test_a_picture_of_many_classes_is_thinned_out() -> None:
     pytest.importorskip('matplotlib')
     interp = interpret(torch.eye(50), torch.arange(50), nn.CrossEntropyLoss())
     ax = interp.plot_confusion_matrix()
-    assert (
-        not ax.texts
-        and len(ax.get_xticks()) == 25
-        and (ax.images[0].get_array() == np.eye(50)).all()
-    )
+    assert not ax.texts
+    assert len(ax.get_xticks()) == 25
+    assert (ax.images[0].get_array() == np.eye(50)).all()
 
 
 @pytest.mark.parametrize(
@@ -281,12 +277,10 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
         for a, b in ((inps, x), (preds, x.softmax(1)), (targs, y), (decoded, x.argmax(1)))
     )
     assert torch.equal(losses, interp.losses[rows])
-    assert torch.equal(interp[4][0], x[4:5]) and torch.equal(
-        interp[torch.tensor([4, 5])][2], y[4:6]
-    )
-    assert same_states(before, capture_rng()) and torch.equal(
-        order, interp.learn.dls.train.generator.get_state()
-    )
+    assert torch.equal(interp[4][0], x[4:5])
+    assert torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])
+    assert same_states(before, capture_rng())
+    assert torch.equal(order, interp.learn.dls.train.generator.get_state())
     with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'):
         interp[[1, N]]
 
@@ -304,10 +298,8 @@ def test_several_inputs_and_a_regression() -> None:
     assert torch.equal(a3 + b3, preds)
     table = interp.plot_top_losses(2)
     idxs = interp.top_losses(2)[1].tolist()
-    assert (
-        table.columns['x1'] == a[idxs, 0].tolist()
-        and table.columns['target'] == y[idxs, 0].tolist()
-    )
+    assert table.columns['x1'] == a[idxs, 0].tolist()
+    assert table.columns['target'] == y[idxs, 0].tolist()
     assert table.columns['loss'] == interp.losses[idxs].tolist() and table.wrong == []
     with pytest.raises(OptionError, match='a regression has no confusion matrix'):
         ClassificationInterpretation.from_learner(interp.learn)

@@ -51,9 +51,8 @@ def test_images_of_one_channel_with_the_names_of_their_classes(shape: tuple[int,
     for ax, image in zip(axs, x, strict=False):
         assert np.array_equal(ax.images[0].get_array(), image.reshape(5, 4).numpy())
         assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == 'gray'
-        assert not any(spine.get_visible() for spine in ax.spines.values()) and not len(
-            ax.get_xticks()
-        )
+        assert not any(spine.get_visible() for spine in ax.spines.values())
+        assert not len(ax.get_xticks())
 
 
 @pytest.mark.parametrize('last', [False, True])
@@ -78,10 +77,8 @@ def test_masks_are_laid_over_their_images() -> None:
     pytest.importorskip('matplotlib')
     x, mask = torch.rand(4, 3, 6, 5), torch.randint(3, (4, 6, 5))
     axs = loaders(x, mask).show_batch()
-    assert (
-        np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
-        and axs[2].images[1].get_alpha() == 0.5
-    )
+    assert np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
+    assert axs[2].images[1].get_alpha() == 0.5
     assert {ax.images[1].get_clim() for ax in axs} == {(0, 2)} and titles(axs) == [''] * 4
 
 
@@ -125,12 +122,10 @@ def test_vectors_are_a_table() -> None:
 def test_a_table_as_a_page_and_as_a_frame() -> None:
     table = Table({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]}, wrong=[1])
     html = table._repr_html_()
-    assert (
-        '<b>' not in html
-        and '&lt;b&gt;' in html
-        and html.count('wrong') == 1
-        and 'a' * 58 not in html
-    )
+    assert '<b>' not in html
+    assert '&lt;b&gt;' in html
+    assert html.count('wrong') == 1
+    assert 'a' * 58 not in html
     assert repr(table).splitlines()[-1].endswith('2  wrong')
     pd = pytest.importorskip('pandas')
     assert table.to_pandas().equals(
@@ -425,10 +420,8 @@ def test_classes_are_distinguished_from_scores_by_shape() -> None:
 
 
 def test_what_a_person_reads() -> None:
-    assert (
-        readable(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
-        and readable(None, 2) == ['NoneType'] * 2
-    )
+    assert readable(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
+    assert readable(None, 2) == ['NoneType'] * 2
     assert readable((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
         'b, 0.5',
         'a, 2',

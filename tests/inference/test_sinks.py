@@ -91,12 +91,10 @@ def test_what_arrives_late_comes_in_order_and_all_of_it(
         sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True
     )
     inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
-    assert (
-        torch.equal(p, -preds)
-        and torch.equal(t, targs)
-        and inputs.shape == (10, 2)
-        and losses.shape == (10,)
-    )
+    assert torch.equal(p, -preds)
+    assert torch.equal(t, targs)
+    assert inputs.shape == (10, 2)
+    assert losses.shape == (10,)
     learn.get_preds(sink=tmp_path / 'p.npy')
     assert np.array_equal(np.load(tmp_path / 'p.npy'), preds.numpy())
 
@@ -154,10 +152,8 @@ def test_a_disk_that_fails_in_one_process_is_reported_by_all(
     answers = run_ranks(predict_to_own_disk, 2, tmp_path, name, bad)
     assert answers[bad][0] == 'NotADirectoryError', answers
     kind, message = answers[1 - bad]
-    assert (
-        kind == 'DistributedError'
-        and f'Process {bad} of 2 has failed: NotADirectoryError' in message
-    )
+    assert kind == 'DistributedError'
+    assert f'Process {bad} of 2 has failed: NotADirectoryError' in message
 
 
 def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
@@ -186,10 +182,8 @@ def test_what_one_process_cannot_complete_is_reported_by_all(
     assert answers[who][0] == ('NotADirectoryError' if sink == name else 'IsADirectoryError'), (
         answers
     )
-    assert (
-        answers[1 - who][0] == 'DistributedError'
-        and f'Process {who} of 2 has failed: ' in answers[1 - who][1]
-    )
+    assert answers[1 - who][0] == 'DistributedError'
+    assert f'Process {who} of 2 has failed: ' in answers[1 - who][1]
 
 
 def test_a_npy_file_that_begins_with_an_empty_batch(tmp_path: Path) -> None:

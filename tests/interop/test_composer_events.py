@@ -155,12 +155,10 @@ def test_validate_inside_a_fit_is_standalone_and_the_fit_continues() -> None:
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
     learn.fit(2)
     counts = Counter(cb.taken())
-    assert (counts['fit_start'], counts['epoch_start'], counts['epoch_end'], counts['fit_end']) == (
-        1,
-        2,
-        2,
-        1,
-    )
+    assert counts['fit_start'] == 1
+    assert counts['epoch_start'] == 2
+    assert counts['epoch_end'] == 2
+    assert counts['fit_end'] == 1
     assert (counts['eval_standalone_start'], counts['eval_standalone_end']) == (2, 2)
     assert (counts['eval_before_all'], counts['eval_after_all'], counts['eval_start']) == (2, 2, 8)
 
@@ -252,14 +250,10 @@ def test_events_compare_as_in_composer() -> None:
 
     package_event = type('Event', (), {'value': 'fit_start'})()
     assert package_event == Event.FIT_START and package_event != Event.FIT_END
-    assert (
-        Event.FIT_START == 'fit_start'
-        and Event('FIT_START') is Event('fit_start') is Event.FIT_START
-    )
-    assert (
-        Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
-        and {Event.FIT_START: 1}['fit_start'] == 1
-    )
+    assert Event.FIT_START == 'fit_start'
+    assert Event('FIT_START') is Event('fit_start') is Event.FIT_START
+    assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
+    assert {Event.FIT_START: 1}['fit_start'] == 1
     assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START
     assert Event.EVAL_STANDALONE_START.is_before_event and not Event.BATCH_CHECKPOINT.is_after_event
     assert Event.EVAL_BEFORE_ALL.canonical_name == Event.EVAL_AFTER_ALL.canonical_name == 'eval_all'

@@ -180,10 +180,8 @@ def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path
         'net_ema_cp=latest_model.th',
     ]
     stored = torch.load(folder / 'net_ema_cp=latest_model.th', weights_only=True)
-    assert (
-        stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
-        and stored['ema'] == 0.9
-    )
+    assert stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
+    assert stored['ema'] == 0.9
 
     other = Ema(0.9, every_n_epochs=2)
     learner(other, path=tmp_path / 'elsewhere').cbs[-1].resume_from_checkpoint(folder, learn.model)
@@ -309,10 +307,8 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
             accumulation_steps: int,
             update_counter: Any,
         ) -> None:
-            assert (
-                batch[0].shape == update_outputs['pred'].shape == (4, 1)
-                and not update_outputs['pred'].requires_grad
-            )
+            assert batch[0].shape == update_outputs['pred'].shape == (4, 1)
+            assert not update_outputs['pred'].requires_grad
             self.steps.append((accumulation_step, accumulation_steps, update_counter.update))
             self.losses.append(
                 (update_outputs['pred'] - batch[1]).square().mean().item() - losses['total'].item()
@@ -380,11 +376,9 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
             assert list(self.data_container.datasets) == ['train', 'day', 'night']
             assert self.trainer.callbacks == [self] and self.trainer.log_writer is self.writer
             assert (self.trainer.precision, self.trainer.grad_scaler) == ('fp32', None)
-            assert (
-                update_counter.epoch == 0
-                and not update_counter.is_finished
-                and not update_counter.is_full_epoch
-            )
+            assert update_counter.epoch == 0
+            assert not update_counter.is_finished
+            assert not update_counter.is_full_epoch
 
     cb = Own()
     learn = learner(cb)

@@ -106,19 +106,15 @@ def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
         microbatch=4,
     )
     assert (learn.dls, learn.model, learn.loss_func, learn.opt_func) == (dls, model, loss, SGD)
-    assert (learn.lr, learn.splitter, learn.path, learn.model_dir) == (
-        0.2,
-        splitter,
-        tmp_path,
-        'weights',
-    )
+    assert learn.lr == 0.2
+    assert learn.splitter == splitter
+    assert learn.path == tmp_path
+    assert learn.model_dir == 'weights'
     assert (learn.wd, learn.wd_bn_bias, learn.train_bn) == (0.1, True, False)
-    assert (learn.moms, learn.microbatch, learn.opt, len(learn.cbs)) == (
-        (0.9, 0.8, 0.9),
-        4,
-        None,
-        1,
-    )
+    assert learn.moms == (0.9, 0.8, 0.9)
+    assert learn.microbatch == 4
+    assert learn.opt is None
+    assert len(learn.cbs) == 1
     assert [m.name for m in learn.metrics] == ['mae']
 
 
@@ -132,11 +128,9 @@ def test_the_defaults() -> None:
         == defaults.callbacks
         == [TrainEvalCallback, Recorder, ProgressCallback]
     )
-    assert (
-        learn.train_eval is learn.cbs[0]
-        and learn.recorder is learn.cbs[1]
-        and learn.progress is learn.cbs[2]
-    )
+    assert learn.train_eval is learn.cbs[0]
+    assert learn.recorder is learn.cbs[1]
+    assert learn.progress is learn.cbs[2]
     assert (learn.epoch, learn.n_epoch, learn.iter, learn.train_iter) == (0, 1, 0, 0)
     assert (learn.pct_train, learn.training) == (0.0, False)
 
@@ -341,9 +335,8 @@ def test_validation_context_fires_the_events_around(inner: bool) -> None:
         assert extra in learn.cbs and learn.create_mbar is False
         learn._do_epoch_validate()
     around = [] if inner else EVENTS_AROUND
-    assert [e for e in log.seen if e in EVENTS_AROUND] == around and log.seen.count(
-        'after_validate'
-    ) == 1
+    assert [e for e in log.seen if e in EVENTS_AROUND] == around
+    assert log.seen.count('after_validate') == 1
     assert extra not in learn.cbs and learn.logger is print and learn.create_mbar is True
 
 
@@ -389,9 +382,8 @@ def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
 
     rows_ = rows()
     (history, weights), (plain_history, plain_weights) = run(True), run(False)
-    assert history == plain_history and all(
-        torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True)
-    )
+    assert history == plain_history
+    assert all(torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True))
     assert closed == [3]
 
 
@@ -452,9 +444,8 @@ def test_an_error_in_a_with_block_comes_out_first_and_close_still_runs() -> None
     with pytest.raises(ZeroDivisionError) as e:
         with learn:
             raise ZeroDivisionError('mine')
-    assert seen == ["ZeroDivisionError('mine')", 'close'] and any(
-        'disk' in n for n in e.value.__notes__
-    )
+    assert seen == ["ZeroDivisionError('mine')", 'close']
+    assert any('disk' in n for n in e.value.__notes__)
 
 
 def test_one_failing_close_stops_no_other() -> None:
@@ -499,9 +490,8 @@ def test_the_text_of_a_learner() -> None:
 def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
     learn = synth_learner()
     t = torch.randn(2, requires_grad=True)
-    assert not learn.to_detach((t,))[0].requires_grad and torch.equal(
-        learn.to_detach(t), t.detach()
-    )
+    assert not learn.to_detach((t,))[0].requires_grad
+    assert torch.equal(learn.to_detach(t), t.detach())
     learn.dl = SimpleNamespace(to_detach=lambda b, cpu, gather: 'mine')
     assert learn.to_detach(t) == 'mine' and to_detach(t).requires_grad is False
 
@@ -684,9 +674,8 @@ def test_a_hugging_face_model_trains_unaided() -> None:
     m.eval()
     with torch.no_grad():
         logits = torch.cat([m(**b).logits for b in batches])
-    assert torch.allclose(preds, logits, atol=1e-5) and torch.equal(
-        targs, torch.cat([b['labels'] for b in batches])
-    )
+    assert torch.allclose(preds, logits, atol=1e-5)
+    assert torch.equal(targs, torch.cat([b['labels'] for b in batches]))
     assert learn.history[0]['accuracy'] == pytest.approx(
         (logits.argmax(1) == targs).float().mean().item()
     )
@@ -881,9 +870,8 @@ def test_a_copy_is_a_separate_learner() -> None:
     with learn.no_bar():
         learn.fit(1)
     duplicate = deepcopy(learn)
-    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(
-        duplicate.cbs
-    ) and duplicate.recorder is not learn.recorder
+    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(duplicate.cbs)
+    assert duplicate.recorder is not learn.recorder
     ends = []
     for one in (learn, duplicate):
         torch.manual_seed(1)

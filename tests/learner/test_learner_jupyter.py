@@ -83,11 +83,9 @@ with learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback(before_batch=d
     learn.fit(2)
 trace""")
     html, n = output.data['text/html'], int(kernel.value('len(trace)'))
-    assert (
-        n >= 84
-        and f'... {n - 60} more ...' in html
-        and '<td style="text-align:left">xb</td>' in html
-    )
+    assert n >= 84
+    assert f'... {n - 60} more ...' in html
+    assert '<td style="text-align:left">xb</td>' in html
     assert html.count('<tr>') == 62
 
 

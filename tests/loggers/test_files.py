@@ -241,9 +241,8 @@ def test_another_file_is_not_touched(tmp_path: Path, cls: Any, name: str, append
     weights = learn.model.weight.clone()
     with pytest.raises(OptionError, match='Logger'):
         learn.fit(1)
-    assert (tmp_path / name).read_text() == 'my,data\n1,2\n' and torch.equal(
-        weights, learn.model.weight
-    )
+    assert (tmp_path / name).read_text() == 'my,data\n1,2\n'
+    assert torch.equal(weights, learn.model.weight)
 
 
 @BOTH

@@ -61,11 +61,9 @@ def test_avg_metric_gets_no_graph_and_builds_none() -> None:
         return float(np.mean(p.numpy() - t.numpy()))  # numpy() refuses what has a graph
 
     m = feed(AvgMetric(func), pred, torch.zeros(5))
-    assert (
-        seen == [(False, False)]
-        and torch.is_grad_enabled()
-        and m.value == pytest.approx(pred.mean().item())
-    )
+    assert seen == [(False, False)]
+    assert torch.is_grad_enabled()
+    assert m.value == pytest.approx(pred.mean().item())
 
 
 def test_averages_weigh_by_weight_func() -> None:
@@ -159,11 +157,9 @@ def test_sum_metric_stays_exact_over_a_long_epoch() -> None:
     m, one = Bias(), torch.ones(())
     for _ in range(3):
         m.accumulate(batch(one * 2**24, one * (2**24 - 1)))  # float32 ends at 2**24
-    assert (
-        m._sums is not None
-        and m._sums.dtype == torch.float64
-        and m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
-    )
+    assert m._sums is not None
+    assert m._sums.dtype == torch.float64
+    assert m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
 
 
 def test_sum_metric_reads_nothing_per_batch() -> None:

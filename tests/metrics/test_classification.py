@@ -289,9 +289,8 @@ def test_spearman_equals_scipy() -> None:
     targ = torch.randn(150, dtype=torch.float64)
     pred = (targ + torch.randn(150)).round(decimals=1)  # with ties
     m = feed(SpearmanCorrCoef(), pred[:, None], targ, bs=64)
-    assert (
-        m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6) and m.name == 'spearmanr'
-    )
+    assert m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6)
+    assert m.name == 'spearmanr'
 
 
 def test_corpus_bleu() -> None:
@@ -450,7 +449,5 @@ def test_in_a_learner_in_training_and_validation() -> None:
         skm.roc_auc_score(y, pred.double().softmax(1), multi_class='ovr')
     )
     assert row['cohen_kappa_score'] == close(skm.cohen_kappa_score(y, p))
-    assert (
-        learn.validate()[1] == row['f1_score']
-        and copy.deepcopy(learn.metrics[0]).name == 'f1_score'
-    )
+    assert learn.validate()[1] == row['f1_score']
+    assert copy.deepcopy(learn.metrics[0]).name == 'f1_score'

@@ -109,17 +109,15 @@ def test_what_is_declared_comes_first() -> None:
     ] == ['higher', 'higher', 'lower', 'higher', 'neutral']
     assert ways['night/quux'] == 'higher'  # a name comes before a pattern
     assert ways.declare(lower='quux')['quux'] == 'lower'
-    assert (
-        ways.declare(higher='probe_l*')['probe_loss'] == 'higher' and ways['probe_acc'] == 'neutral'
-    )
+    assert ways.declare(higher='probe_l*')['probe_loss'] == 'higher'
+    assert ways['probe_acc'] == 'neutral'
     assert repr(MetricProperties(lower='a')) == "MetricProperties(lower=['a'])"
 
 
 def test_comparisons() -> None:
     ways = MetricProperties()
-    assert ways.is_better('valid_loss', 1.0, than=2.0) and not ways.is_better(
-        'accuracy', 1.0, than=2.0
-    )
+    assert ways.is_better('valid_loss', 1.0, than=2.0)
+    assert not ways.is_better('accuracy', 1.0, than=2.0)
     assert not ways.is_better('accuracy', 2.0, than=2.0)
     assert as_comparison(None, 'mae') is np.less and as_comparison('GT', 'mae') is np.greater
     assert as_comparison(max, 'mae') is max

@@ -118,10 +118,8 @@ def test_roots_are_of_the_whole_set(func: Any, metric: Any) -> None:
     pred, targ = pairs()
     whole = float(func(pred, targ))
     for m in (as_metrics(func)[0], as_metrics(partial(func))[0], as_metrics(metric)[0]):
-        assert (
-            feed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14)
-            and m.name == func.__name__
-        )
+        assert feed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14)
+        assert m.name == func.__name__
     assert feed(AvgMetric(func), pred, targ, bs=8).value != pytest.approx(whole, rel=1e-3)
     assert metric().value is None
 
@@ -140,9 +138,8 @@ def test_r2_variance_and_correlation_equal_sklearn_and_numpy(offset: float, scal
         m = feed(metric(), pred[:, None], targ, bs=32)
         assert m.value == pytest.approx(getattr(skm, name)(targ, pred), rel=1e-6) and m.name == name
     m = feed(PearsonCorrCoef(), pred, targ, bs=32)
-    assert (
-        m.value == pytest.approx(np.corrcoef(pred, targ)[0, 1], rel=1e-6) and m.name == 'pearsonr'
-    )
+    assert m.value == pytest.approx(np.corrcoef(pred, targ)[0, 1], rel=1e-6)
+    assert m.name == 'pearsonr'
 
 
 def test_regression_scores_of_the_best_and_of_what_is_not_defined() -> None:
@@ -153,9 +150,8 @@ def test_regression_scores_of_the_best_and_of_what_is_not_defined() -> None:
     # targets that are all equal: 1 when met, otherwise 0, as in scikit-learn
     assert (R2Score()(ones, ones), R2Score()(targ, ones)) == (1.0, 0.0)
     assert (ExplainedVariance()(ones + 1, ones), ExplainedVariance()(targ, ones)) == (1.0, 0.0)
-    assert math.isnan(PearsonCorrCoef()(targ, ones)) and math.isnan(
-        PearsonCorrCoef()(targ[:1], targ[:1])
-    )
+    assert math.isnan(PearsonCorrCoef()(targ, ones))
+    assert math.isnan(PearsonCorrCoef()(targ[:1], targ[:1]))
     assert math.isnan(R2Score()(targ[:1], targ[:1]))
 
 

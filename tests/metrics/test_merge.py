@@ -311,12 +311,10 @@ class Counted(Metric):
 
 def test_summed_attributes_of_every_kind() -> None:
     _, m = of_all(Counted, [batch(torch.tensor(float(i))) for i in range(5)], 2)[1]
-    assert (m.n, m.seen, m.by_class, m.rows.tolist()) == (
-        5,
-        [0.0, 2.0, 4.0, 1.0, 3.0],
-        {0: 3, 1: 2},
-        [5.0, 10.0],
-    )
+    assert m.n == 5
+    assert m.seen == [0.0, 2.0, 4.0, 1.0, 3.0]
+    assert m.by_class == {0: 3, 1: 2}
+    assert m.rows.tolist() == [5.0, 10.0]
 
 
 class Largest(Metric):
@@ -522,9 +520,8 @@ def test_the_losses_of_an_epoch_are_put_in_place() -> None:
         ours.replace(mean[begun : begun + 20])
     for x in mean:
         alone.accumulate(SimpleNamespace(loss=torch.tensor(x, dtype=torch.float64)))
-    assert ours.smooth == alone.smooth and torch.equal(
-        ours.state_dict()['raw'], alone.state_dict()['raw']
-    )
+    assert ours.smooth == alone.smooth
+    assert torch.equal(ours.state_dict()['raw'], alone.state_dict()['raw'])
 
     ours.mark(7)  # found again after a resume
     ours.replace(mean[7:])

@@ -87,9 +87,8 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
 def test_targets_that_are_not_a_class_match_nothing() -> None:
     targ = torch.tensor([[[1, 0, 255]]])
     pred = torch.eye(2)[torch.tensor([[[1, 0, 1]]])].movedim(-1, 1)
-    assert Dice()(pred, targ) == pytest.approx(2 / 3) and DiceMulti()(pred, targ) == pytest.approx(
-        (1 + 2 / 3) / 2
-    )
+    assert Dice()(pred, targ) == pytest.approx(2 / 3)
+    assert DiceMulti()(pred, targ) == pytest.approx((1 + 2 / 3) / 2)
 
 
 @pytest.mark.parametrize('bs', [3, 11])
@@ -99,15 +98,12 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
     for bkg_idx in (0, 2):
         expected = np.mean((t == p)[t != bkg_idx])
         (m,) = as_metrics(partial(foreground_acc, bkg_idx=bkg_idx))
-        assert (
-            feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
-            and m.name == 'foreground_acc'
-        )
+        assert feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
+        assert m.name == 'foreground_acc'
         assert float(foreground_acc(pred, targ[:, None], bkg_idx)) == pytest.approx(expected)
     assert isinstance(as_metrics(foreground_acc)[0], ForegroundAcc)
-    assert math.isnan(foreground_acc(pred, targ * 0)) and math.isnan(
-        feed(ForegroundAcc(), pred, targ * 0).value
-    )
+    assert math.isnan(foreground_acc(pred, targ * 0))
+    assert math.isnan(feed(ForegroundAcc(), pred, targ * 0).value)
 
 
 def test_what_does_not_fit_is_reported_before_training() -> None:

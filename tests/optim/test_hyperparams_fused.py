@@ -16,10 +16,8 @@ from tests.helpers.optimizing import learner, net, weights, weights_after
 
 
 def test_adam_is_fused_and_differs_by_rounding() -> None:
-    assert (
-        Adam(weights()).param_groups[0]['fused']
-        and not Adam(weights(), fused=False).param_groups[0]['fused']
-    )
+    assert Adam(weights()).param_groups[0]['fused']
+    assert not Adam(weights(), fused=False).param_groups[0]['fused']
     for dtype, tol in ((torch.float64, 1e-15), (torch.float32, 1e-6)):
         ends = [
             weights_after(partial(Adam, lr=0.05, fused=fused), ps=weights(dtype))
@@ -152,6 +150,5 @@ def test_accumulated_pieces_and_a_scaler_go_with_the_fused_step() -> None:
         scaler.step(opt)
         scaler.update()
         p.grad = None
-    assert opt.n_steps == 1 and p.tolist() == pytest.approx(
-        [0.9 * 1 + 0.1 * (1 - 0.001) - 0.1] * 3, abs=1e-3
-    )
+    assert opt.n_steps == 1
+    assert p.tolist() == pytest.approx([0.9 * 1 + 0.1 * (1 - 0.001) - 0.1] * 3, abs=1e-3)

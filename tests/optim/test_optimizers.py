@@ -242,10 +242,8 @@ def test_a_state_fits_whether_or_not_decay_had_set_groups_apart() -> None:
             for q in g['params']
             if p is q
         }
-        assert (
-            decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0.0 for name in decay}
-            and len(decay) == 6
-        )
+        assert decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0.0 for name in decay}
+        assert len(decay) == 6
 
 
 def halves(m: nn.Sequential) -> list[list[nn.Parameter]]:

@@ -101,9 +101,8 @@ def test_it_is_the_hand_written_loop_over_both_bit_for_bit() -> None:
     learn.fit(3)
     assert same(model, by_hand(Net(), 3)) and learn.opt.n_steps == 18
     assert names(model, learn.opt['muon'].param_groups[0]['params']) == MATRICES
-    assert isinstance(learn.opt['adamw'], torch.optim.AdamW) and isinstance(
-        learn.opt['muon'], torch.optim.Muon
-    )
+    assert isinstance(learn.opt['adamw'], torch.optim.AdamW)
+    assert isinstance(learn.opt['muon'], torch.optim.Muon)
 
 
 def test_a_schedule_sets_the_rate_of_both() -> None:

@@ -364,10 +364,8 @@ def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
     row(was='TypeError', now=losses[3], independent=expected[3])
     assert losses[:4] == pytest.approx(expected, rel=1e-12)
     _, targs = learn.get_preds()
-    assert (
-        torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)]))
-        and targs[1].dtype == torch.int64
-    )
+    assert torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)]))
+    assert targs[1].dtype == torch.int64
     preds, none = learn.get_preds(dl=[{'x': boxed(1)[0]['x']}])
     assert none is None and len(preds) == 2
 
@@ -685,9 +683,8 @@ def test_a_loader_whose_state_dict_raises_is_resumed_by_replaying(at: int) -> No
         learn.fit(2)
     later = streaming(Shuffled(), 6)
     later.fit(2, resume=learn.notes.saved)
-    assert (
-        later.notes.seen == learn.notes.seen[2 if at == 2 else 6 :] and len(learn.notes.seen) == 12
-    )
+    assert later.notes.seen == learn.notes.seen[2 if at == 2 else 6 :]
+    assert len(learn.notes.seen) == 12
     assert torch.equal(later.model.weight, learn.model.weight)
 
 

@@ -214,9 +214,8 @@ def test_a_batch_without_the_callback_has_the_plain_loss(microbatch: int | None)
     losses: list[float] = []
     learn.fit(2, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     plain = [F.cross_entropy(learn.model(x), y).item() for x, y in vectors(3)]
-    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12) and losses[4:6] == pytest.approx(
-        plain[1:], rel=1e-12
-    )
+    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12)
+    assert losses[4:6] == pytest.approx(plain[1:], rel=1e-12)
 
 
 # -- weights and ignored targets -------------------------------------------------------------------
@@ -304,9 +303,8 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
             losses.append(cb.loss.item())
 
         learn.fit(1, cbs=Callback(after_backward=look))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and torch.allclose(
-        *grads, rtol=1e-12, atol=1e-15
-    )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert torch.allclose(*grads, rtol=1e-12, atol=1e-15)
 
 
 # -- the end of blending ---------------------------------------------------------------------------
