@@ -308,15 +308,9 @@ CANCELS = {
 ANYWHERE = [
     (CancelBatchException, e)
     for e in (
-        'before_batch',
-        'before_pred',
-        'after_pred',
-        'after_loss',
-        'before_backward',
-        'after_backward',
-        'before_step',
-        'after_step',
-    )
+        'before_batch before_pred after_pred after_loss before_backward after_backward '
+        'before_step after_step'
+    ).split()
 ]
 ODD = [
     *((c, e) for e, c in CANCELS.items()),

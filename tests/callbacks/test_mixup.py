@@ -347,15 +347,9 @@ def test_evaluation_is_plain_also_in_the_middle_of_training(
         values.clear()
 
 
-FAIL_AT = [
-    'before_batch',
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_step',
-    'after_batch',
-]
+FAIL_AT = (
+    'before_batch before_pred after_pred after_loss before_backward after_step after_batch'.split()
+)
 
 
 @both

@@ -42,15 +42,9 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
     assert learn.ml_perf.file == tmp_path / 'mlperf/results/desk/line/result_0.txt'
     rows = lines(learn.ml_perf.file)
     submission = [f'submission_{k}' for k in ('benchmark', 'division', 'org', 'platform', 'status')]
-    epoch = [
-        'block_start',
-        'epoch_start',
-        'epoch_stop',
-        'eval_start',
-        'eval_accuracy',
-        'eval_stop',
-        'block_stop',
-    ]
+    epoch = (
+        'block_start epoch_start epoch_stop eval_start eval_accuracy eval_stop block_stop'.split()
+    )
     assert [r['key'] for r in rows] == [
         'cache_clear',
         'init_start',

@@ -138,15 +138,9 @@ def states_equal(before: Any, after: Any) -> bool:
     )
 
 
-EVENTS = [
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'after_backward',
-    'before_step',
-    'after_step',
-    'after_batch',
-]
+EVENTS = (
+    'before_batch after_pred after_loss after_backward before_step after_step after_batch'.split()
+)
 
 
 @pytest.mark.parametrize('event', EVENTS)

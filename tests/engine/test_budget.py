@@ -22,15 +22,9 @@ from learnkit.engine.events import EVENTS
 from learnkit.testing import RegModel, synth_dls, synth_learner
 from tests.helpers.clock import use_clock
 
-NEVER = {
-    'before_load',
-    'after_load',
-    'before_predict',
-    'after_predict',
-    'after_error',
-    'close',
-    'post_close',
-}
+NEVER = set(
+    'before_load after_load before_predict after_predict after_error close post_close'.split()
+)
 
 
 class Lengthless:

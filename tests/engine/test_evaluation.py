@@ -207,15 +207,9 @@ def test_exact_event_counts_in_nested_settings() -> None:
     in_training = {event: k for (event, training), k in counts.n.items() if training}
     assert n['before_fit'] == n['after_fit'] == n['cleanup'] == 1
     for event in (
-        'before_iteration',
-        'before_epoch',
-        'after_epoch',
-        'epoch_checkpoint',
-        'after_iteration',
-        'iteration_checkpoint',
-        'before_train',
-        'after_train',
-    ):
+        'before_iteration before_epoch after_epoch epoch_checkpoint after_iteration '
+        'iteration_checkpoint before_train after_train'
+    ).split():
         assert n[event] == 2, event
     assert n['before_eval'] == n['after_eval'] == evaluations
     assert n['before_validate'] == n['after_validate'] == validations

@@ -400,13 +400,7 @@ def test_one_batch_out_of_training_only_evaluates() -> None:
     x, y = batch = learn.dls.one_batch()
     learn.one_batch(3, batch)
     pred, loss, *_ = closed_form(learn.model, x, y)
-    assert log.seen[1:] == [
-        'before_batch',
-        'before_pred',
-        'after_pred',
-        'after_loss',
-        'after_batch',
-    ]
+    assert log.seen[1:] == 'before_batch before_pred after_pred after_loss after_batch'.split()
     assert learn.iter == 3 and learn.x is x and learn.y is y
     assert torch.allclose(learn.pred, pred) and torch.allclose(learn.loss, loss)
     assert learn.opt is None and learn.model.a.grad is None

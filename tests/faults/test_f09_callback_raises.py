@@ -100,17 +100,10 @@ def test_every_event(event: str) -> None:
 
 @pytest.mark.parametrize(
     'event',
-    [
-        'before_batch',
-        'after_loss',
-        'after_step',
-        'after_batch',
-        'before_validate',
-        'after_epoch',
-        'epoch_checkpoint',
-        'after_iteration',
-        'batch_checkpoint',
-    ],
+    (
+        'before_batch after_loss after_step after_batch before_validate after_epoch '
+        'epoch_checkpoint after_iteration batch_checkpoint'
+    ).split(),
 )
 def test_the_second_time_an_event_fires(event: str) -> None:
     fails_clean(event, KeyError(), nth=2)
@@ -191,21 +184,10 @@ def test_an_exception_chained_in_a_handler_keeps_its_cause() -> None:
     ('event', 'how'),
     others_in_full(
         itertools.product(
-            [
-                'before_fit',
-                'before_epoch',
-                'before_validate',
-                'before_draw',
-                'after_draw',
-                'before_batch',
-                'after_pred',
-                'after_loss',
-                'after_batch',
-                'after_validate',
-                'after_epoch',
-                'after_fit',
-                'cleanup',
-            ],
+            (
+                'before_fit before_epoch before_validate before_draw after_draw before_batch '
+                'after_pred after_loss after_batch after_validate after_epoch after_fit cleanup'
+            ).split(),
             ['validate', 'get_preds'],
         ),
         lambda event, how: (
@@ -237,15 +219,10 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     others_in_full(
         itertools.product(
             ['before_fit', 'before_validate', 'after_pred', 'after_validate', 'after_epoch'],
-            [
-                'before_fit',
-                'before_epoch',
-                'after_loss',
-                'after_batch',
-                'before_validate',
-                'after_epoch',
-                'after_fit',
-            ],
+            (
+                'before_fit before_epoch after_loss after_batch before_validate after_epoch '
+                'after_fit'
+            ).split(),
             ['validate', 'get_preds'],
         ),
         lambda event, outer, how: (
@@ -308,15 +285,8 @@ def test_no_tensor_of_the_failed_batch_lives_on() -> None:
 
 
 def test_callbacks_that_change_the_callbacks_while_an_event_runs() -> None:
-    for event in (
-        'before_fit',
-        'before_batch',
-        'after_step',
-        'after_batch',
-        'after_epoch',
-        'after_fit',
-        'cleanup',
-    ):
+    events = 'before_fit before_batch after_step after_batch after_epoch after_fit cleanup'
+    for event in events.split():
         victim, gone = At(event, lambda cb: None), []
         cbs = [
             At(event, lambda cb: cb.learn.remove_cb(cb)),

@@ -243,15 +243,9 @@ def time_in_validation(event: str) -> int:
     ('event', 'kind'),
     others_in_full(
         itertools.product(
-            [
-                'before_draw',
-                'after_draw',
-                'before_batch',
-                'before_pred',
-                'after_pred',
-                'after_loss',
-                'after_batch',
-            ],
+            (
+                'before_draw after_draw before_batch before_pred after_pred after_loss after_batch'
+            ).split(),
             KINDS,
         ),
         lambda event, kind: (

@@ -26,14 +26,7 @@ from tests.faults.fault_helpers import (
 )
 from tests.faults.run_helpers import all_load, checkpointed, in_child, names
 
-EVENTS = [
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'after_backward',
-    'after_step',
-    'before_validate',
-]
+EVENTS = 'before_batch after_pred after_loss after_backward after_step before_validate'.split()
 
 
 @pytest.mark.parametrize('event', EVENTS)

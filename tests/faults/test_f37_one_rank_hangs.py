@@ -100,13 +100,7 @@ def test_hangs_at_several_places() -> None:
         others_end(5, (who, event, how))
         for who in range(2)
         for how in ('sleeps', 'loops')
-        for event in (
-            'after_draw',
-            'before_pred',
-            'before_backward',
-            'after_step',
-            'after_validate',
-        )
+        for event in 'after_draw before_pred before_backward after_step after_validate'.split()
     ]
     print(
         f'row 37: {len(took_s)} hangs with a timeout of 5 s: the other ended after {max(took_s):.1f} s at most'

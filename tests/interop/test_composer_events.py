@@ -18,14 +18,9 @@ from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
 from learnkit.testing import RegModel, synth_learner
 
-ONE_PIECE = [
-    'before_forward',
-    'after_forward',
-    'before_loss',
-    'after_loss',
-    'before_backward',
-    'after_backward',
-]
+ONE_PIECE = (
+    'before_forward after_forward before_loss after_loss before_backward after_backward'.split()
+)
 ONE_BATCH = [
     'before_dataloader',
     'after_dataloader',
@@ -140,12 +135,9 @@ def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
     loads = ['before_load', 'after_load']
     assert cb.taken() == [*loads, 'eval_standalone_start', *ONE_EVAL * 2, 'eval_standalone_end']
     learn.get_preds()
-    one = [
-        'predict_batch_start',
-        'predict_before_forward',
-        'predict_after_forward',
-        'predict_batch_end',
-    ]
+    one = (
+        'predict_batch_start predict_before_forward predict_after_forward predict_batch_end'.split()
+    )
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
@@ -211,13 +203,7 @@ def test_only_the_events_of_the_callback_are_handled() -> None:
 
     learn = synth_learner(cbs=from_composer(EpochEnd()))
     adapter = learn.cbs[-1]
-    for event in (
-        'before_pred',
-        'after_pred',
-        'before_backward',
-        'before_step',
-        'batch_checkpoint',
-    ):
+    for event in 'before_pred after_pred before_backward before_step batch_checkpoint'.split():
         assert adapter not in learn.ordered_cbs(event, training=True)
 
 

@@ -262,20 +262,11 @@ def test_results_of_batches_are_joined_by_their_kind() -> None:
 
 def test_order_and_number_of_hooks() -> None:
     names: list[str] = []
-    hooks = [
-        'before_training',
-        'before_epoch',
-        'before_every_update',
-        'before_every_accumulation_step',
-        'before_every_backward',
-        'track_after_accumulation_step',
-        'before_every_optim_step',
-        'track_after_update_step',
-        'after_update',
-        'after_epoch',
-        'after_training',
-        'at_eval',
-    ]
+    hooks = (
+        'before_training before_epoch before_every_update before_every_accumulation_step '
+        'before_every_backward track_after_accumulation_step before_every_optim_step '
+        'track_after_update_step after_update after_epoch after_training at_eval'
+    ).split()
     All = type('All', (), {h: lambda self, h=h, **_: names.append(h) for h in hooks})
     learn = learner(All())
     learn.fit(2)

@@ -854,20 +854,10 @@ def test_dicts_become_columns(row: Callable[..., None]) -> None:
     last = {name: learn.history[-1][name] for name in expected}
     row(was="{'min': ...} in one column", now=last['min'], independent=expected['min'])
     assert last == pytest.approx(expected, rel=1e-12)
-    names = [
-        'epoch',
-        'train_loss',
-        'valid_loss',
-        'bias',
-        'abs_mean',
-        'min',
-        'max',
-        'extremes_bias',
-        'mean_squared',
-        'tm_bias',
-        'tm_n',
-        'time',
-    ]
+    names = (
+        'epoch train_loss valid_loss bias abs_mean min max extremes_bias mean_squared tm_bias '
+        'tm_n time'
+    ).split()
     assert list(learn.recorder.metric_names) == names
     assert [len(r) for r in rows] == [len(names)] * 2
     assert list(rows[1][3:-1]) == pytest.approx([last[n] for n in names[3:-1]])
