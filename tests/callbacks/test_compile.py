@@ -261,12 +261,7 @@ def test_the_events_around_the_step_fire_as_always() -> None:
     def trace(learn: Any) -> list[str]:
         events: list[str] = []
         names = (
-            'before_draw',
-            'after_draw',
-            'before_batch',
-            'after_batch',
-            'batch_checkpoint',
-            'after_train',
+            'before_draw after_draw before_batch after_batch batch_checkpoint after_train'.split()
         )
         learn.add_cb(
             Callback(**{name: lambda cb, name=name: events.append(name) for name in names})

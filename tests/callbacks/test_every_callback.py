@@ -163,14 +163,7 @@ class Boom(Exception):
     "The exception of these tests."
 
 
-BATCH_EVENTS = (
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'before_step',
-    'after_step',
-    'after_batch',
-)
+BATCH_EVENTS = 'before_batch after_pred after_loss before_step after_step after_batch'.split()
 EVENTS = ('before_epoch', *BATCH_EVENTS, 'before_validate', 'after_validate', 'after_epoch')
 SOME = ('before_epoch', 'after_pred', 'before_step', 'after_batch', 'after_validate')
 

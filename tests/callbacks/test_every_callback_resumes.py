@@ -38,11 +38,7 @@ NOT_KEPT = {
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
 ONE_PLACE = (
-    'AimLogger',
-    'CometLogger',
-    'MlflowLogger',
-    'WandbLogger',
-    'ExportForInference',
+    'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
 )  # they take seconds
 
 

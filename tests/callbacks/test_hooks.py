@@ -243,26 +243,10 @@ class Trouble(Exception):
 
 
 EVENTS = (
-    'before_fit',
-    'before_epoch',
-    'before_train',
-    'before_draw',
-    'before_batch',
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_backward',
-    'before_step',
-    'after_step',
-    'after_batch',
-    'after_train',
-    'before_validate',
-    'after_validate',
-    'after_epoch',
-    'after_fit',
-    'cleanup',
-)
+    'before_fit before_epoch before_train before_draw before_batch before_pred after_pred '
+    'after_loss before_backward after_backward before_step after_step after_batch after_train '
+    'before_validate after_validate after_epoch after_fit cleanup'
+).split()
 
 
 @pytest.mark.parametrize('every', [None, 1])

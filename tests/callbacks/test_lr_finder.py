@@ -110,13 +110,8 @@ def quiet(row: Any) -> None:
 
 # ------------------------------------------------------------------------------- a digest of it all
 
-OWN = (
-    'lr_search',
-    'callbacks',
-    'tables',
-    'lock',
-    'loss_weights',
-)  # the result, and what is made from the rest
+# the result, and what is made from the rest
+OWN = 'lr_search callbacks tables lock loss_weights'.split()
 
 
 def digest(learn: Learner) -> dict[str, str]:

@@ -82,19 +82,14 @@ def test_stops_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_after_event_fires_at_the_stop() -> None:
     events: list[str] = []
     names = (
-        'after_batch',
-        'batch_checkpoint',
-        'after_train',
-        'after_validate',
-        'after_epoch',
-        'epoch_checkpoint',
-        'after_fit',
-    )
+        'after_batch batch_checkpoint after_train after_validate after_epoch epoch_checkpoint '
+        'after_fit'
+    ).split()
     watch = Callback(
         **{n: (lambda cb, n=n: cb.learn.time.ba == 3 and events.append(n)) for n in names}
     )
     quiet(n_train=10, cbs=[FixedStopper('3ba'), watch]).fit(4)
-    assert [e for e in events if e != 'after_batch'] == list(names[1:])
+    assert [e for e in events if e != 'after_batch'] == names[1:]
 
 
 @pytest.mark.parametrize('wrong', ['5 parsecs', 0, -1, '0ba', '-3ep', None, '1.5ba'])

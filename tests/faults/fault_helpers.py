@@ -29,18 +29,7 @@ FIT_EVENTS = [
 ]
 CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
-STATE = (
-    'fitting',
-    'error',
-    'logger',
-    'create_mbar',
-    'dl',
-    'xb',
-    'yb',
-    'pred',
-    'loss',
-    'batch',
-)
+STATE = 'fitting error logger create_mbar dl xb yb pred loss batch'.split()
 ABSENT = object()
 seed_torch = (
     torch.default_generator.manual_seed

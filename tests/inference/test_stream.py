@@ -63,18 +63,8 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
 def state(learn: Learner) -> list[Any]:
     "Return everything that a prediction must not change."
     names = (
-        'epoch',
-        'n_epoch',
-        'train_iter',
-        'pct_train',
-        'iter',
-        'n_iter',
-        'phase',
-        'dl_name',
-        'training',
-        'fitting',
-        'create_mbar',
-    )
+        'epoch n_epoch train_iter pct_train iter n_iter phase dl_name training fitting create_mbar'
+    ).split()
     opt = None if learn.opt is None else learn.opt.state_dict()
     return [
         {n: getattr(learn, n) for n in names} | {'run': copy(learn.run)},

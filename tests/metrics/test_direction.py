@@ -34,24 +34,10 @@ LOWER = {
     'HammingLossMulti',
 }
 OTHERS = (
-    'Metric',
-    'Mean',
-    'AvgMetric',
-    'ElementMean',
-    'AvgLoss',
-    'AvgSmoothLoss',
-    'SumMetric',
-    'ValueMetric',
-    'TorchMetric',
-    'as_metrics',
-    'check_column',
-    'dry_run',
-    'measures_batches',
-    'LossMetric',
-    'LossMetrics',
-    'AccumMetric',
-    'skm_to_fastai',
-)
+    'Metric Mean AvgMetric ElementMean AvgLoss AvgSmoothLoss SumMetric ValueMetric TorchMetric '
+    'as_metrics check_column dry_run measures_batches LossMetric LossMetrics AccumMetric '
+    'skm_to_fastai'
+).split()
 
 
 def metric(name: str) -> Any:

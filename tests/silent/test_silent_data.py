@@ -28,17 +28,9 @@ from learnkit.metrics.averages import AvgMetric
 from learnkit.metrics.merge import shared_state
 
 EVALUATING_EVENTS = (
-    'before_fit',
-    'before_epoch',
-    'before_train',
-    'after_train',
-    'before_eval',
-    'before_validate',
-    'after_validate',
-    'after_eval',
-    'after_epoch',
-    'after_fit',
-)
+    'before_fit before_epoch before_train after_train before_eval before_validate after_validate '
+    'after_eval after_epoch after_fit'
+).split()
 
 
 def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
