@@ -349,9 +349,8 @@ class OwnStep(Learner):
     ],
 )
 def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
-    plain, learn, backend = fit_both(
-        lambda: learner(n=24, **options), 1
-    )  # the second batch would be compiled
+    # the second batch would be compiled
+    plain, learn, backend = fit_both(lambda: learner(n=24, **options), 1)
     assert reason in learn.explain_step()
     assert learn.explain_step().startswith('The ordinary step runs: ')
     assert backend.graphs == 0 and distance(plain, learn) == 0

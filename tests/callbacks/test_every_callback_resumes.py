@@ -37,9 +37,8 @@ NOT_KEPT = {
     'CutMix': {'lam', 'yb1'},
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
-ONE_PLACE = (
-    'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
-)  # they take seconds
+# they take seconds
+ONE_PLACE = 'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
 
 
 class Watch(Callback):

@@ -164,9 +164,8 @@ def test_as_a_callback_of_fit() -> None:
         learn.dls.train.generator.get_state(),
     )
     learn.fit(20, cbs=LRFinder(num_it=55, stop_div=False))
-    assert [len(v) for v in learn.recorder.values] == [
-        1
-    ] * 5  # no validation; the sixth epoch was cut short
+    # no validation; the sixth epoch was cut short
+    assert [len(v) for v in learn.recorder.values] == [1] * 5
     assert len(learn.recorder.lrs) == learn.train_iter == 55
     assert learn.lr_search.lrs == learn.recorder.lrs
     assert learn.lr_search.losses == learn.recorder.smooth_loss.smooth

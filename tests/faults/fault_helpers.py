@@ -31,9 +31,8 @@ CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
 STATE = 'fitting error logger create_mbar dl xb yb pred loss batch'.split()
 ABSENT = object()
-seed_torch = (
-    torch.default_generator.manual_seed
-)  # `torch.manual_seed` walks the stack, which takes a millisecond
+# `torch.manual_seed` walks the stack, which takes a millisecond
+seed_torch = torch.default_generator.manual_seed
 
 
 def others_in_full(cases: Iterable[tuple[Any, ...]], is_ordinary: Callable[..., bool]) -> list[Any]:
