@@ -272,10 +272,7 @@ def test_checkpoints_of_an_earlier_process_are_reported(
     make(Checkpoint(folder=tmp_path)).fit(3, resume=True)
     make(Checkpoint(folder=tmp_path)).fit(1)
     monkeypatch.setattr(module, '_run_ids', set())
-    with pytest.warns(
-        UserWarning,
-        match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True',
-    ):
+    with pytest.warns(UserWarning, match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True'):
         make(Checkpoint(folder=tmp_path)).fit(1)
     assert len(names(tmp_path)) == 5
 

@@ -458,8 +458,7 @@ def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epoch
     ids=['validate', 'get_preds', 'inner'],
 )
 @pytest.mark.parametrize(
-    'event',
-    'before_validate after_batch after_validate after_eval after_train after_epoch'.split(),
+    'event', 'before_validate after_batch after_validate after_eval after_train after_epoch'.split()
 )
 def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: Any) -> None:
     "A callback that predicts or validates on other data before the Recorder runs."

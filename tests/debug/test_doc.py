@@ -13,16 +13,7 @@ import torch
 from torch import nn
 
 import learnkit
-from learnkit import (
-    Callback,
-    DataLoaders,
-    GradientClip,
-    Learner,
-    OptionError,
-    Recorder,
-    Time,
-    doc,
-)
+from learnkit import Callback, DataLoaders, GradientClip, Learner, OptionError, Recorder, Time, doc
 from learnkit.core import errors
 from learnkit.core.errors import CancelException, CancelTrainException, CancelValidException
 from learnkit.debug.doc import Doc, comments, open_levels

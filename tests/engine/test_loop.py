@@ -533,9 +533,7 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 @pytest.mark.parametrize(
     'evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)]
 )
-def test_evaluation_restores_generators_modes_and_state(
-    evaluate: Callable[[Learner], Any],
-) -> None:
+def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
     model = net()
     learn = Learner(
         synth_dls(n_train=3, n_valid=2),

@@ -17,13 +17,7 @@ from torch.utils.data import Dataset
 
 from benchmarks import __main__ as quick, checkpoint, imports, loader, memory, step
 from benchmarks.subjects import SUBJECTS, ImageTask, Task
-from learnkit import (
-    Callback,
-    DataLoaders,
-    Learner,
-    Recorder,
-    accuracy,
-)
+from learnkit import Callback, DataLoaders, Learner, Recorder, accuracy
 from learnkit.callbacks import progress
 from learnkit.engine.timings import EVERY
 from learnkit.metrics import AvgMetric

@@ -178,10 +178,7 @@ def test_close_raises(bad: Exception) -> None:
     learn = make_learner(cbs)
     e = raised_by(learn.close)
     assert type(e) is (CancelError if isinstance(bad, CancelFitException) else type(bad))
-    assert others == [
-        'close',
-        'post_close',
-    ]
+    assert others == ['close', 'post_close']
     assert 'At.close' in (str(e) if isinstance(e, CancelError) else notes(e)[0])
     learn.close()
     assert others == ['close', 'post_close'], 'once'

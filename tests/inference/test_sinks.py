@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import (
-    Callback,
-    DataLoaders,
-    DistributedError,
-    Learner,
-    OptionError,
-    TensorLoader,
-)
+from learnkit import Callback, DataLoaders, DistributedError, Learner, OptionError, TensorLoader
 from learnkit.inference import gather as gathering, predict
 from tests.helpers.distributing import make_learner
 from tests.helpers.ranks import run_ranks
