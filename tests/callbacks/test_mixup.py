@@ -103,11 +103,9 @@ def test_the_draws_match_fastai() -> None:
 def test_the_batches_of_the_loader_are_never_written_to(mixer: type[MixHandler]) -> None:
     batches = images()
     learner(mixer, batches=batches).fit(2)
-    assert all(
-        torch.equal(a, b)
-        for old, new in zip(images(), batches, strict=True)
-        for a, b in zip(old, new, strict=True)
-    )
+    for old, new in zip(images(), batches, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert torch.equal(a, b)
 
 
 class Several(nn.Module):
@@ -197,10 +195,8 @@ def test_the_gradient_matches_targets_blended_by_hand(
         )
         grads = list(torch.autograd.grad(expected, list(model.parameters())))
         assert torch.allclose(row['loss'], expected, rtol=1e-6) and row['loss'].shape == ()
-        assert all(
-            torch.allclose(a, b, rtol=1e-6, atol=1e-8)
-            for a, b in zip(row['grads'], grads, strict=True)
-        )
+        for a, b in zip(row['grads'], grads, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
 def test_targets_that_are_floats_are_blended_themselves() -> None:

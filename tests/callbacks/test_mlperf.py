@@ -60,13 +60,11 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
         *epoch,
         'run_stop',
     ]
-    assert all(
-        set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'} for r in rows
-    )
+    for r in rows:
+        assert set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'}
     kinds = {'start': 'INTERVAL_START', 'stop': 'INTERVAL_END'}
-    assert all(
-        r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME') for r in rows
-    )
+    for r in rows:
+        assert r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME')
     assert [r['time_ms'] for r in rows] == sorted(r['time_ms'] for r in rows)
 
     values = {r['key']: r['value'] for r in rows}

@@ -141,11 +141,9 @@ def test_what_an_optimizer_does_not_keep_is_left_out() -> None:
     learner(partial(torch.optim.SGD, momentum=0.0), OptimizerMonitor(every=1), seen).fit(1)
     kinds = {name.split('/')[1] for name in seen.rows[0]}
     assert kinds == {'grad', 'param', 'update', 'update_grad', 'update_param'}
-    assert all(
-        v == pytest.approx(-1)
-        for name, v in seen.rows[0].items()
-        if name.startswith('cosine/update_grad')
-    )
+    for name, v in seen.rows[0].items():
+        if name.startswith('cosine/update_grad'):
+            assert v == pytest.approx(-1)
 
 
 def test_all_parameters_together_only() -> None:

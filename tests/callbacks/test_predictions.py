@@ -119,9 +119,8 @@ def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     fetched = [*['predict'] * 4, 'after_validate']
     epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
     assert other.events_seen == epoch * 2
-    assert all(
-        cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds)
-    )
+    for cb in (marked, later, named, learn.fetch_preds):
+        assert cb.learn is learn and cb in learn.cbs
 
 
 def test_fetching_inside_validate_and_other_predictions() -> None:

@@ -203,9 +203,8 @@ def test_plain_output_is_one_aligned_line_an_epoch(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ['epoch', 'train_loss', 'valid_loss', 'time']
     assert [line.split()[0] for line in lines[1:]] == ['0', '1', '2']
-    assert all(
-        re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line) for line in lines[1:]
-    )
+    for line in lines[1:]:
+        assert re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line)
     assert {len(line) for line in lines} == {len(lines[0])}
 
 

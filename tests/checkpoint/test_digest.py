@@ -360,10 +360,8 @@ def test_training_changes_a_learners_digest_and_looking_does_not() -> None:
     state = deepcopy(learn_state(learn))
     assert learn_digest(learn) == digests[1] != digests[0]
     learn.validate()
-    assert all(
-        line.startswith(('callbacks.recorder.', 'only in'))
-        for line in differences(state, learn_state(learn))
-    )
+    for line in differences(state, learn_state(learn)):
+        assert line.startswith(('callbacks.recorder.', 'only in'))
     for change in (
         lambda: learn.model.a.data.add_(1e-6),
         lambda: torch.rand(1),

@@ -309,10 +309,8 @@ def test_a_compiled_step_resumes_within_rounding() -> None:
     # its first steps are not the compiled ones, which add up in another order
     learn.fit(2, resume=kept[5])
     now = learn.checkpoint_state()['model']
-    assert all(
-        torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
-        for k, v in end['model'].items()
-    )
+    for k, v in end['model'].items():
+        assert torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:

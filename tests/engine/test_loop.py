@@ -562,9 +562,8 @@ def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Lear
         )
         assert torch.equal(rngs[0], torch.get_rng_state()) and rngs[1] == random.getstate()
         assert np.array_equal(rngs[2], np.random.get_state()[1])
-        assert all(
-            torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True)
-        )
+        for a, b in zip(weights, model.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
 
     cb = Callback(before_step=check)
     learn.add_cb(cb)

@@ -272,10 +272,8 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
     before, order = capture_rng(), interp.learn.dls.train.generator.get_state()
     inps, preds, targs, decoded, losses = interp[[20, 3, 3, -1]]
     rows = [20, 3, 3, N - 1]
-    assert all(
-        torch.equal(a, b[rows])
-        for a, b in ((inps, x), (preds, x.softmax(1)), (targs, y), (decoded, x.argmax(1)))
-    )
+    for a, b in ((inps, x), (preds, x.softmax(1)), (targs, y), (decoded, x.argmax(1))):
+        assert torch.equal(a, b[rows])
     assert torch.equal(losses, interp.losses[rows])
     assert torch.equal(interp[4][0], x[4:5])
     assert torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])

@@ -793,9 +793,8 @@ def test_everything_at_once_is_the_loop_by_hand() -> None:
             loss(other(x), y).backward()
             opt.step()
             opt.zero_grad()
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
-    )
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
     x, y = (torch.cat(p) for p in zip(*day, strict=True))
     assert learn.history[-1]['day/mae'] == pytest.approx(F.l1_loss(other(x), y).item(), rel=1e-5)
 

@@ -351,9 +351,8 @@ def test_no_graph_is_held(tmp_path: Path) -> None:
         for _, row in logger._rows:
             for value in row.values():
                 parts = [value.total, value.count] if hasattr(value, 'total') else [value]
-                assert not any(
-                    torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None) for v in parts
-                )
+                for v in parts:
+                    assert not (torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None))
 
     learn = learner(
         tmp_path,

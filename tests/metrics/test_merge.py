@@ -234,10 +234,8 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
         )
         theirs = alone.metric.waiting
         if theirs:
-            assert all(
-                torch.equal(a, torch.cat(b))
-                for a, b in zip(waiting, zip(*theirs, strict=True), strict=True)
-            )
+            for a, b in zip(waiting, zip(*theirs, strict=True), strict=True):
+                assert torch.equal(a, torch.cat(b))
     assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
 
 

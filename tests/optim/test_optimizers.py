@@ -202,10 +202,8 @@ def test_training_resumes_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -
     other.fit(2)
     # the library keeps numbers in fp32, torch loads them as the weights' fp64
     tol = 1e-7 if opt_func is QHAdam else 0.0
-    assert all(
-        torch.allclose(a, b, rtol=0, atol=tol)
-        for a, b in zip(model.parameters(), second.parameters(), strict=True)
-    )
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=tol)
 
 
 def test_a_loaded_state_is_a_copy() -> None:
