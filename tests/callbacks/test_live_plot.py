@@ -93,9 +93,8 @@ def test_a_picture_is_shown_once_it_is_over_and_no_figure_is_left(areas: list[Ou
     image = plt.imread(io.BytesIO(base64.b64decode(shown['image/png'])))
     # transparent ground
     assert image.shape[2] == 4 and image[..., 3].min() == 0 and image[..., 3].max() == 1
-    assert shown['text/plain'] == (
-        f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
-    )
+    expected = f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
+    assert shown['text/plain'] == expected
     assert plt.get_fignums() == before and learn.show_graph._graph is None
 
 

@@ -328,9 +328,8 @@ def test_an_error_at_any_event_leaves_nothing_either(
         learn.remove_cbs([cb for cb in learn.cbs if type(cb) is Callback])
         learn.fit(1)
         assert len(learn.history) == 1 + trained
-    assert hit == {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {
-        'after_cancel_fit'
-    }
+    expected = {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {'after_cancel_fit'}
+    assert hit == expected
 
 
 def test_an_error_of_the_model_or_the_data() -> None:

@@ -230,9 +230,8 @@ def test_plots() -> None:
     assert not plt.get_fignums()
     rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
     ax = plt.gcf().axes[0]
-    assert [t.get_text() for t in ax.get_legend().texts] == [
-        f'{n} {r:.2e}' for n, r in rates._asdict().items()
-    ]
+    expected = [f'{n} {r:.2e}' for n, r in rates._asdict().items()]
+    assert [t.get_text() for t in ax.get_legend().texts] == expected
     # the minimum's rate is a tenth of its point's
     (dotted,) = (line for line in ax.lines if line.get_linestyle() == ':')
     assert (

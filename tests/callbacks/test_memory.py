@@ -117,9 +117,8 @@ def test_on_a_gpu() -> None:
         <= row['memory/current_allocated_mem']
         <= row['memory/peak_allocated_mem']
     )
-    assert row['memory/current_allocated_mem'] == pytest.approx(
-        torch.cuda.memory_allocated() / 1e9, rel=0.1
-    )
+    expected = torch.cuda.memory_allocated() / 1e9
+    assert row['memory/current_allocated_mem'] == pytest.approx(expected, rel=0.1)
 
 
 def test_bad_interval() -> None:

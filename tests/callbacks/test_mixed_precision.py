@@ -82,9 +82,8 @@ def test_bf16_is_a_plain_autocast_loop_bit_for_bit() -> None:
     learn = learner(MixedPrecision('bf16'))
     learn.fit(2)
     assert same(state(learn.model), state(model))
-    assert [row['valid_loss'] for row in learn.history] == pytest.approx(
-        [loss.item() for loss in losses], rel=1e-6
-    )
+    expected = [loss.item() for loss in losses]
+    assert [row['valid_loss'] for row in learn.history] == pytest.approx(expected, rel=1e-6)
 
 
 def test_bf16_differs_from_float32_and_still_learns() -> None:

@@ -137,9 +137,8 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
     partners = seen[MixUp]['yb1'][0]
     new_x, extra, new_counts = seen[MixUp]['xb']
     lam, order = seen[MixUp]['lam'].double(), partners
-    assert torch.allclose(
-        new_x, lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order]
-    )
+    expected = lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order]
+    assert torch.allclose(new_x, expected)
     assert torch.allclose(extra['table'], lam[:, None] * table + (1 - lam)[:, None] * table[order])
     assert torch.equal(extra['mask'], mask) and torch.equal(new_counts, counts)
 
@@ -423,9 +422,8 @@ def test_it_trains_in_mixed_precision(mixer: type[MixHandler], mode: str) -> Non
             F.cross_entropy(pred, y, reduction='none') for y in (row['batch'][1], row['yb1'][0])
         )
         assert row['loss'].dtype == torch.float32
-        assert torch.allclose(
-            row['loss'], (row['lam'] * own + (1 - row['lam']) * other).mean(), rtol=1e-5
-        )
+        expected = (row['lam'] * own + (1 - row['lam']) * other).mean()
+        assert torch.allclose(row['loss'], expected, rtol=1e-5)
 
 
 def test_a_closure_evaluates_the_same_blend_again() -> None:

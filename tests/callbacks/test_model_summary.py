@@ -171,9 +171,8 @@ def test_a_model_of_hugging_face() -> None:
     assert s.output == '{loss: scalar, logits: 2 x 2}'
     assert s.n_params == sum(p.numel() for p in model.parameters())
     assert sum(row.n_params for row in s.layers) == s.n_params
-    assert [row for row in rows(s) if 'word' in row[0]] == [
-        ('bert.embeddings.word_embeddings', '2 x 5 x 8', 20 * 8)
-    ]
+    expected = [('bert.embeddings.word_embeddings', '2 x 5 x 8', 20 * 8)]
+    assert [row for row in rows(s) if 'word' in row[0]] == expected
 
 
 def test_lazy_modules_stay_lazy() -> None:
@@ -379,9 +378,8 @@ def test_persistent_workers_are_left_alone() -> None:
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_compiled_model_shows_its_layers() -> None:
     model = cnn()
-    assert rows(digits(model).summary()) == rows(
-        digits(torch.compile(model, backend='eager')).summary()
-    )
+    expected = rows(digits(torch.compile(model, backend='eager')).summary())
+    assert rows(digits(model).summary()) == expected
     learn = digits(model).compile(backend='eager')
     assert len(learn.summary().layers) == 6 and learn.model._compiled_call_impl is not None
 

@@ -146,9 +146,8 @@ def test_it_gives_up_when_going_back_does_not_help() -> None:
         pytest.raises(LossError, match=r'batch 8 .* 3 times'),
     ):
         learn.fit(1)
-    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == [
-        True
-    ] * 3
+    expected = [True] * 3
+    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == expected
     assert guard.n_rollbacks == 3 and equal(state(learn), kept[0])
 
 

@@ -56,9 +56,8 @@ def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
     assert [ax.get_ylabel() for ax in axs] == ['loss', 'accuracy'] and len(plt.get_fignums()) == 1
     for ax, metric in zip(axs, ('loss', 'accuracy'), strict=True):
         names = {'train': f'train_{metric}', 'day': f'day/{metric}', 'night': f'night/{metric}'}
-        assert drawn(ax) == {
-            where: ([0, 1, 2], column(learn, name)) for where, name in names.items()
-        }
+        expected = {where: ([0, 1, 2], column(learn, name)) for where, name in names.items()}
+        assert drawn(ax) == expected
         assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'day', 'night']
         assert [line.get_color() for line in ax.get_lines()] == list(COLORS[:3])
         assert ax.get_xlabel() == 'epoch'

@@ -113,9 +113,8 @@ def test_values_match_a_loop_by_hand() -> None:
     smooth = smoothed(losses)
     assert torch.tensor(list(learn.recorder.losses)).tolist() == pytest.approx(smooth, rel=1e-5)
     means = [sum(losses[5 * i : 5 * i + 5]) / 5 for i in range(3)]
-    assert [list(v) for v in learn.recorder.values] == [
-        pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)
-    ]
+    expected = [pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)]
+    assert [list(v) for v in learn.recorder.values] == expected
     assert learn.recorder.metric_names == [
         'epoch',
         'train_loss',
@@ -205,12 +204,10 @@ def test_named_validation_loaders_have_their_own_columns() -> None:
     ]
     for name, batches in (('day', VALID), ('night', VALID[1:])):
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        assert learn.history[1][f'{name}/mae'] == pytest.approx(
-            F.l1_loss(model(x), y).item(), rel=1e-5
-        )
-        assert learn.history[1][f'{name}/loss'] == pytest.approx(
-            F.mse_loss(model(x), y).item(), rel=1e-5
-        )
+        expected = F.l1_loss(model(x), y).item()
+        assert learn.history[1][f'{name}/mae'] == pytest.approx(expected, rel=1e-5)
+        expected = F.mse_loss(model(x), y).item()
+        assert learn.history[1][f'{name}/loss'] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_torchmetrics_object_works_as_it_is() -> None:
@@ -268,9 +265,8 @@ def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
     row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
     assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
     assert row['answer'] == 42
-    assert row['avg_smooth_loss'] == pytest.approx(
-        smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1], rel=1e-5
-    )
+    expected = smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1]
+    assert row['avg_smooth_loss'] == pytest.approx(expected, rel=1e-5)
     assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
     assert row['loss'] == pytest.approx(row['valid_loss'])
 
@@ -518,9 +514,8 @@ def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
     whole, row = parts(learn.model(x), y), learn.history[0]
     assert row['valid_loss'] == pytest.approx(sum(whole.values()).item(), rel=1e-5)
-    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(
-        whole['fit'].item(), rel=1e-5
-    )
+    expected = whole['fit'].item()
+    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_learn_log_without_a_recorder_does_nothing() -> None:
@@ -728,8 +723,7 @@ def test_plot_sched_draws_what_changed() -> None:
 def test_smoothing_by_a_user_function() -> None:
     learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
     learn.fit(1)
-    assert [v.item() for v in learn.recorder.losses] == pytest.approx(
-        smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5), rel=1e-5
-    )
+    expected = smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5)
+    assert [v.item() for v in learn.recorder.losses] == pytest.approx(expected, rel=1e-5)
     assert learn.recorder.smooth_loss.beta == 0.5
     assert all(a != b for a, b in pairwise(learn.recorder.losses))

@@ -252,6 +252,5 @@ def test_an_unknown_column_is_refused_before_training() -> None:
 def test_the_stop_is_followed_by_the_last_evaluation(at: str) -> None:
     learn = quiet(n_train=10 if at == '25ba' else 2, cbs=FixedStopper(at), eval_every='3ep')
     learn.fit(10, iteration=1)
-    assert [row['valid_loss'] is not None for row in learn.history] == (
-        [False, False, True] if at == '25ba' else [False, False, True, True]
-    )
+    expected = [False, False, True] if at == '25ba' else [False, False, True, True]
+    assert [row['valid_loss'] is not None for row in learn.history] == expected

@@ -170,9 +170,8 @@ def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
     make = partial(torch_lr.LambdaLR, lr_lambda=[lambda i: 1 / (i + 1), lambda i: 0.5**i])
     learn.fit(1, lr=[0.25, 0.5], cbs=[LRScheduler(make, by='batch'), used])
     assert len(learn.opt.param_groups) == 4  # biases and norms are spared from weight decay
-    assert [[lr for lr, _ in v] for v in used.values] == [
-        [0.25 / (i + 1), 0.5 * 0.5**i] for i in range(3)
-    ]
+    expected = [[0.25 / (i + 1), 0.5 * 0.5**i] for i in range(3)]
+    assert [[lr for lr, _ in v] for v in used.values] == expected
     assert [g['lr'] for g in learn.opt.param_groups] == [0.25 / 4] * 2 + [0.5**4] * 2
     assert [g['weight_decay'] for g in learn.opt.param_groups] == [0.1, 0.0, 0.1, 0.0]
     assert not any('initial_lr' in g for g in learn.opt.param_groups)

@@ -331,9 +331,8 @@ def test_lists_have_a_line_for_all_their_entries() -> None:
     b[7]['loss'] = 1.0
     assert differences({'h': a}, {'h': b}) == ['h[7].loss: 7.0 and 1.0']
     b[9] = {'n': 9}
-    assert differences({'h': a}, {'h': b}) == [
-        'h: 2 of 100 entries differ, first [7].loss: 7.0 and 1.0'
-    ]
+    expected = ['h: 2 of 100 entries differ, first [7].loss: 7.0 and 1.0']
+    assert differences({'h': a}, {'h': b}) == expected
     assert differences({'h': a[9:]}, {'h': b[9:99]}) == [
         'h: 91 and 90 entries',
         'only in the first: h[0].loss',

@@ -38,9 +38,8 @@ def test_the_layout_matches_torch_and_fastai(tmp_path: Path) -> None:
     assert set(torch.load(learn.save('bare'), weights_only=True)) == set(learn.model.state_dict())
     learn.fit(1)
     assert set(torch.load(learn.save('both'), weights_only=True)) == {'model', 'opt'}
-    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == set(
-        learn.model.state_dict()
-    )
+    expected = set(learn.model.state_dict())
+    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == expected
     assert learn.save('a').read_bytes() == learn.save('a').read_bytes()
 
 

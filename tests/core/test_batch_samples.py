@@ -210,9 +210,8 @@ def test_every_counter_agrees_on_uneven_batches() -> None:
         44,
     ]  # one at each multiple of 4 that was crossed
     model, (inputs, targets) = learn.model, as_lists(scenes(n))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        float(box_loss(model(inputs), targets).detach()), rel=1e-6
-    )
+    expected = float(box_loss(model(inputs), targets).detach())
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-6)
 
 
 def test_samples_a_second() -> None:

@@ -184,9 +184,8 @@ def test_train_loss_is_mean_or_smooth() -> None:
     learn = make_learner(F.cross_entropy)
     learn.recorder.train_loss = 'smooth'
     learn.fit(2)
-    assert [row['train_loss'] for row in learn.history] == [
-        learn.recorder.smooth_loss.smooth[i] for i in (1, 3)
-    ]
+    expected = [learn.recorder.smooth_loss.smooth[i] for i in (1, 3)]
+    assert [row['train_loss'] for row in learn.history] == expected
     learn.recorder.train_loss = 'last'
     with pytest.raises(OptionError, match="train_loss='last'"):
         learn.fit(1)
@@ -234,9 +233,8 @@ def test_a_resume_within_an_epoch_has_its_mean(weight: Tensor | None, tmp_path: 
     resumed = fit(resume=True)
     whole = make_learner(nn.CrossEntropyLoss(weight), train=batches)
     whole.fit(2)
-    assert [row['train_loss'] for row in resumed.history] == [
-        row['train_loss'] for row in whole.history
-    ]
+    expected = [row['train_loss'] for row in whole.history]
+    assert [row['train_loss'] for row in resumed.history] == expected
     assert resumed.recorder.smooth_loss.smooth == whole.recorder.smooth_loss.smooth
 
 
@@ -296,6 +294,5 @@ def test_evaluation_records_the_reported_loss() -> None:
     )
     learn.fit(1)
     plain.fit(1)
-    assert learn.history[0]['valid_loss'] == pytest.approx(
-        2 * plain.history[0]['valid_loss'], rel=1e-14
-    )
+    expected = 2 * plain.history[0]['valid_loss']
+    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-14)

@@ -378,9 +378,8 @@ def test_crossings_of_parts_add_up(points: list[float], every: float) -> None:
     stamps, interval = [Timestamp(sec=p) for p in points], Time(every, 'sec')
     parts = [crossings(a, b, interval) for a, b in pairwise(stamps)]
     assert sum(parts) == crossings(stamps[0], stamps[-1], interval) and min(parts) >= 0
-    assert crossings(Timestamp(), stamps[-1], interval) == pytest.approx(
-        points[-1] / every, abs=1 + 1e-6
-    )
+    expected = points[-1] / every
+    assert crossings(Timestamp(), stamps[-1], interval) == pytest.approx(expected, abs=1 + 1e-6)
 
 
 @given(st.integers(1, 1000), st.integers(1, 100))

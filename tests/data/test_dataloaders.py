@@ -380,9 +380,8 @@ def test_from_tensors() -> None:
     dls = DataLoaders.from_tensors(
         (X, Y), (X[:4], Y[:4]), bs=4, seed=1, drop_last=True, path='here'
     )
-    assert targets(dls.train) == targets(
-        TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True, seed=1)
-    )
+    expected = targets(TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True, seed=1))
+    assert targets(dls.train) == expected
     assert targets(dls.valid) == [0, 1, 2, 3] and dls.path == Path('here')
     assert DataLoaders.from_tensors(X, bs=5).one_batch()[0].shape == (5, 2)  # one tensor
     assert DataLoaders.from_tensors((X.numpy(), Y.numpy()), device='meta').device.type == 'meta'

@@ -125,9 +125,8 @@ def test_the_plot_has_a_bar_for_each_part() -> None:
     learn.fit(1)
     ax = learn.timings.plot()
     factor = 1e3 if 'ms' in ax.get_xlabel() else 1e6  # a slow machine is shown in milliseconds
-    assert [bar.get_width() for bar in ax.patches] == pytest.approx(
-        [s * factor for s in learn.timings.seconds.values()]
-    )
+    expected = [s * factor for s in learn.timings.seconds.values()]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx(expected)
 
 
 def test_a_step_that_is_measured_trains_as_any_other() -> None:

@@ -241,9 +241,8 @@ def test_counters_at_the_end_of_each_batch() -> None:
     learn.fit(2)
     train = lambda e, i: ('after_batch', (e, i, 3, 3 * e + i + 1, 3 * e + i + 1, 2))
     valid = lambda e, i: ('after_batch', (e, i, 2, 3 * e + 3, 3 * e + 3, 2))
-    assert log.seen == [
-        f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)
-    ]
+    expected = [f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)]
+    assert log.seen == expected
     assert (learn.time.ep, learn.time.ba, learn.time.st, learn.time.sp) == (2, 6, 6, 96)
 
 

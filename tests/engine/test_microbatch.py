@@ -403,9 +403,8 @@ def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
     whole = torchmetrics.classification.MulticlassF1Score(3)(pred, y)
     assert learn.history[0]['multiclass_f1_score'] == pytest.approx(whole.item(), abs=1e-6)
-    assert learn.history[0]['accuracy'] == pytest.approx(
-        (pred.argmax(1) == y).double().mean().item(), abs=1e-6
-    )
+    expected = (pred.argmax(1) == y).double().mean().item()
+    assert learn.history[0]['accuracy'] == pytest.approx(expected, abs=1e-6)
 
 
 def test_counters_count_batches_and_samples_not_pieces() -> None:

@@ -216,10 +216,8 @@ def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path
     mine = tmp_path / 'mine.txt'
     mine.write_text('all of it')
     (tmp_path / 'run').mkdir()
-    assert (
-        from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth')
-        == tmp_path / 'run' / 'models' / 'a.pth'
-    )
+    expected = tmp_path / 'run' / 'models' / 'a.pth'
+    assert from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth') == expected
     for kept in (str(mine), '../mine.txt'):
         with pytest.warns(UserWarning, match='lies outside of'):
             assert from_portable_path(synth_learner(path=tmp_path / 'run'), kept) is None

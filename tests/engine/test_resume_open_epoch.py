@@ -142,9 +142,8 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     make = partial(learner, eval_every='3ba')
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
-    assert [r['ba'] for r in other.recorder.evaluations] == [
-        r['ba'] for r in straight.recorder.evaluations
-    ]
+    expected = [r['ba'] for r in straight.recorder.evaluations]
+    assert [r['ba'] for r in other.recorder.evaluations] == expected
 
 
 @pytest.mark.parametrize('after', [3, 5, 8, 9, 10])

@@ -141,9 +141,8 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
     learn.fit(N_EPOCH)
     assert digest(learn) == fresh()['digest']
     assert rows(learn)[n:] == fresh()['rows']
-    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == fresh()[
-        'counters'
-    ]
+    expected = fresh()['counters']
+    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == expected
     assert learn.opt.n_steps == fresh()['n_steps']
     is_clean(learn)
 

@@ -202,13 +202,11 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     before, mode = vars(learn).copy(), learn.model.training
     e = raised_by(getattr(learn, how))
     assert e is error and notes(e)[0].startswith(f'in At.{event} (')
-    assert [x[0] for x in watch.fired] == (
-        ['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup']
-    )
+    expected = ['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup']
+    assert [x[0] for x in watch.fired] == expected
     is_clean(learn)
-    assert (learn.training, learn.phase, learn.dl_name, learn.iter) == tuple(
-        before[k] for k in ('training', 'phase', 'dl_name', 'iter')
-    )
+    expected = tuple(before[k] for k in ('training', 'phase', 'dl_name', 'iter'))
+    assert (learn.training, learn.phase, learn.dl_name, learn.iter) == expected
     assert learn.model.training == mode
     assert {k for k in vars(learn) if k[0] != '_'} <= {*before, 'final_record'}
     fits_like_fresh(learn, [bad, watch])

@@ -71,9 +71,8 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 def test_one_was_added(tmp_path: Path) -> None:
     _, warnings_seen = resumed(saved(tmp_path)[0], counter := Counter())
-    assert warnings_seen == [
-        'There is no state for the callback `counter` (Counter): it stays as it is.'
-    ]
+    expected = ['There is no state for the callback `counter` (Counter): it stays as it is.']
+    assert warnings_seen == expected
     assert counter.seen == 2, 'the batches that came after'
 
 
@@ -106,9 +105,8 @@ def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     _, warnings_seen = resumed(saved(tmp_path, Counter)[0], first, second)
-    assert warnings_seen == [
-        'There is no state for the callback `counter_2` (Counter): it stays as it is.'
-    ]
+    expected = ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
+    assert warnings_seen == expected
     assert (first.seen, second.seen) == (6, 2)
     with pytest.raises(CallbackError, match="both have state_key='counter'"):
         checkpointed(tmp_path / 'other')(Named(), Named())

@@ -237,12 +237,10 @@ def test_the_report_is_scikit_learns(
     x, y = scores()
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcde'])
     interp.print_classification_report()
-    assert (
-        capsys.readouterr().out.strip()
-        == skm.classification_report(
-            y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
-        ).strip()
-    )
+    expected = skm.classification_report(
+        y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
+    ).strip()
+    assert capsys.readouterr().out.strip() == expected
     monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
     with pytest.raises(MissingExtraError, match=r'needs scikit-learn: pip install scikit-learn$'):
         interp.print_classification_report()

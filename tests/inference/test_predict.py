@@ -59,9 +59,8 @@ def test_validate_returns_loss_and_metrics_over_all_samples(
     learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
     res = learn.validate()
     pred = learn.model(x)
-    assert list(res) == pytest.approx(
-        [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()], rel=1e-5
-    )
+    expected = [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()]
+    assert list(res) == pytest.approx(expected, rel=1e-5)
     assert capsys.readouterr().out == '' and learn.history == []
 
 
@@ -127,9 +126,8 @@ def test_a_validation_with_further_callbacks(xy: Any) -> None:
     x, y = xy
     learn = learner([(x, y)])
     shift = Callback(before_batch=lambda cb: setattr(cb.learn, 'yb', (cb.y + 1,)))
-    assert learn.validate(cbs=shift)[0] == pytest.approx(
-        F.mse_loss(learn.model(x), y + 1).item(), rel=1e-5
-    )
+    expected = F.mse_loss(learn.model(x), y + 1).item()
+    assert learn.validate(cbs=shift)[0] == pytest.approx(expected, rel=1e-5)
     assert learn.validate()[0] == pytest.approx(F.mse_loss(learn.model(x), y).item(), rel=1e-5)
 
 

@@ -138,9 +138,8 @@ def test_long_vectors_signals_words_and_dicts() -> None:
     assert list(long.columns) == [*[f'x[{i}]' for i in range(8)], '...', 'target']
     assert long.columns['...'] == ['22 more'] * 3
     signals = torch.rand(3, 1, 30)
-    assert (
-        loaders(signals, torch.zeros(3)).show_batch().columns['x[3]'] == signals[:, 0, 3].tolist()
-    )
+    expected = signals[:, 0, 3].tolist()
+    assert loaders(signals, torch.zeros(3)).show_batch().columns['x[3]'] == expected
     words = DataLoaders([(['some words', 'others'], torch.tensor([1, 0]))]).show_batch(max_n=1)
     assert words.columns == {'x': ['some words'], 'target': [1]}
     batch = {

@@ -151,9 +151,8 @@ def test_best_metric_reads_what_validation_has_measured() -> None:
     learn.fit(3)
     rows = learn.history
     best = [min(range(i + 1), key=lambda j: rows[j]['day/loss']) for i in range(3)]
-    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(
-        [rows[j]['night/loss'] for j in best]
-    )
+    expected = [rows[j]['night/loss'] for j in best]
+    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(expected)
 
 
 def test_best_metric_speaks_through_its_logger(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,9 +219,8 @@ def test_periodic_evaluation_of_a_loader_by_name() -> None:
     learn = learner(cb)
     learn.fit(2)
     x, y = (torch.cat(part) for part in zip(*learn.dls[2], strict=True))
-    assert learn.history[-1]['error/epoch'] == pytest.approx(
-        (learn.model(x) - y).abs().mean().item(), rel=1e-5
-    )
+    expected = (learn.model(x) - y).abs().mean().item()
+    assert learn.history[-1]['error/epoch'] == pytest.approx(expected, rel=1e-5)
     cb.dataset_key = 'nigth'
     with pytest.raises(LoaderError, match='Did you mean `night`'):
         learn.fit(1)

@@ -162,9 +162,8 @@ def test_loaders_come_in_many_forms(make: Any) -> None:
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), train))
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        F.mse_loss(model(x), y).item(), rel=1e-5
-    )
+    expected = F.mse_loss(model(x), y).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
 
 
 class Alike:
@@ -538,12 +537,10 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
     learn.fit(2)
     assert same(model, by_hand(ByName(), named_loss, batches))
     whole = {k: torch.cat([b[k] for b in batches[:2]]) for k in ('ids', 'mask', 'labels')}
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        named_loss(model, whole).item(), rel=1e-5
-    )
-    assert learn.history[-1]['mae'] == pytest.approx(
-        F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item(), rel=1e-5
-    )
+    expected = named_loss(model, whole).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
+    expected = F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item()
+    assert learn.history[-1]['mae'] == pytest.approx(expected, rel=1e-5)
 
 
 @dataclass
@@ -579,9 +576,8 @@ def test_a_single_tensor_with_targets_from_a_callback() -> None:
     )
     learn.fit(2)
     assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item(), rel=1e-5
-    )
+    expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
 
 
 def test_nested_batches_reach_the_model_as_they_are() -> None:
@@ -676,12 +672,10 @@ def test_a_hugging_face_model_trains_unaided() -> None:
         logits = torch.cat([m(**b).logits for b in batches])
     assert torch.allclose(preds, logits, atol=1e-5)
     assert torch.equal(targs, torch.cat([b['labels'] for b in batches]))
-    assert learn.history[0]['accuracy'] == pytest.approx(
-        (logits.argmax(1) == targs).float().mean().item()
-    )
-    assert learn.history[0]['valid_loss'] == pytest.approx(
-        F.cross_entropy(logits, targs).item(), rel=1e-4
-    )
+    expected = (logits.argmax(1) == targs).float().mean().item()
+    assert learn.history[0]['accuracy'] == pytest.approx(expected)
+    expected = F.cross_entropy(logits, targs).item()
+    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-4)
 
 
 # Loaders without a length

@@ -71,9 +71,8 @@ def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     with learn.no_bar():
         learn.fit(1)
     preds = learn.model(X).detach()[:, 0]
-    assert learn.history[0]['accuracy_multi'] == pytest.approx(
-        ((preds > 0) == (LABELS == 1)).float().mean().item()
-    )
+    expected = ((preds > 0) == (LABELS == 1)).float().mean().item()
+    assert learn.history[0]['accuracy_multi'] == pytest.approx(expected)
 
 
 def test_one_output_for_other_metrics_of_classes() -> None:

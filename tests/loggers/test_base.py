@@ -83,9 +83,8 @@ def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger)
     learn.fit(2)
     for column in ('epoch', 'train_loss', 'half', 'time'):
-        assert list(logged(tmp_path, f'epoch/{column}').values()) == [
-            row[column] for row in learn.history
-        ]
+        expected = [row[column] for row in learn.history]
+        assert list(logged(tmp_path, f'epoch/{column}').values()) == expected
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
 
 
@@ -189,9 +188,8 @@ def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
     again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
     learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
     learn.fit(1)
-    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(
-        plain_losses(1)[1], rel=1e-6
-    )
+    expected = plain_losses(1)[1]
+    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(expected, rel=1e-6)
     assert list(logged(tmp_path, 'valid_half')) == [10]
 
 
@@ -301,9 +299,8 @@ def test_without_a_recorder(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger)
     learn.remove_cb(Recorder)
     learn.fit(1)
-    assert read_log(tmp_path / 'metrics.jsonl') == [
-        {'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}
-    ]
+    expected = [{'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}]
+    assert read_log(tmp_path / 'metrics.jsonl') == expected
 
 
 def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ from tests.helpers.measuring import Watched, batch, devices, feed, scores, watch
 def test_avg_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
     for func, whole in ((mse, (pred - targ) ** 2), (F.l1_loss, (pred - targ).abs())):
-        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
-            float(whole.mean()), rel=1e-14
-        )
+        expected = float(whole.mean())
+        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
 
 
 def test_avg_metric_on_several_targets() -> None:
@@ -145,9 +144,8 @@ def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.rand(2, n, dtype=torch.float64)
     n_batches = -(-n // bs)
     m = feed(Bias(), pred, targ, bs=bs)
-    assert m.value == pytest.approx(
-        float((pred - targ).sum() / targ.sum()) * 2 * n_batches, rel=1e-12
-    )
+    expected = float((pred - targ).sum() / targ.sum()) * 2 * n_batches
+    assert m.value == pytest.approx(expected, rel=1e-12)
     assert Bias()(pred, targ) == pytest.approx(m.value / n_batches, rel=1e-12)
     m.reset()
     assert m.value is None and m.name == 'bias' and Bias('offset', on='both').name == 'offset'

@@ -71,9 +71,8 @@ def test_every_metric_of_the_package_is_known(name: str) -> None:
     ],
 )
 def test_columns_by_their_own_names(names: str, way: str) -> None:
-    assert {name: MetricProperties()[name] for name in names.split()} == dict.fromkeys(
-        names.split(), way
-    )
+    expected = dict.fromkeys(names.split(), way)
+    assert {name: MetricProperties()[name] for name in names.split()} == expected
 
 
 def test_an_unknown_name_is_an_error_that_states_how_to_declare_it() -> None:

@@ -104,13 +104,11 @@ def test_regression_metrics() -> None:
     assert float(mse(pred[:, None], targ)) == pytest.approx(np.mean((p - t) ** 2))
     assert float(mae(pred, targ)) == pytest.approx(np.mean(np.abs(p - t)))
     assert float(rmse(pred, targ)) == pytest.approx(np.mean((p - t) ** 2) ** 0.5)
-    assert float(exp_rmspe(pred, targ)) == pytest.approx(
-        np.mean(((np.exp(t) - np.exp(p)) / np.exp(t)) ** 2) ** 0.5
-    )
+    expected = np.mean(((np.exp(t) - np.exp(p)) / np.exp(t)) ** 2) ** 0.5
+    assert float(exp_rmspe(pred, targ)) == pytest.approx(expected)
     p, t = np.abs(p), np.abs(t)
-    assert float(msle(pred.abs(), targ.abs())) == pytest.approx(
-        np.mean((np.log(1 + p) - np.log(1 + t)) ** 2)
-    )
+    expected = np.mean((np.log(1 + p) - np.log(1 + t)) ** 2)
+    assert float(msle(pred.abs(), targ.abs())) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(('func', 'metric'), [(rmse, RMSE), (exp_rmspe, ExpRMSPE)])
@@ -204,9 +202,8 @@ def test_brier_score_of_labels() -> None:
     pred, targ = torch.randn(20, 3), torch.randint(2, (20, 3))
     p, t = pred.double().sigmoid().numpy(), targ.numpy()
     assert feed(BrierScoreMulti(), pred, targ, bs=8).value == pytest.approx(np.mean((p - t) ** 2))
-    assert BrierScoreMulti(sigmoid=False)(torch.from_numpy(p), targ) == pytest.approx(
-        np.mean((p - t) ** 2)
-    )
+    expected = np.mean((p - t) ** 2)
+    assert BrierScoreMulti(sigmoid=False)(torch.from_numpy(p), targ) == pytest.approx(expected)
     assert BrierScore().name == BrierScoreMulti().name == 'brier_score_loss'
 
 

@@ -42,9 +42,8 @@ def flat(pred: torch.Tensor, targ: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
     pred, targ = images()
     t, p = (set(np.flatnonzero(o)) for o in flat(pred, targ))
-    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(
-        2 * len(t & p) / (len(t) + len(p)), rel=1e-14
-    )
+    expected = 2 * len(t & p) / (len(t) + len(p))
+    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
     assert feed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
         len(t & p) / len(t | p), rel=1e-14
     )
@@ -55,12 +54,10 @@ def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
 def test_dice_and_jaccard_of_many_classes_equal_sklearn(bs: int, n_classes: int) -> None:
     pred, targ = images(n_classes=n_classes)
     t, p = flat(pred, targ)
-    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
-        skm.f1_score(t, p, average='macro')
-    )
-    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
-        skm.jaccard_score(t, p, average='macro')
-    )
+    expected = skm.f1_score(t, p, average='macro')
+    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(expected)
+    expected = skm.jaccard_score(t, p, average='macro')
+    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(expected)
     last = pred.movedim(1, -1)
     assert DiceMulti(axis=-1)(last, targ) == pytest.approx(skm.f1_score(t, p, average='macro'))
 

@@ -85,9 +85,8 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     ],
 )
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
-    assert torch.equal(
-        weights_after(partial(ours, lr=0.05)), weights_after(partial(torchs, lr=0.05))
-    )
+    expected = weights_after(partial(torchs, lr=0.05))
+    assert torch.equal(weights_after(partial(ours, lr=0.05)), expected)
 
 
 def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:

@@ -203,9 +203,8 @@ def test_which_matrices_are_hidden() -> None:
     model = Net()
     assert names(model, hidden_matrices(model)) == MATRICES
     assert names(model, hidden_matrices(model, but=model.body)) == ['head.weight']
-    assert names(model, hidden_matrices(model, but=[model.head, model.body[0].weight])) == [
-        'body.3.weight'
-    ]
+    expected = ['body.3.weight']
+    assert names(model, hidden_matrices(model, but=[model.head, model.body[0].weight])) == expected
     assert names(model, hidden_matrices(model, but=())) == [*MATRICES, 'head.weight']
     tied = Net(tied=True)
     assert names(tied, hidden_matrices(tied)) == MATRICES

@@ -343,9 +343,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any,
     before = [dict(g) for g in opt.param_groups]
     with pytest.raises(OptimizerError, match=text):
         opt.set_hypers(**{name: value})
-    assert [{k: v for k, v in g.items() if k != 'params'} for g in opt.param_groups] == [
-        {k: v for k, v in g.items() if k != 'params'} for g in before
-    ]
+    expected = [{k: v for k, v in g.items() if k != 'params'} for g in before]
+    assert [{k: v for k, v in g.items() if k != 'params'} for g in opt.param_groups] == expected
 
 
 def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:

@@ -936,9 +936,8 @@ def test_dicts_merge_over_processes() -> None:
         part.accumulate(SimpleNamespace(pred=x[rows], yb=(y[rows],), xb=(x[rows],)))
     whole = AvgMetric(errors)
     whole.merge([shared_state(part) for part in parts])
-    assert whole.value == pytest.approx(
-        {'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()}
-    )
+    expected = {'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()}
+    assert whole.value == pytest.approx(expected)
 
 
 def test_bad_dicts_are_errors_before_the_first_step() -> None:
