@@ -147,12 +147,8 @@ def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() ->
 
     model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), Mean())
     x = torch.randn(4, 2, dtype=torch.float64)
-    learn = Learner(
-        [(x, torch.zeros((), dtype=torch.float64))],
-        model,
-        nn.MSELoss(),
-        cbs=(cb := ActivationStats(include_paramless=True)),
-    )
+    dls = [(x, torch.zeros((), dtype=torch.float64))]
+    learn = Learner(dls, model, nn.MSELoss(), cbs=(cb := ActivationStats(include_paramless=True)))
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     learn.fit(1, lr=0.0)

@@ -40,15 +40,8 @@ def make(*cbs: Any, path: Any = '.', **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(4 * N, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
-    learn = Learner(
-        DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1),
-        model,
-        nn.MSELoss(),
-        cbs=list(cbs),
-        lr=0.05,
-        path=path,
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1)
+    learn = Learner(dls, model, nn.MSELoss(), cbs=list(cbs), lr=0.05, path=path, **kwargs)
     learn.remove_cbs(ProgressCallback)
     learn.logger = noop
     return learn

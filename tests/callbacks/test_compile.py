@@ -474,15 +474,13 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
         cb.model.frozen.requires_grad_(cb.epoch > 0)
 
     def make() -> Any:
+        splitter = lambda m: [
+            [*m.frozen.parameters()],
+            [*m.used.parameters()],
+            [*m.unused.parameters()],
+        ]
         return learner(
-            Partly,
-            opt_func=opt_func,
-            splitter=lambda m: [
-                [*m.frozen.parameters()],
-                [*m.used.parameters()],
-                [*m.unused.parameters()],
-            ],
-            cbs=Callback(before_epoch=unfreeze),
+            Partly, opt_func=opt_func, splitter=splitter, cbs=Callback(before_epoch=unfreeze)
         )
 
     plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
@@ -594,11 +592,8 @@ def test_several_inputs_targets_and_outputs() -> None:
     batches = [(x, z, x[:, :1], z[:, :1])] * 10
 
     def make() -> Any:
-        learn = learner(
-            TwoInputs,
-            lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w),
-            batches=batches,
-        )
+        loss_func = lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w)
+        learn = learner(TwoInputs, loss_func, batches=batches)
         learn.dls.n_inp = 2
         return learn
 
@@ -828,12 +823,8 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
 
     def make() -> Any:
         batches = [(x.cuda(), x[:, :1].cuda())] * 50
-        return learner(
-            lambda: mlp().cuda(),
-            batches=batches,
-            opt_func=opt_func,
-            cbs=Callback(before_batch=schedule_lr),
-        )
+        cbs = Callback(before_batch=schedule_lr)
+        return learner(lambda: mlp().cuda(), batches=batches, opt_func=opt_func, cbs=cbs)
 
     plain, learn = make(), make().compile(step=True)
     plain.fit(2)

@@ -67,10 +67,8 @@ def test_the_count_follows_freezing_and_is_printed_when_it_changed(
 
 
 def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
-    learn = synth_learner(
-        path=tmp_path,
-        cbs=[ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path / 'log.jsonl')],
-    )
+    cbs = [ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path / 'log.jsonl')]
+    learn = synth_learner(path=tmp_path, cbs=cbs)
     learn.logger = noop
     learn.fit(1)
     lines = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
@@ -89,12 +87,8 @@ def test_statistics_against_numpy() -> None:
     dls = DataLoaders.from_tensors(
         (x, y), {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}, bs=8, shuffle=False
     )
-    learn = Learner(
-        dls,
-        nn.Sequential(nn.Flatten(), nn.Linear(60, 4)),
-        nn.CrossEntropyLoss(),
-        cbs=DatasetStats(n=3),
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 4))
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), cbs=DatasetStats(n=3))
     learn.logger = noop
     learn.fit(1)
     stats = learn.dataset_stats.stats

@@ -137,14 +137,10 @@ def test_half_life_warmup_and_start() -> None:
         values.clear()
         data = [(torch.ones(1, 1).double(), torch.ones(1, 1).double())] * 4
         look = Callback(after_step=lambda c: values.append(c.model.w.item()))
+        loss_func = lambda p, y: -p.mean()
+        cbs = [TrainEvalCallback, look, cb]
         learn = Learner(
-            data,
-            One(),
-            lambda p, y: -p.mean(),
-            opt_func=torch.optim.SGD,
-            lr=1.0,
-            default_cbs=False,
-            cbs=[TrainEvalCallback, look, cb],
+            data, One(), loss_func, opt_func=torch.optim.SGD, lr=1.0, default_cbs=False, cbs=cbs
         )
         learn.fit(1)
         with cb.applied() as m:

@@ -90,15 +90,9 @@ def learner(
     opt_func: Any = torch.optim.Adam, dtype: Any = torch.float32, cbs: Any = (), **kwargs: Any
 ) -> Learner:
     model = Net().to(dtype)
+    dls = data(dtype)
     learn = Learner(
-        data(dtype),
-        model,
-        nn.MSELoss(),
-        opt_func,
-        lr=0.01,
-        splitter=groups,
-        cbs=[Ema, *cbs],
-        **kwargs,
+        dls, model, nn.MSELoss(), opt_func, lr=0.01, splitter=groups, cbs=[Ema, *cbs], **kwargs
     )
     learn.logger = quiet
     return learn

@@ -38,12 +38,9 @@ def learner(
     *cbs: Any, model: nn.Module | None = None, loss_func: Any = None, **kwargs: Any
 ) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
+    dls = (data(), data(2, seed=2))
     learn = Learner(
-        (data(), data(2, seed=2)),
-        model or net(),
-        loss_func or nn.CrossEntropyLoss(),
-        cbs=list(cbs),
-        **options,
+        dls, model or net(), loss_func or nn.CrossEntropyLoss(), cbs=list(cbs), **options
     )
     learn.logger = noop
     return learn
@@ -163,11 +160,8 @@ class Nested(nn.Module):
 
 def test_nested_predictions_become_float32_where_they_are_half() -> None:
     seen: list[Any] = []
-    learn = learner(
-        MixedPrecision('bf16'),
-        model=Nested(),
-        loss_func=lambda pred, y: F.cross_entropy(pred[0], y),
-    )
+    loss_func = lambda pred, y: F.cross_entropy(pred[0], y)
+    learn = learner(MixedPrecision('bf16'), model=Nested(), loss_func=loss_func)
     learn.add_cb(Callback(after_loss=lambda cb: seen.append(cb.pred)))
     learn.fit(1)
     out, named, record = seen[0]

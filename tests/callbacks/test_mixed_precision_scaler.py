@@ -58,13 +58,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def learner(*cbs: Any, batches: Batches | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    learn = Learner(
-        data() if batches is None else batches,
-        net(),
-        nn.CrossEntropyLoss(),
-        cbs=list(cbs),
-        **options,
-    )
+    dls = data() if batches is None else batches
+    learn = Learner(dls, net(), nn.CrossEntropyLoss(), cbs=list(cbs), **options)
     learn.logger = noop
     return learn
 

@@ -242,13 +242,9 @@ def test_each_element_of_a_sample_gets_the_share_of_the_sample(flat: bool) -> No
             torch.randint(CLASSES, (N, N, N), generator=gen),
         )
     ]
+    model = PerPixel(flat)
     learn = learner(
-        MixUp,
-        Notes,
-        batches=batches,
-        model=PerPixel(flat),
-        loss_func=Flat() if flat else None,
-        lr=0.0,
+        MixUp, Notes, batches=batches, model=model, loss_func=Flat() if flat else None, lr=0.0
     )
     learn.fit(1)
     [row] = learn.notes.rows
@@ -431,13 +427,9 @@ def test_a_closure_evaluates_the_same_blend_again() -> None:
     note = Callback(after_loss=lambda cb: losses.setdefault(cb.iter, []).append(cb.loss.item()))
     for microbatch in (None, 3):
         torch.manual_seed(0)
+        opt_func = partial(torch.optim.LBFGS, max_iter=5)
         learn = learner(
-            MixUp,
-            note,
-            batches=images(2),
-            microbatch=microbatch,
-            opt_func=partial(torch.optim.LBFGS, max_iter=5),
-            lr=0.05,
+            MixUp, note, batches=images(2), microbatch=microbatch, opt_func=opt_func, lr=0.05
         )
         learn.fit(1)
         pieces = 3 if microbatch else 1

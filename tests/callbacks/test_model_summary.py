@@ -40,12 +40,8 @@ def cnn() -> nn.Sequential:
 
 def digits(model: nn.Module | None = None, **kwargs: Any) -> Learner:
     x, y = torch.randn(40, 1, 8, 8), torch.randint(0, 10, (40,))
-    return Learner(
-        DataLoaders.from_tensors((x, y), (x, y), bs=16),
-        model or cnn(),
-        nn.CrossEntropyLoss(),
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=16)
+    return Learner(dls, model or cnn(), nn.CrossEntropyLoss(), **kwargs)
 
 
 def rows(s: Summary) -> list[tuple[str, str, int]]:

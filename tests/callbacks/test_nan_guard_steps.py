@@ -63,14 +63,9 @@ def test_a_line_search_may_probe() -> None:
 
     guard = GuardNonFinite('raise', grads=True)
     gen = torch.Generator().manual_seed(1)
-    learn = Learner(
-        [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],
-        nn.Linear(3, 2),
-        F.mse_loss,
-        opt_func=torch.optim.LBFGS,
-        lr=0.1,
-        cbs=[guard, Callback(after_loss=spoil)],
-    )
+    dls = [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)]
+    cbs = [guard, Callback(after_loss=spoil)]
+    learn = Learner(dls, nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.LBFGS, lr=0.1, cbs=cbs)
     learn.remove_cb(learn.progress)
     learn.fit(1)
 

@@ -241,12 +241,9 @@ def test_several_optimizers() -> None:
         }
 
     seen = Seen()
+    splitter = lambda m: [list(m.body.parameters()), list(m.head.parameters())]
     learn = learner(
-        make,
-        OptimizerMonitor(every=1),
-        LRMonitor(every=1, mom=True),
-        seen,
-        splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())],
+        make, OptimizerMonitor(every=1), LRMonitor(every=1, mom=True), seen, splitter=splitter
     )
     learn.fit(1)
     row = seen.rows[5]
@@ -280,13 +277,9 @@ def test_sparse_gradients() -> None:
     i, y, seen = torch.tensor([1, 1, 3]), torch.ones(3, 2), Seen()
     model = Words()
     before = model.table.weight.detach().clone()
+    dls = DataLoaders([(i, y)], [(i, y)])
     learn = Learner(
-        DataLoaders([(i, y)], [(i, y)]),
-        model,
-        nn.MSELoss(),
-        torch.optim.SGD,
-        lr=0.1,
-        cbs=[OptimizerMonitor(every=1), seen],
+        dls, model, nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=[OptimizerMonitor(every=1), seen]
     )
     learn.fit(1)
     grad = torch.zeros(5, 2)
@@ -341,12 +334,8 @@ def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
         }
 
     seen = Seen()
-    learn = learner(
-        make,
-        LRMonitor(every=1, mom=True),
-        seen,
-        splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())],
-    )
+    splitter = lambda m: [list(m.body.parameters()), list(m.head.parameters())]
+    learn = learner(make, LRMonitor(every=1, mom=True), seen, splitter=splitter)
     learn.fit(1)
     assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == [
         'lr-SGD-a/stem',
@@ -356,12 +345,10 @@ def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
 
 
 def test_a_rate_in_a_tensor() -> None:
-    learn = learner(
-        lambda params, lr: torch.optim.Adam(
-            params, lr=torch.tensor(lr), foreach=False, capturable=False
-        ),
-        LRMonitor('1ep'),
+    opt_func = lambda params, lr: torch.optim.Adam(
+        params, lr=torch.tensor(lr), foreach=False, capturable=False
     )
+    learn = learner(opt_func, LRMonitor('1ep'))
     learn.fit_one_cycle(1, 0.1)
     expected = learn._get_recorder('losses').lrs[-1]
     assert learn.history[0]['lr-Adam/group0'] == pytest.approx(expected)
@@ -402,11 +389,9 @@ def test_no_monitor_changes_a_number() -> None:
             nn.Dropout(0.3),
             nn.Linear(8, 1),
         ]
+        model = nn.Sequential(*layers)
         learn = synth_learner(
-            model=nn.Sequential(*layers),
-            n_train=12,
-            cbs=[*cbs, GradientClip(0.5)],
-            opt_func=torch.optim.Adam,
+            model=model, n_train=12, cbs=[*cbs, GradientClip(0.5)], opt_func=torch.optim.Adam
         )
         learn.logger = lambda row: None
         learn.fit_one_cycle(2, 0.05)

@@ -165,17 +165,13 @@ def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[st
 def test_metrics_on_train_valid_or_both() -> None:
     model = linear()
     train, valid = [points(4), points(2)], VALID
-    learn = learner(
-        (train, valid),
-        model=model,
-        lr=0.0,
-        metrics=[
-            AvgMetric(mae, 'a', on='train'),
-            AvgMetric(mae, 'b', on='both'),
-            AvgMetric(mae, 'c', on='valid'),
-            AvgMetric(mae, 'd'),
-        ],
-    )
+    metrics = [
+        AvgMetric(mae, 'a', on='train'),
+        AvgMetric(mae, 'b', on='both'),
+        AvgMetric(mae, 'c', on='valid'),
+        AvgMetric(mae, 'd'),
+    ]
+    learn = learner((train, valid), model=model, lr=0.0, metrics=metrics)
     learn.fit(1)
     of = lambda batches: F.l1_loss(
         model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
@@ -248,18 +244,14 @@ def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
             return self._max
 
     model = linear()
-    learn = learner(
-        (TRAIN, VALID),
-        model=model,
-        lr=0.0,
-        metrics=[
-            Largest,
-            ValueMetric(lambda: 42, 'answer'),
-            AvgLoss(),
-            AvgSmoothLoss(),
-            lambda p, y: (p - y).detach().numpy().mean(),
-        ],
-    )
+    metrics = [
+        Largest,
+        ValueMetric(lambda: 42, 'answer'),
+        AvgLoss(),
+        AvgSmoothLoss(),
+        lambda p, y: (p - y).detach().numpy().mean(),
+    ]
+    learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=metrics)
     learn.fit(1)
     x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
     row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
@@ -519,10 +511,8 @@ def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
 
 
 def test_learn_log_without_a_recorder_does_nothing() -> None:
-    learn = synth_learner(
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))],
-    )
+    cbs = [TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))]
+    learn = synth_learner(default_cbs=False, cbs=cbs)
     learn.fit(1)
     with pytest.raises(AttributeError, match='Recorder'):
         _ = learn.history

@@ -24,14 +24,8 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     x = torch.randn(4 * N_BATCHES, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learn = Learner(
-        DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4),
-        model,
-        loss_func=nn.MSELoss(),
-        lr=0.05,
-        cbs=list(cbs),
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4)
+    learn = Learner(dls, model, loss_func=nn.MSELoss(), lr=0.05, cbs=list(cbs), **kwargs)
     learn.logger = lambda row: None
     return learn
 
@@ -81,10 +75,8 @@ def same(a: Any, b: Any) -> bool:
 def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> None:
     def make() -> Any:
         scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0.0, 0.3), 'mom': SchedLin(0.9, 0.5)}
-        return learner(
-            ParamScheduler(scheds),
-            splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
-        )
+        splitter = lambda m: [list(m[0].parameters()), list(m[1:].parameters())]
+        return learner(ParamScheduler(scheds), splitter=splitter)
 
     straight, other = straight_and_resumed(make, after)
     assert len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES

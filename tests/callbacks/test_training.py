@@ -123,14 +123,10 @@ def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
     mse = nn.MSELoss()
     batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
     torch.manual_seed(1)
+    dls = (batches, batches)
+    cbs = [TrainEvalCallback, MixUp]
     learn = Learner(
-        (batches, batches),
-        model := RegModel(),
-        mse,
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        cbs=[TrainEvalCallback, MixUp],
-        default_cbs=False,
+        dls, model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, default_cbs=False
     )
     learn.fit(2)
     torch.manual_seed(1)
@@ -187,13 +183,9 @@ def test_short_epochs_need_a_share_and_a_length() -> None:
         learn.fit(1)
     seen: list[int] = []
     dls = DataLoaders(Stream(), n_iter=4)
-    learn = Learner(
-        dls,
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, ShortEpochCallback(0.5)],
-        default_cbs=False,
-    )
+    model = RegModel()
+    cbs = [TrainEvalCallback, ShortEpochCallback(0.5)]
+    learn = Learner(dls, model, nn.MSELoss(), cbs=cbs, default_cbs=False)
     learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.iter)))
     assert seen == [0, 1, 2]
 
@@ -216,13 +208,8 @@ def test_tensor_subclasses_become_plain_however_nested() -> None:
             return super().forward(batch[0]['a'].image)
 
     batch = (({'a': Pair(x, 'one')}, [x, 5]), torch.randn(4, 1).as_subclass(Marked))
-    learn = Learner(
-        ([batch], [batch]),
-        First(1, 1),
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))],
-    )
+    cbs = [TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))]
+    learn = Learner(([batch], [batch]), First(1, 1), nn.MSELoss(), default_cbs=False, cbs=cbs)
     learn.fit(1)
     assert [type(o) for o in seen[::2]] == [Tensor, Tensor]
     for named, (plain, five) in seen[1::2]:
@@ -248,14 +235,10 @@ def conv_learner(*cbs: Any, **kwargs: Any) -> Learner:
     batches = [
         (torch.randn(4, 3, 6, 6, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(3)
     ]
+    dls = (batches, batches)
+    loss_func = nn.MSELoss()
     return Learner(
-        (batches, batches),
-        model,
-        nn.MSELoss(),
-        lr=0.01,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
-        **kwargs,
+        dls, model, loss_func, lr=0.01, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
     )
 
 
@@ -303,21 +286,17 @@ def test_channels_last_is_undone_after_an_error_and_leaves_what_was_so_before() 
     learn.fit(1)
     assert is_channels_last(learn.model[0].weight)
     volume = nn.Conv3d(2, 3, 3)
-    learn = Learner(
-        [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))],
-        volume,
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            ChannelsLast,
-            Callback(
-                after_pred=lambda cb: seen.append(
-                    volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
-                )
-            ),
-        ],
-    )
+    dls = [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))]
+    cbs = [
+        TrainEvalCallback,
+        ChannelsLast,
+        Callback(
+            after_pred=lambda cb: seen.append(
+                volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
+            )
+        ),
+    ]
+    learn = Learner(dls, volume, nn.MSELoss(), default_cbs=False, cbs=cbs)
     seen: list[bool] = []
     learn.fit(1)
     assert seen == [True] and volume.weight.is_contiguous()

@@ -35,14 +35,10 @@ def data(path: Path) -> DataLoaders:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Learner:
+    dls = data(tmp_path)
+    loss_func = nn.CrossEntropyLoss()
     learn = Learner(
-        data(tmp_path),
-        Net(8),
-        nn.CrossEntropyLoss(),
-        lr=slice(1e-3, 0.1),
-        wd=0.2,
-        moms=(0.9, 0.8, 0.9),
-        train_bn=False,
+        dls, Net(8), loss_func, lr=slice(1e-3, 0.1), wd=0.2, moms=(0.9, 0.8, 0.9), train_bn=False
     )
     learn.dls.vocab = ['no', 'yes']  # type: ignore[attr-defined]  # as fastai's have
     learn.logger = noop

@@ -284,14 +284,9 @@ def test_sparse_gradients_that_wait() -> None:
         torch.manual_seed(0)
         x, y = torch.randint(9, (24,)), torch.randint(3, (24,))
         model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
-        return Learner(
-            DataLoaders.from_tensors((x, y), bs=4),
-            model,
-            nn.CrossEntropyLoss(),
-            lr=0.1,
-            opt_func=torch.optim.SGD,
-            cbs=GradientAccumulation(12),
-        )
+        dls = DataLoaders.from_tensors((x, y), bs=4)
+        cbs = GradientAccumulation(12)
+        return Learner(dls, model, nn.CrossEntropyLoss(), lr=0.1, opt_func=torch.optim.SGD, cbs=cbs)
 
     kept = check_every_place(learner, places=lambda kept: kept[:3])
     assert set(kept[0]['grads']['0']) == {'indices', 'values', 'size'}

@@ -147,13 +147,10 @@ def test_a_byte_is_never_minus_100() -> None:
 def make_learner(loss_func: Any, *cbs: Any, train: Any = ONE_EACH, **kwargs: Any) -> Learner:
     torch.manual_seed(1)
     options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.5, **kwargs}
+    dls = (train, train)
+    model = nn.Linear(3, 3).double()
     learn = Learner(
-        (train, train),
-        nn.Linear(3, 3).double(),
-        loss_func,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        **options,
+        dls, model, loss_func, default_cbs=False, cbs=[TrainEvalCallback, Recorder, *cbs], **options
     )
     learn.logger = lambda row: None
     return learn

@@ -232,10 +232,8 @@ def test_sigterm_at_the_ends_of_epochs_is_one_end_for_all_and_the_resume_is_exac
         return make_training(Checkpoint(every='1ep'), *cbs, path=path, dropout=0.2)
 
     def signalled(rank: int, i: int, event: str, where: EVENT) -> list[Any]:
-        learn = make(
-            tmp_path / f'{i}',
-            at(event, lambda cb: os.kill(os.getpid(), signal.SIGTERM), where, i % 2),
-        )
+        path = tmp_path / f'{i}'
+        learn = make(path, at(event, lambda cb: os.kill(os.getpid(), signal.SIGTERM), where, i % 2))
         with pytest.raises(SystemExit) as e, learn.distributed('ddp', timeout='20s'):
             learn.fit(2)
         again = make(tmp_path / f'{i}')

@@ -170,14 +170,12 @@ def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
 def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
     def job(rank: int) -> Any:
         drawn = []
-        learn = make_learner(
-            make_dls(64, 8, 'torch'),
-            cbs=Callback(
-                before_batch=lambda cb: drawn.append(
-                    torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
-                )
-            ),
+        cbs = Callback(
+            before_batch=lambda cb: drawn.append(
+                torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
+            )
         )
+        learn = make_learner(make_dls(64, 8, 'torch'), cbs=cbs)
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
         return torch.stack(drawn)
@@ -273,13 +271,9 @@ def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:
     from learnkit import CSVLogger, SaveModelCallback
 
     def job(rank: int) -> Any:
-        learn = Learner(
-            make_dls(),
-            make_learner().model,
-            F.cross_entropy,
-            path=tmp_path,
-            cbs=[CSVLogger(), SaveModelCallback()],
-        )
+        dls = make_dls()
+        cbs = [CSVLogger(), SaveModelCallback()]
+        learn = Learner(dls, make_learner().model, F.cross_entropy, path=tmp_path, cbs=cbs)
         with learn.distributed('ddp', timeout='20s'), learn.removed_cbs(learn.progress):
             learn.fit(2)
             a = weights(learn)

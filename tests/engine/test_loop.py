@@ -107,12 +107,9 @@ def test_a_whole_fit_event_by_event() -> None:
 
 
 def test_a_fit_without_validation_fires_no_event_of_evaluation() -> None:
+    dls = DataLoaders(synth_dls(n_train=2).train)
     learn = Learner(
-        DataLoaders(synth_dls(n_train=2).train),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
     )
     learn.fit(1)
     assert log.seen[2:-2] == ['before_epoch', *train_events(2), 'after_epoch', 'epoch_checkpoint']
@@ -125,12 +122,9 @@ def test_no_epoch_fires_the_events_of_fit_alone() -> None:
 
 
 def test_a_standalone_validation() -> None:
+    dls = named_dls()
     learn = Learner(
-        named_dls(),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
     )
     learn.validate()
     assert log.seen[1:] == [
@@ -215,16 +209,11 @@ def test_batch_is_what_the_loader_gave_and_after_draw_may_change_it() -> None:
         given.append(cb.batch is batches[len(given)])
         cb.learn.batch = (cb.batch[0] + 10, cb.batch[1])
 
-    learn = Learner(
-        batches,
-        RegModel(),
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item())),
-        ],
-    )
+    cbs = [
+        TrainEvalCallback,
+        Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item())),
+    ]
+    learn = Learner(batches, RegModel(), nn.MSELoss(), default_cbs=False, cbs=cbs)
     learn.fit(1)
     assert given == [True] * 3 and used == [10.0, 11.0, 12.0]
 
@@ -254,13 +243,8 @@ def test_pct_train_starts_each_epoch_at_its_share() -> None:
 
 
 def test_the_last_batch_counts_its_own_samples() -> None:
-    learn = Learner(
-        DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=TrainEvalCallback,
-        default_cbs=False,
-    )
+    dls = DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4)
+    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(2)
     assert (learn.time.ba, learn.time.sp) == (6, 20)
 
@@ -512,14 +496,9 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
         torch.manual_seed(5)
         model, ds = net(), TensorDataset(torch.randn(40, 1), torch.randn(40, 1))
         train, dl = DataLoader(ds, 8, shuffle=True), DataLoader(ds, 8, shuffle=True)
-        learn = Learner(
-            DataLoaders(train, {'a': dl, 'b': dl} if valid else None),
-            model,
-            nn.MSELoss(),
-            lr=0.05,
-            cbs=[Noisy, *([Recorder] if defaults else []), TrainEvalCallback],
-            default_cbs=False,
-        )
+        dls = DataLoaders(train, {'a': dl, 'b': dl} if valid else None)
+        cbs = [Noisy, *([Recorder] if defaults else []), TrainEvalCallback]
+        learn = Learner(dls, model, nn.MSELoss(), lr=0.05, cbs=cbs, default_cbs=False)
         learn.logger = print
         learn.fit(3)
         return [t.clone() for t in model.state_dict().values()]
@@ -534,13 +513,8 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 )
 def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
     model = net()
-    learn = Learner(
-        synth_dls(n_train=3, n_valid=2),
-        model,
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, Noisy],
-        default_cbs=False,
-    )
+    dls = synth_dls(n_train=3, n_valid=2)
+    learn = Learner(dls, model, nn.MSELoss(), cbs=[TrainEvalCallback, Noisy], default_cbs=False)
     inside: list[bool] = []
     names = (
         'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()
@@ -609,14 +583,10 @@ def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come
             if cb.training:
                 order.extend(cb.x.flatten().tolist())
 
+        dls = DataLoaders(make(ds))
+        cbs = [TrainEvalCallback, Callback(before_batch=note)]
         learn = Learner(
-            DataLoaders(make(ds)),
-            RegModel(),
-            nn.MSELoss(),
-            opt_func=SGD,
-            lr=0.0,
-            default_cbs=False,
-            cbs=[TrainEvalCallback, Callback(before_batch=note)],
+            dls, RegModel(), nn.MSELoss(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs
         )
         learn.fit(1)
         if evaluates:
@@ -634,18 +604,15 @@ def test_a_norm_layer_that_was_set_to_eval_stays_so_in_later_epochs(valid: bool)
         if cb.epoch == 0:
             model[1].eval()
 
+    cbs = [
+        TrainEvalCallback,
+        Callback(
+            before_train=freeze,
+            before_step=lambda cb: modes.append([m.training for m in model]),
+        ),
+    ]
     learn = Learner(
-        dls if valid else DataLoaders(dls.train),
-        model,
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            Callback(
-                before_train=freeze,
-                before_step=lambda cb: modes.append([m.training for m in model]),
-            ),
-        ],
+        dls if valid else DataLoaders(dls.train), model, nn.MSELoss(), default_cbs=False, cbs=cbs
     )
     learn.fit(3)
     assert modes == [[True, False, True, True, True]] * 6

@@ -44,14 +44,9 @@ def data(n: int = 40, bs: int = 16) -> DataLoaders:
 
 
 def learner(model: Hungry, microbatch: Any = 'auto', **kwargs: Any) -> Learner:
+    dls = data()
     learn = Learner(
-        data(),
-        model,
-        nn.MSELoss(),
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        microbatch=microbatch,
-        **kwargs,
+        dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, microbatch=microbatch, **kwargs
     )
     learn.logger = lambda row: None
     return learn

@@ -115,12 +115,8 @@ def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
         with torch.no_grad():
             model.weight.fill_(0.1)
             model.bias.zero_()
-        learn = Learner(
-            DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu'),
-            model,
-            nn.MSELoss(),
-            lr=0.1,
-        )
+        dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu')
+        learn = Learner(dls, model, nn.MSELoss(), lr=0.1)
         with learn.no_bar(), learn.no_logging():
             learn.fit(4)
         return [learn.model.weight.tolist(), learn.recorder.smooth_loss.raw]

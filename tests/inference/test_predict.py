@@ -33,12 +33,8 @@ def points(n: int = N) -> tuple[Tensor, Tensor]:
 
 
 def learner(valid: Any, model: nn.Module | None = None, loss: Any = None, **kwargs: Any) -> Learner:
-    learn = Learner(
-        DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)),
-        model or nn.Linear(3, 2),
-        loss or nn.MSELoss(),
-        **kwargs,
-    )
+    dls = DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None))
+    learn = Learner(dls, model or nn.Linear(3, 2), loss or nn.MSELoss(), **kwargs)
     learn.logger = print
     learn.remove_cb(learn.progress)
     return learn
@@ -153,12 +149,8 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
 
 def test_predictions_of_the_training_set(xy: Any) -> None:
     x, y = xy
-    learn = Learner(
-        DataLoaders.from_tensors((x, y), bs=4, drop_last=True),
-        nn.Linear(3, 2),
-        nn.MSELoss(),
-        default_cbs=False,
-    )
+    dls = DataLoaders.from_tensors((x, y), bs=4, drop_last=True)
+    learn = Learner(dls, nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
     preds, targs = learn.get_preds(ds_idx=0)
     assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
 

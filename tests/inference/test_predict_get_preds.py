@@ -41,11 +41,8 @@ def make(valid: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
         'loss',
         lambda pred, y, reduction='mean': F.mse_loss(pred[:, 0], y.float(), reduction=reduction),
     )
-    learn = Learner(
-        DataLoaders([(X, Y)], valid, n_inp=kwargs.pop('n_inp', None)),
-        model or nn.Linear(2, 3),
-        loss,
-    )
+    dls = DataLoaders([(X, Y)], valid, n_inp=kwargs.pop('n_inp', None))
+    learn = Learner(dls, model or nn.Linear(2, 3), loss)
     learn.remove_cb(learn.progress)
     return learn
 

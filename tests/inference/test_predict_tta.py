@@ -27,11 +27,8 @@ class Softmax(nn.CrossEntropyLoss):
 def make(valid: Any = None) -> Learner:
     torch.manual_seed(0)
     valid = TensorLoader(X, Y % 3, bs=4) if valid is None else valid
-    learn = Learner(
-        DataLoaders(TensorLoader(X, Y % 3, bs=4, shuffle=True, drop_last=True), valid),
-        nn.Linear(2, 3),
-        Softmax(),
-    )
+    dls = DataLoaders(TensorLoader(X, Y % 3, bs=4, shuffle=True, drop_last=True), valid)
+    learn = Learner(dls, nn.Linear(2, 3), Softmax())
     learn.remove_cb(learn.progress)
     return learn
 

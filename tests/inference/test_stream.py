@@ -46,14 +46,8 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
     x, y = torch.randn(N, 3), torch.randint(4, (N,))
     valid = TensorLoader(x, y, bs=4, shuffle=shuffle, seed=1) if valid is None else valid
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
-    learn = Learner(
-        DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid),
-        model,
-        Logits(),
-        lr=0.1,
-        cbs=cbs,
-        metrics=mae,
-    )
+    dls = DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid)
+    learn = Learner(dls, model, Logits(), lr=0.1, cbs=cbs, metrics=mae)
     learn.metrics = []
     learn.remove_cb(learn.progress)
     learn.logger = print

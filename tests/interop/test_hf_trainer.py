@@ -57,13 +57,10 @@ def test_the_trainer_and_the_learner_come_to_the_same_weights(tmp_path: Path) ->
     trainer = transformers.Trainer(make_bert(), args, train_dataset=train, eval_dataset=valid)
     trainer.train()
 
+    dls = (DataLoader(train, 16), DataLoader(valid, 16))
+    model = make_bert()
     learn = Learner(
-        (DataLoader(train, 16), DataLoader(valid, 16)),
-        make_bert(),
-        opt_func=torch.optim.AdamW,
-        wd=0.01,
-        wd_bn_bias=False,
-        cbs=GradientClip(1.0),
+        dls, model, opt_func=torch.optim.AdamW, wd=0.01, wd_bn_bias=False, cbs=GradientClip(1.0)
     )
     with learn.no_bar(), learn.no_logging():
         learn.fit(2, cbs=ParamScheduler({'lr': SchedLin(1e-3, 0.0)}))

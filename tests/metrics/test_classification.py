@@ -422,13 +422,9 @@ def test_in_a_learner_in_training_and_validation() -> None:
     x = torch.randn(90, 4)
     y = (x[:, 0] + torch.randn(90) / 2 > 0).long() + (x[:, 1] > 1).long()
     dls = DataLoaders(TensorLoader(x, y, bs=20), TensorLoader(x, y, bs=32))
-    learn = Learner(
-        dls,
-        nn.Linear(4, 3),
-        nn.CrossEntropyLoss(),
-        lr=0.1,
-        metrics=[F1Score(average='macro', on='both'), RocAuc(), CohenKappa],
-    )
+    model = nn.Linear(4, 3)
+    metrics = [F1Score(average='macro', on='both'), RocAuc(), CohenKappa]
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), lr=0.1, metrics=metrics)
     learn.logger = lambda row: None
     learn.fit(2)
     with torch.no_grad():

@@ -162,10 +162,8 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
 
 def test_lookahead_around_it_keeps_its_groups() -> None:
     model = Net()
-    learn = learner(
-        model,
-        opt_func=lambda ps, lr, model=None: Lookahead(MuonAdamW(ps, lr, model=learn.model), k=2),
-    )
+    opt_func = lambda ps, lr, model=None: Lookahead(MuonAdamW(ps, lr, model=learn.model), k=2)
+    learn = learner(model, opt_func=opt_func)
     learn.fit(1)
     assert len(learn.opt.hypers) == len(MuonAdamW(model.parameters(), model=model).hypers) == 1
     slow = [s['slow_weights'] for o in learn.opt.optimizers.values() for s in o.state.values()]

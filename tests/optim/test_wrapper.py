@@ -238,12 +238,8 @@ def test_decay_given_by_the_learner_or_fit_leaves_them_alone_too(wd: dict[str, f
 
 def test_decay_of_the_spared_is_an_exact_split_of_the_groups() -> None:
     model = net()
-    learn = learner(
-        model,
-        opt_func=torch.optim.AdamW,
-        wd_bn_bias=False,
-        splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
-    )
+    splitter = lambda m: [list(m[0].parameters()), list(m[1:].parameters())]
+    learn = learner(model, opt_func=torch.optim.AdamW, wd_bn_bias=False, splitter=splitter)
     learn.fit(1, lr=slice(1e-3, 1e-1), wd=0.1)
     assert len(learn.opt.hypers) == 2
     assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-3, 1e-1])

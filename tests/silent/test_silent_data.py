@@ -250,13 +250,8 @@ def unlabeled(form: str, n: int = 4) -> list[Any]:
 @pytest.mark.silent('loss_func(pred) on batches without targets: last training loss')
 def test_a_loss_of_the_predictions_alone(form: str, row: Callable[..., None]) -> None:
     torch.manual_seed(0)
-    learn = Learner(
-        DataLoaders(unlabeled(form), unlabeled(form, 2)),
-        Encoder(),
-        spread,
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-    )
+    dls = DataLoaders(unlabeled(form), unlabeled(form, 2))
+    learn = Learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
     learn.logger = lambda r: None
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
@@ -299,13 +294,8 @@ def test_the_loss_of_the_model_itself_comes_first() -> None:
             out = super().forward(x)
             return {'loss': out.square().mean(), 'logits': out}
 
-    learn = Learner(
-        unlabeled('tensor', 1),
-        Own(),
-        lambda pred: pred.sum() * 100,
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    dls = unlabeled('tensor', 1)
+    learn = Learner(dls, Own(), lambda pred: pred.sum() * 100, opt_func=torch.optim.SGD, lr=0.0)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     with torch.no_grad():
@@ -441,12 +431,8 @@ def test_a_wrong_form_of_the_validation_loader_costs_no_epoch() -> None:
     x, y = points(6, 1)
     steps: list[int] = []
     dls = DataLoaders([(x, x, y)], [(x,)], n_inp=2)
-    learn = Learner(
-        dls,
-        nn.Linear(1, 1).double(),
-        nn.MSELoss(),
-        cbs=Callback(after_step=lambda cb: steps.append(1)),
-    )
+    model = nn.Linear(1, 1).double()
+    learn = Learner(dls, model, nn.MSELoss(), cbs=Callback(after_step=lambda cb: steps.append(1)))
     with pytest.raises(BatchError, match='n_inp=2'):
         learn.fit(1)
     assert not steps
@@ -542,14 +528,9 @@ class Notes(Callback):
 
 def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
     torch.manual_seed(0)
-    learn = Learner(
-        DataLoaders(dl, n_iter=n_iter),
-        nn.Linear(1, 1).double(),
-        nn.MSELoss(),
-        cbs=[Notes, *cbs],
-        opt_func=torch.optim.SGD,
-        lr=1e-3,
-    )
+    dls = DataLoaders(dl, n_iter=n_iter)
+    model = nn.Linear(1, 1).double()
+    learn = Learner(dls, model, nn.MSELoss(), cbs=[Notes, *cbs], opt_func=torch.optim.SGD, lr=1e-3)
     learn.logger = lambda row: None
     return learn
 

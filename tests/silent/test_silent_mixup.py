@@ -46,14 +46,8 @@ class Notes(Callback):
 
 
 def trained(batches: Any, model: nn.Module, loss: Any, *cbs: Any, **kwargs: Any) -> Learner:
-    learn = Learner(
-        DataLoaders(batches),
-        model.double(),
-        loss,
-        cbs=[*cbs, Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    dls = DataLoaders(batches)
+    learn = Learner(dls, model.double(), loss, cbs=[*cbs, Notes], opt_func=torch.optim.SGD, lr=0.0)
     learn.logger = lambda row: None
     learn.fit(1, **kwargs)
     return learn
@@ -118,14 +112,8 @@ def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
 
     torch.manual_seed(1)
     dls = DataLoaders([(x, mask, label)], n_inp=1)
-    learn = Learner(
-        dls,
-        nn.Conv2d(1, 3, 1).double(),
-        loss,
-        cbs=[CutMix(), Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    model = nn.Conv2d(1, 3, 1).double()
+    learn = Learner(dls, model, loss, cbs=[CutMix(), Notes], opt_func=torch.optim.SGD, lr=0.0)
     learn.logger = lambda row: None
     shares: list[float] = []
     partners: list[Tensor] = []
@@ -314,13 +302,9 @@ def blended_batches(mixer: MixHandler, n_epoch: int, fits: int = 1, n: int = 5) 
     "Return for each batch whether it was blended."
     x, y = pictures('classes')[0], torch.arange(8) % 3
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
+    dls = DataLoaders([(x, y)] * n)
     learn = Learner(
-        DataLoaders([(x, y)] * n),
-        model,
-        F.cross_entropy,
-        cbs=[mixer, Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
+        dls, model, F.cross_entropy, cbs=[mixer, Notes], opt_func=torch.optim.SGD, lr=0.0
     )
     learn.logger = lambda row: None
     for _ in range(fits):
