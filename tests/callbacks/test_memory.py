@@ -76,10 +76,8 @@ def test_without_both_only_the_peak_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_reading_the_status() -> None:
-    assert parse_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {
-        'current': 1536000,
-        'peak': 2048000,
-    }
+    expected = {'current': 1536000, 'peak': 2048000}
+    assert parse_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == expected
     assert parse_status('Name:\tkthreadd\n') == {}
 
 

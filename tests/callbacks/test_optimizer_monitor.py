@@ -337,11 +337,8 @@ def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
     splitter = lambda m: [list(m.body.parameters()), list(m.head.parameters())]
     learn = learner(make, LRMonitor(every=1, mom=True), seen, splitter=splitter)
     learn.fit(1)
-    assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == [
-        'lr-SGD-a/stem',
-        'lr-SGD-b/group0',
-        'lr-SGD-b/group1',
-    ]
+    expected = ['lr-SGD-a/stem', 'lr-SGD-b/group0', 'lr-SGD-b/group1']
+    assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == expected
 
 
 def test_a_rate_in_a_tensor() -> None:

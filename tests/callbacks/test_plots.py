@@ -91,10 +91,8 @@ def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
 def test_names_choose_and_one_axes_takes_them_all() -> None:
     learn = learner(cbs=[Callback(after_epoch=lambda cb: cb.learn.log('norm', 3.0 + cb.epoch))])
     fit(learn, 2)
-    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == [
-        'accuracy',
-        'norm',
-    ]
+    expected = ['accuracy', 'norm']
+    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == expected
     (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
     mine = plt.subplots()[1]
@@ -166,12 +164,8 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     mine = plt.subplots()[1]
     assert learn.timings.plot(ax=mine) is mine
     assert sorted(bar.get_width() for bar in mine.patches) == pytest.approx([1, 4, 15, 30])
-    assert {t.get_text() for t in mine.texts} == {
-        '30 ms, 60.0%',
-        '15 ms, 30.0%',
-        '4 ms, 8.0%',
-        '1 ms, 2.0%',
-    }
+    expected = {'30 ms, 60.0%', '15 ms, 30.0%', '4 ms, 8.0%', '1 ms, 2.0%'}
+    assert {t.get_text() for t in mine.texts} == expected
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'

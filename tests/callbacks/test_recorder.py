@@ -124,11 +124,8 @@ def test_values_match_a_loop_by_hand() -> None:
         'time',
     ]
     assert learn.smooth_loss.item() == pytest.approx(smooth[-1], rel=1e-5)
-    assert learn.final_record == learn.recorder.values[-1] and list(learn.recorder.iters) == [
-        5,
-        10,
-        15,
-    ]
+    assert learn.final_record == learn.recorder.values[-1]
+    assert list(learn.recorder.iters) == [5, 10, 15]
     assert learn.recorder.lrs == [0.1] * 15
 
 
@@ -677,10 +674,8 @@ def test_plot_loss_draws_the_smoothed_losses_and_the_validation_at_the_ends_of_e
     assert train.get_ydata().tolist() == pytest.approx(smooth[2:], rel=1e-5)
     assert list(valid.get_xdata()) == [5, 10, 15]
     assert list(valid.get_ydata()) == [r['valid_loss'] for r in learn.history]
-    assert ax.get_xlabel() == 'step' and [t.get_text() for t in ax.get_legend().get_texts()] == [
-        'train',
-        'valid',
-    ]
+    assert ax.get_xlabel() == 'step'
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'valid']
 
 
 def test_plot_loss_into_given_axes_without_validation_on_log_axes_with_epochs() -> None:

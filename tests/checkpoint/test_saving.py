@@ -348,10 +348,5 @@ def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions(tmp_path
     batch, preds, max_n, kwargs = learn.show_results(max_n=2, figsize=3)
     assert batch == (x, y) and (max_n, kwargs) == (2, {'figsize': 3})
     assert torch.equal(preds, learn.get_preds()[0].round())
-    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == [
-        'x[0]',
-        'x[1]',
-        'x[2]',
-        'target',
-        'predicted',
-    ]
+    expected = 'x[0] x[1] x[2] target predicted'.split()
+    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == expected

@@ -182,11 +182,8 @@ def test_events_that_fire_again_are_marked_by_resumed() -> None:
     assert [resumed for *_, resumed in seen[:5]] == [True] * 3 + [False] * 2
     seen.clear()
     make(Callback(**noting)).fit(2, resume=kept[6])
-    assert seen[:3] == [
-        ('before_fit', 0, True),
-        ('before_epoch', 1, False),
-        ('before_train', 1, False),
-    ]
+    expected = [('before_fit', 0, True), ('before_epoch', 1, False), ('before_train', 1, False)]
+    assert seen[:3] == expected
 
 
 def test_the_state_is_neither_shared_nor_changed() -> None:

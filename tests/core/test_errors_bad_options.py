@@ -221,12 +221,8 @@ def test_callbacks_that_save_separate_files_work_together(tmp_path: Any) -> None
         SaveModelCallback(every_epoch=True),
     ]
     make(path=tmp_path, cbs=cbs).fit(2)
-    assert {p.name for p in (tmp_path / 'models').iterdir()} == {
-        'model.pth',
-        'other.pth',
-        'model_0.pth',
-        'model_1.pth',
-    }
+    expected = {'model.pth', 'other.pth', 'model_0.pth', 'model_1.pth'}
+    assert {p.name for p in (tmp_path / 'models').iterdir()} == expected
 
 
 def test_a_monitor_without_validation_data() -> None:

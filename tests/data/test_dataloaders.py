@@ -200,14 +200,8 @@ def test_holds_loaders_by_position_and_name() -> None:
     dls = DataLoaders(
         train, {'day': day, 'night': night}, test, device='cpu', path='data', n_inp=2, n_iter=3
     )
-    assert [dls.train, dls.valid, dls[0], dls[1], dls[2], dls[3]] == [
-        train,
-        day,
-        train,
-        day,
-        night,
-        test,
-    ]
+    expected = [train, day, train, day, night, test]
+    assert [dls.train, dls.valid, dls[0], dls[1], dls[2], dls[3]] == expected
     assert dls['day'] is day and dls['train'] is train and dls['other0'] is test
     assert dls.evaluation == [('day', day), ('night', night)] and len(dls) == 4
     assert list(dls) == dls.loaders == [train, day, night, test]

@@ -84,13 +84,8 @@ documented(
     def positional(a: int, /, b: int, *, c: int) -> None:
         "Do nothing."
 
-    assert [p.text for p in doc(positional).parameters or []] == [
-        'a: int',
-        '/',
-        'b: int',
-        '*',
-        'c: int',
-    ]
+    expected = ['a: int', '/', 'b: int', '*', 'c: int']
+    assert [p.text for p in doc(positional).parameters or []] == expected
 
 
 @pytest.mark.parametrize('what', [Learner.fit, 'fit', 'Learner.fit', 'learn.fit'])
@@ -181,10 +176,8 @@ def test_help_for_exceptions() -> None:
     rows = dict(doc('CancelStepException').lists['From this event on it may be raised'])
     assert rows == {'before_step': 'then after_cancel_step, after_step'}
     assert len(doc(CancelException).lists['From this event on it may be raised']) == 7
-    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == [
-        'LearnkitError',
-        'ValueError',
-    ]
+    expected = ['LearnkitError', 'ValueError']
+    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == expected
 
 
 # -- callbacks -------------------------------------------------------------------------------------

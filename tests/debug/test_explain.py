@@ -43,12 +43,8 @@ def test_explain_lists_handlers_in_order_with_their_place() -> None:
     cb.order = 70
     learn = learner(cbs=[cb, GradientClip])
     found = learn.explain('after_batch')
-    assert [h.callback for h in found] == [
-        'TrainEvalCallback',
-        'Recorder',
-        'ProgressCallback',
-        'Callback',
-    ]
+    expected = ['TrainEvalCallback', 'Recorder', 'ProgressCallback', 'Callback']
+    assert [h.callback for h in found] == expected
     assert [h.when for h in found] == ['training', 'always', 'always', 'always']
     assert (found[-1].file, found[-1].line, found[-1].function) == (__file__, line, 'Callback.late')
     assert str(found[-1]).endswith(f'{__file__}:{line}') and len(repr(found).splitlines()) == 4
@@ -108,11 +104,8 @@ def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> N
     learn.fit(1)
     seconds = learn.timings.seconds
     assert list(seconds)[:3] == ['data', 'forward', 'Callback']
-    assert {part: s for part, s in seconds.items() if s} == {
-        'data': 8.0,
-        'forward': 4.0,
-        'Callback': 2.0,
-    }
+    expected = {'data': 8.0, 'forward': 4.0, 'Callback': 2.0}
+    assert {part: s for part, s in seconds.items() if s} == expected
     assert {'data', 'transfer', 'forward', 'loss', 'backward', 'step', 'loop', 'Recorder'} <= set(
         seconds
     )

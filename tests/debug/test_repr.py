@@ -71,12 +71,8 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
 
 def test_a_long_table_shows_its_first_and_last_rows() -> None:
     rows = Rows(table(['i'], [(i,) for i in range(1000)])).rows
-    assert [r[0] for r in rows] == [
-        'i',
-        *map(str, range(10)),
-        '... 940 more ...',
-        *map(str, range(950, 1000)),
-    ]
+    expected = ['i', *map(str, range(10)), '... 940 more ...', *map(str, range(950, 1000))]
+    assert [r[0] for r in rows] == expected
     assert truncate_rows(['a'], 1, '{}', '{}') == ['a']
 
 
@@ -237,14 +233,9 @@ def test_handlers_are_listed_with_their_places() -> None:
 
 def test_times_are_written_out() -> None:
     assert rows_of(Time('1200ba')) == [['1200ba', '1,200 batches']]
-    assert [rows_of(Time(t))[0][1] for t in ('1ep', '90m', '3sec', '0.25dur', '1ba', '1sp')] == [
-        '1 epoch',
-        '1:30:00',
-        '3 seconds',
-        '25% of the run',
-        '1 batch',
-        '1 sample',
-    ]
+    expected = ['1 epoch', '1:30:00', '3 seconds', '25% of the run', '1 batch', '1 sample']
+    times = ('1ep', '90m', '3sec', '0.25dur', '1ba', '1sp')
+    assert [rows_of(Time(t))[0][1] for t in times] == expected
     now = Timestamp(ep=1, ba=2000, sec=0.25, dur=0.5)
     assert dict(rows_of(now)) == {
         'iter': '0 iterations',

@@ -166,10 +166,8 @@ def test_loaders_with_their_own_shares_count_all_samples() -> None:
     )
     alone.fit('150sp')
     for got, *counts in run_ranks(job):
-        assert (got - weights(alone)).abs().max() < 1e-10 and counts == [
-            alone.time.sp,
-            alone.time.st,
-        ]
+        assert (got - weights(alone)).abs().max() < 1e-10
+        assert counts == [alone.time.sp, alone.time.st]
 
 
 def test_a_second_context_inside_the_first_is_refused_and_leaves_it() -> None:

@@ -140,11 +140,8 @@ def test_errors_of_another_rank_are_distinguished_from_local_ones() -> None:
     )
     outer = ValueError('of my own')
     outer.__context__ = lost
-    assert [is_lost(e) for e in (lost, outer, ValueError('x'), KeyboardInterrupt(), None)] == [
-        True,
-        True,
-        *[False] * 3,
-    ]
+    errors = (lost, outer, ValueError('x'), KeyboardInterrupt(), None)
+    assert [is_lost(e) for e in errors] == [True, True, False, False, False]
 
 
 def test_a_closed_comm_leaves_no_connection_open() -> None:

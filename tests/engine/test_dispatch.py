@@ -466,11 +466,8 @@ def test_added_cbs_are_gone_after_the_context_and_after_fit() -> None:
 def test_cbs_can_be_assigned() -> None:
     learn = bare(a := Callback(), b := Every())
     learn.cbs = [learn.cbs[0], b, Recorder]
-    assert [type(cb) for cb in learn.cbs] == [
-        TrainEvalCallback,
-        Every,
-        Recorder,
-    ] and a.learn is None
+    assert [type(cb) for cb in learn.cbs] == [TrainEvalCallback, Every, Recorder]
+    assert a.learn is None
     assert learn.cbs.filter(lambda cb: cb.order == 50) == [learn.recorder]
     learn.cbs = None
     assert len(learn.cbs) == 0

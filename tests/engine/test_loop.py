@@ -146,12 +146,8 @@ def test_a_prediction(inner: bool) -> None:
     learn.get_preds(inner=inner)
     body = ['before_predict', *valid_events(2), 'after_predict']
     around = [] if inner else ['before_fit', 'before_epoch']
-    assert log.seen[1:] == [
-        *around,
-        *body,
-        *(['after_epoch', 'after_fit'] if around else []),
-        'cleanup',
-    ]
+    expected = [*around, *body, *(['after_epoch', 'after_fit'] if around else []), 'cleanup']
+    assert log.seen[1:] == expected
 
 
 def test_iterations_are_whole_numbers_of_epochs_and_the_last_may_be_short() -> None:
@@ -191,10 +187,8 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
     ]
     log.seen.clear()
     learn.validate()
-    assert {w for _, w in log.seen} == {
-        ('valid', 'day', False, False),
-        ('valid', 'night', False, False),
-    }
+    expected = {('valid', 'day', False, False), ('valid', 'night', False, False)}
+    assert {w for _, w in log.seen} == expected
     log.seen.clear()
     learn.get_preds()
     assert {w for _, w in log.seen} == {('predict', 'valid', False, False)}

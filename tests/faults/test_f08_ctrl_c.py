@@ -133,10 +133,8 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH))
-    assert type(e) is KeyboardInterrupt and [x[0] for x in watch.fired] == [
-        'after_error',
-        'cleanup',
-    ]
+    assert type(e) is KeyboardInterrupt
+    assert [x[0] for x in watch.fired] == ['after_error', 'cleanup']
     fits_like_fresh(learn, cbs)
 
 
@@ -144,10 +142,8 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
 def test_in_a_run_of_its_own(how: str) -> None:
     learn = make_learner(cbs := [At('after_pred', press, nth=2), Watch()])
     e = raised_by(lambda: getattr(learn, how)())
-    assert type(e) is KeyboardInterrupt and [x[0] for x in cbs[1].fired] == [
-        'after_error',
-        'cleanup',
-    ]
+    assert type(e) is KeyboardInterrupt
+    assert [x[0] for x in cbs[1].fired] == ['after_error', 'cleanup']
     is_clean(learn)
     fits_like_fresh(learn, cbs)
 

@@ -197,12 +197,8 @@ def test_the_picture_of_the_matrix() -> None:
     assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))
     assert [t.get_text() for t in mine.texts] == [str(n) for n in matrix.flatten()]
     assert (mine.get_xlabel(), mine.get_ylabel()) == ('predicted', 'actual')
-    assert [t.get_text() for t in mine.get_yticklabels()] == [
-        'one',
-        'two',
-        'three',
-        'a name that is mu...',
-    ]
+    expected = ['one', 'two', 'three', 'a name that is mu...']
+    assert [t.get_text() for t in mine.get_yticklabels()] == expected
     assert not interp.plot_confusion_matrix(plot_txt=False, figsize=(2, 2)).texts
     assert plt.gcf().get_size_inches().tolist() == [2, 2]
 

@@ -106,11 +106,8 @@ def test_other_targets_are_titles_too() -> None:
 def test_vectors_are_a_table() -> None:
     x, y = torch.arange(6.0).view(3, 2) / 3, torch.tensor([1, 0, 1])
     table = loaders(x, y, ['no', 'yes']).show_batch(max_n=2)
-    assert table.columns == {
-        'x[0]': x[:2, 0].tolist(),
-        'x[1]': x[:2, 1].tolist(),
-        'target': ['yes', 'no'],
-    }
+    expected = {'x[0]': x[:2, 0].tolist(), 'x[1]': x[:2, 1].tolist(), 'target': ['yes', 'no']}
+    assert table.columns == expected
     assert repr(table).splitlines() == [
         '  x[0]    x[1]  target',
         '     0  0.3333     yes',
@@ -201,11 +198,8 @@ class ShowsItself(Dataset[Any]):
 
 def test_the_datas_own_method_comes_first() -> None:
     dls = DataLoaders(Shows([(torch.zeros(2), torch.zeros(2))]), DataLoader(ShowsItself()))
-    assert dls.show_batch(max_n=3, more=1) == (None, 3, {'more': 1}) and dls.show_batch('b') == (
-        'b',
-        9,
-        {},
-    )
+    assert dls.show_batch(max_n=3, more=1) == (None, 3, {'more': 1})
+    assert dls.show_batch('b') == ('b', 9, {})
     assert dls.show_batch(ds_idx=1) == ('itself', 9)
 
 
@@ -421,9 +415,7 @@ def test_classes_are_distinguished_from_scores_by_shape() -> None:
 def test_what_a_person_reads() -> None:
     assert readable(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
     assert readable(None, 2) == ['NoneType'] * 2
-    assert readable((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
-        'b, 0.5',
-        'a, 2',
-    ]
+    expected = ['b, 0.5', 'a, 2']
+    assert readable((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == expected
     assert readable(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
     assert readable(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]

@@ -174,10 +174,8 @@ def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path
         average = 0.9 * average + 0.1 * a
     assert cb.average['a'].item() == pytest.approx(average, rel=1e-5)
     folder = tmp_path / 'checkpoints'
-    assert sorted(f.name for f in folder.iterdir()) == [
-        'net_ema_cp=E2_U6_S48_model.th',
-        'net_ema_cp=latest_model.th',
-    ]
+    expected = ['net_ema_cp=E2_U6_S48_model.th', 'net_ema_cp=latest_model.th']
+    assert sorted(f.name for f in folder.iterdir()) == expected
     stored = torch.load(folder / 'net_ema_cp=latest_model.th', weights_only=True)
     assert stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
     assert stored['ema'] == 0.9

@@ -234,10 +234,8 @@ def test_the_models_attributes_are_the_learners() -> None:
 
     learn = synth_learner(model=Model())
     assert learn.a is learn.model.a and learn.word == 'hello' and learn.shout() == 'HELLO'
-    assert list(learn.parameters()) == [
-        learn.model.a,
-        learn.model.b,
-    ] and learn.state_dict().keys() == {'a', 'b'}
+    assert list(learn.parameters()) == [learn.model.a, learn.model.b]
+    assert learn.state_dict().keys() == {'a', 'b'}
     assert {'fit', 'model', 'a', 'shout', 'recorder'} <= set(dir(learn))
     assert not hasattr(learn, 'nothing_like_it')
 

@@ -396,13 +396,8 @@ def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
     params = [line['params'] for line in lines if 'params' in line]
     assert [p['epochs'] for p in params] == [1, 2]
-    assert {k: params[0][k] for k in ('model', 'parameters', 'loss', 'batch_size', 'lr')} == {
-        'model': 'Linear',
-        'parameters': 4,
-        'loss': 'MSELoss',
-        'batch_size': 4,
-        'lr': 0.1,
-    }
+    expected = {'model': 'Linear', 'parameters': 4, 'loss': 'MSELoss', 'batch_size': 4, 'lr': 0.1}
+    assert {k: params[0][k] for k in expected} == expected
     assert params[0]['callbacks'].endswith('JSONLinesLogger, LogHalf')
     assert params[0]['callback/json_lines_logger/every'] == '10ba'
 

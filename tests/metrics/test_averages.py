@@ -208,12 +208,8 @@ def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
         [scaled, partial(scaled, scale=3.0), {'x': scaled}, scaled]
     )
     assert [plain.scale, threefold.scale] == [1.0, 3.0]
-    assert [m.name for m in (plain, threefold, named, other)] == [
-        'scaled',
-        'scaled_2',
-        'x',
-        'scaled_3',
-    ]
+    expected = ['scaled', 'scaled_2', 'x', 'scaled_3']
+    assert [m.name for m in (plain, threefold, named, other)] == expected
     assert plain is not other
     # something else is bound
     assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)
@@ -280,11 +276,8 @@ def test_as_metrics_takes_nothing_one_or_many() -> None:
     assert list(as_metrics(None)) == [] == list(as_metrics([]))
     assert as_metrics(own)[0] is own
     assert isinstance(as_metrics(RMSE)[0], RMSE) and isinstance(as_metrics(rmse)[0], RMSE)
-    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [
-        ElementMean,
-        ElementMean,
-        AvgLoss,
-    ]
+    expected = [ElementMean, ElementMean, AvgLoss]
+    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == expected
     assert list(as_metrics(as_metrics([mse, own]))) != [] and as_metrics(as_metrics(own))[0] is own
 
 

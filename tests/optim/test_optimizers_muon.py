@@ -154,10 +154,8 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     learn.freeze()
     learn.fit(1)
-    assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == [
-        'head.weight',
-        'head.bias',
-    ]
+    expected = ['head.weight', 'head.bias']
+    assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == expected
 
 
 def test_lookahead_around_it_keeps_its_groups() -> None:

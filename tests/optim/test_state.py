@@ -40,10 +40,8 @@ def test_a_file_from_before_weight_decay_loads_where_spared_parameters_are_apart
     for other in others:
         other.create_opt()
         other.opt.set_hyper('wd', 0.1)
-        assert [len(g['params']) for g in other.opt.param_groups] == [
-            1,
-            1,
-        ] and other.opt.differences(state) == []
+        assert [len(g['params']) for g in other.opt.param_groups] == [1, 1]
+        assert other.opt.differences(state) == []
     others[0].load('a')
     others[1].opt.load_state_dict(state)
     others[1].model.load_state_dict(learn.model.state_dict())

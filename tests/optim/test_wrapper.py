@@ -254,10 +254,8 @@ def test_norm_and_bias_parameters_are_found() -> None:
     model = net()
     spared = model[0].bias, model[1].weight, model[1].bias, model[3].bias
     assert [id(p) for p in norm_bias_params(model)] == [id(p) for p in spared]
-    assert [id(p) for p in norm_bias_params(model, with_bias=False)] == [
-        id(model[1].weight),
-        id(model[1].bias),
-    ]
+    expected = [id(model[1].weight), id(model[1].bias)]
+    assert [id(p) for p in norm_bias_params(model, with_bias=False)] == expected
 
 
 def test_decay_set_in_the_middle_of_a_run_keeps_the_momenta() -> None:
@@ -431,13 +429,8 @@ def test_the_default_rate_and_optimizer() -> None:
     learn = Learner(data(), net(), nn.MSELoss())
     learn.create_opt()
     assert learn.lr == defaults.lr == 1e-3 and isinstance(learn.opt.opt, torch.optim.AdamW)
-    assert dict(learn.opt.hypers[0]) == {
-        'lr': 1e-3,
-        'mom': 0.9,
-        'sqr_mom': 0.99,
-        'wd': 0.01,
-        'eps': 1e-5,
-    }
+    expected = {'lr': 1e-3, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.01, 'eps': 1e-5}
+    assert dict(learn.opt.hypers[0]) == expected
 
 
 @pytest.mark.parametrize(
