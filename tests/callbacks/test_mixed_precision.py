@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from learnkit import Callback, CancelBatchException, CancelFitException, Learner, Recorder
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from learnkit.engine.events import EVENTS
+from tests.helpers.comparing import same
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -48,10 +49,6 @@ def learner(
 
 def state(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in model.state_dict().values()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def is_on() -> bool:

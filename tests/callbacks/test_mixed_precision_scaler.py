@@ -27,6 +27,7 @@ from learnkit import (
 )
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.errors import OptionError
+from tests.helpers.comparing import same
 
 Batches = list[tuple[Tensor, Tensor]]
 Maker = Callable[..., Any]
@@ -50,10 +51,6 @@ def net() -> nn.Sequential:
 
 def state(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def learner(*cbs: Any, batches: Batches | None = None, **kwargs: Any) -> Learner:

@@ -15,15 +15,12 @@ from learnkit import Callback, CancelBatchException, accuracy
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from learnkit.core.random import capture_rng, restore_rng
+from tests.helpers.comparing import same
 from tests.helpers.mixup import CLASSES, N, Notes, images, learner, net, soft
 
 
 def state(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def close(a: list[Tensor], b: list[Tensor]) -> bool:

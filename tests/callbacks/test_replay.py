@@ -24,6 +24,7 @@ from learnkit import (
 )
 from learnkit.core.errors import CancelFitException, FitError, LossError
 from learnkit.core.random import capture_rng
+from tests.helpers.comparing import same
 
 
 class Boom(Exception):
@@ -80,12 +81,6 @@ class Seen(Callback):
                 learn.phase,
             )
         )
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(
-        torch.equal(u, v) if isinstance(u, Tensor) else u == v for u, v in zip(a, b, strict=True)
-    )
 
 
 def fail_at(event: str, epoch: int, i: int, training: bool = True) -> Callback:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler as torch_lr
 
 from learnkit import Callback, DataLoaders, Learner, MixedPrecision
@@ -16,6 +16,7 @@ from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedCos, SchedLin
 from learnkit.core.errors import CancelTrainException, FitError
 from learnkit.engine.budget import Budget
+from tests.helpers.comparing import same
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -56,16 +57,6 @@ def straight_and_resumed(
     del one['recorder'], two['recorder']  # it has times
     assert same(one, two)
     return straight, other
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 # -- a schedule of functions -----------------------------------------------------------------------

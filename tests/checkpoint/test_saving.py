@@ -18,7 +18,8 @@ from torch import nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import OptimizerError, OptionError, WeightsError
-from tests.helpers.saving import digest, learner, net, same
+from tests.helpers.comparing import same
+from tests.helpers.saving import digest, learner, net
 
 # -------------------------------------------------------------------------------------- round trips
 

@@ -19,6 +19,7 @@ from learnkit.checkpoint.digest import learn_digest
 from learnkit.checkpoint.weights import read_weights, write_safetensors
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.learner import load_learner
+from tests.helpers.comparing import same
 
 
 class Tied(nn.Module):
@@ -46,11 +47,6 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
     )
     learn.logger = noop
     return learn
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
-    return all(j == k and torch.equal(t, u) and t.dtype == u.dtype for (j, t), (k, u) in pairs)
 
 
 def write(path: Path, header: Any, data: bytes = b'', length: int | None = None) -> Path:

@@ -29,6 +29,7 @@ from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
 from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
+from tests.helpers.comparing import same
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -284,16 +285,6 @@ def test_the_state_matches_the_uninterrupted_run_but_for_its_clocks() -> None:
     assert same(a, b)
     b['open']['n_before'] += 1
     assert not same(a, b)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:

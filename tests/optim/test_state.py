@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from learnkit import SGD
 from learnkit.core.errors import OptimizerError, WeightsError
-from tests.helpers.saving import digest, learner, net, same
+from tests.helpers.comparing import same
+from tests.helpers.saving import digest, learner, net
 
 
 def test_weight_decay_set_by_the_first_fit_does_not_stand_in_the_way(tmp_path: Path) -> None:

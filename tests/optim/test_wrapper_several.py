@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
+from tests.helpers.comparing import same
 from tests.helpers.optimizing import data
 
 
@@ -23,10 +24,6 @@ def net() -> nn.Sequential:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
