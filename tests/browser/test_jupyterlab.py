@@ -108,10 +108,8 @@ def test_the_quick_start(lab: Lab, page: Any) -> None:
     assert nb.outputs(plot).locator('img').count() == 1
     for image in nb.cells().locator('.jp-OutputArea-output img').all():
         box = image.bounding_box()
-        assert (
-            image.evaluate('e => e.complete && e.naturalWidth > 0')
-            and min(box['width'], box['height']) > 50
-        )
+        assert image.evaluate('e => e.complete && e.naturalWidth > 0')
+        assert min(box['width'], box['height']) > 50
 
 
 def test_an_interrupted_fit_trains_on_and_stays_readable(trials: Notebook, browser: Any) -> None:

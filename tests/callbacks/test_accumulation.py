@@ -155,13 +155,7 @@ def test_the_reported_loss_is_never_scaled_and_what_belongs_to_a_step_fires_at_r
     learn.logger = lambda row: None
     learn.fit(1)
     assert len(losses) == 6 and all(a == b for a, b in losses)
-    assert seen == [
-        'after_cancel_batch',
-        'after_step',
-        'after_cancel_batch',
-        'after_step',
-        'after_train',
-    ]
+    assert seen == 'after_cancel_batch after_step after_cancel_batch after_step after_train'.split()
     assert learn.train_iter == 3 and len(learn.recorder.losses) == 3
     weighted = sum(loss * len(x) for (loss, _), (x, _) in zip(losses[3:], bs, strict=True)) / 10
     assert learn.history[-1]['valid_loss'] == pytest.approx(weighted)
@@ -180,9 +174,8 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
     after = Callback(before_step=watch)
     after.order = GradientAccumulation.order + 1
     learner(ones, mlp(), GradientAccumulation(n_acc=8), after).fit(1)
-    assert len(grads) == 2 and all(
-        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True)
-    )
+    assert len(grads) == 2
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
 
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:

@@ -216,11 +216,8 @@ def test_compiled_models_are_looked_at_too() -> None:
 
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     n = transfers(monkeypatch)
-    learn = learner(
-        nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
-        torch.randn(16, 2),
-        ActivationMonitor('2ba'),
-    )
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    learn = learner(model, torch.randn(16, 2), ActivationMonitor('2ba'))
     learn.remove_cb(Recorder)
     learn.fit(1)
     assert n == ['tolist'] * 2

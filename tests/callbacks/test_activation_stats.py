@@ -76,10 +76,8 @@ def test_numbers_match_the_activations_in_float64() -> None:
     counts = torch.stack([torch.histc(torch.cat(calls[1]).float(), 40, 0, 10) for calls in seen], 1)
     assert torch.allclose(cb.hist(1), counts.log1p()) and counts.sum() > 0
     cell = cb.stats[1][-1]
-    assert (
-        set(cell) == {'mean', 'std', 'near_zero', 'hist'}
-        and cell['mean'] == cb.layer_stats(-1)[0][1]
-    )
+    assert set(cell) == {'mean', 'std', 'near_zero', 'hist'}
+    assert cell['mean'] == cb.layer_stats(-1)[0][1]
     assert cb.layer_stats('2') == cb.layer_stats(-1) == cb.layer_stats(2)
 
 
@@ -149,12 +147,8 @@ def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() ->
 
     model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), Mean())
     x = torch.randn(4, 2, dtype=torch.float64)
-    learn = Learner(
-        [(x, torch.zeros((), dtype=torch.float64))],
-        model,
-        nn.MSELoss(),
-        cbs=(cb := ActivationStats(include_paramless=True)),
-    )
+    dls = [(x, torch.zeros((), dtype=torch.float64))]
+    learn = Learner(dls, model, nn.MSELoss(), cbs=(cb := ActivationStats(include_paramless=True)))
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     learn.fit(1, lr=0.0)
@@ -308,10 +302,9 @@ def test_plots() -> None:
     assert torch.equal(torch.as_tensor(ax.images[0].get_array()), cb.hist('head'))
     assert ax.images[0].get_extent() == [0, 12, 0, 10] and ax.images[0].origin == 'lower'
     assert ax.images[0].colorbar.ax.get_ylabel() == 'log(1 + count)'
-    assert (ax.get_xlabel(), ax.get_ylabel()) == (
-        'batch',
-        'activation',
-    ) and "'head'" in ax.get_title()
+    assert ax.get_xlabel() == 'batch'
+    assert ax.get_ylabel() == 'activation'
+    assert "'head'" in ax.get_title()
     assert cb.color_dim(0, ax=ax) is ax and len(ax.images) == 2
     assert [ax.get_title()[:15] for ax in cb.plot_hist()] == ["layer 0 ('body'", "layer 1 ('head'"]
     assert len(cb.plot_hist('head')) == 1

@@ -39,10 +39,8 @@ def test_the_columns_match_the_best_evaluation_so_far() -> None:
     learn.fit(8)
     rows = learn.history
     losses = [row['valid_loss'] for row in rows]
-    assert (
-        len({losses.index(min(losses[:i])) for i in range(1, 9)}) > 1
-        and losses.index(min(losses)) < 7
-    )
+    assert len({losses.index(min(losses[:i])) for i in range(1, 9)}) > 1
+    assert losses.index(min(losses)) < 7
     for i, row in enumerate(rows):
         best = min(rows[: i + 1], key=lambda r: r['valid_loss'])
         assert [row[f'best/{n}'] for n in ('valid_loss', 'test/loss', 'test/mae')] == [
@@ -51,9 +49,8 @@ def test_the_columns_match_the_best_evaluation_so_far() -> None:
             best['test/mae'],
         ]
     best = min(rows, key=lambda r: r['valid_loss'])
-    assert learn.best_metric.at_best == {
-        n: best[n] for n in ('valid_loss', 'test/loss', 'test/mae')
-    }
+    expected = {n: best[n] for n in ('valid_loss', 'test/loss', 'test/mae')}
+    assert learn.best_metric.at_best == expected
     assert learn.best_metric.best_at.ba == 6 * (best['epoch'] + 1)
 
 
@@ -61,9 +58,8 @@ def test_higher_may_be_better_and_targets_are_all_by_themselves() -> None:
     learn = learner(BestMetric('mae', comp='greater'))
     learn.fit(6)
     worst = max(learn.history, key=lambda r: r['mae'])
-    assert learn.best_metric.at_best == {
-        n: worst[n] for n in ('mae', 'valid_loss', 'test/loss', 'test/mae')
-    }
+    expected = {n: worst[n] for n in ('mae', 'valid_loss', 'test/loss', 'test/mae')}
+    assert learn.best_metric.at_best == expected
 
 
 def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None:
@@ -96,9 +92,8 @@ def test_a_callback_that_receives_logs_gets_the_values() -> None:
 
     learn = learner(ValueLog(), BestMetric('valid_loss', 'test/mae'))
     learn.fit(2)
-    assert learn.value_log.values == [
-        (n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')
-    ]
+    expected = [(n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')]
+    assert learn.value_log.values == expected
 
 
 def test_the_best_score_is_printed_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +123,8 @@ def test_the_state_is_resumed() -> None:
     learn, other = learner(BestMetric()), learner(BestMetric())
     learn.fit(3)
     other.best_metric.load_state_dict(learn.best_metric.state_dict())
-    assert (other.best_metric.at_best, other.best_metric.best_at) == (
-        learn.best_metric.at_best,
-        learn.best_metric.best_at,
-    )
+    assert other.best_metric.at_best == learn.best_metric.at_best
+    assert other.best_metric.best_at == learn.best_metric.best_at
 
 
 @pytest.mark.parametrize(

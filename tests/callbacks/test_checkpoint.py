@@ -40,15 +40,8 @@ def make(*cbs: Any, path: Any = '.', **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(4 * N, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
-    learn = Learner(
-        DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1),
-        model,
-        nn.MSELoss(),
-        cbs=list(cbs),
-        lr=0.05,
-        path=path,
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, x[:, :1]), (x[:8], x[:8, 1:2]), bs=4, seed=1)
+    learn = Learner(dls, model, nn.MSELoss(), cbs=list(cbs), lr=0.05, path=path, **kwargs)
     learn.remove_cbs(ProgressCallback)
     learn.logger = noop
     return learn
@@ -104,11 +97,9 @@ def test_the_end_of_a_fit_that_was_stopped_or_has_a_budget(tmp_path: Path) -> No
     make(Callback(after_step=stop), Checkpoint(None, tmp_path / 'a')).fit(9)
     make(Checkpoint(None, tmp_path / 'b')).fit('7ba')
     make(Checkpoint('3ba', tmp_path / 'c', keep_last=None)).fit(0)
-    assert (
-        batches(tmp_path / 'a') == [8]
-        and batches(tmp_path / 'b') == [7]
-        and names(tmp_path / 'c') == []
-    )
+    assert batches(tmp_path / 'a') == [8]
+    assert batches(tmp_path / 'b') == [7]
+    assert names(tmp_path / 'c') == []
 
 
 @pytest.mark.parametrize('options', [{'every': '1tok'}, {'every': 0}, {'every': 'often'}])
@@ -274,10 +265,7 @@ def test_checkpoints_of_an_earlier_process_are_reported(
     make(Checkpoint(folder=tmp_path)).fit(3, resume=True)
     make(Checkpoint(folder=tmp_path)).fit(1)
     monkeypatch.setattr(module, '_run_ids', set())
-    with pytest.warns(
-        UserWarning,
-        match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True',
-    ):
+    with pytest.warns(UserWarning, match=r'00004-ep1-ba5\.ckpt[\s\S]*resume=True'):
         make(Checkpoint(folder=tmp_path)).fit(1)
     assert len(names(tmp_path)) == 5
 
@@ -399,9 +387,8 @@ def test_the_first_error_stays_and_the_write_is_waited_for(writing: Any, tmp_pat
         with pytest.raises(type(error)):
             learn.fit(1)
         assert len(names(tmp_path)) and threading.active_count() == threads
-        assert all(load_state(e.path) for e in entries(tmp_path)) and not list(
-            tmp_path.glob('.*tmp*')
-        )
+        assert all(load_state(e.path) for e in entries(tmp_path))
+        assert not list(tmp_path.glob('.*tmp*'))
 
 
 def test_both_go_wrong(writing: Any, tmp_path: Path) -> None:

@@ -152,15 +152,12 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     assert distance(plain, learn) < 1e-6
 
     assert learn.recorder.hps == plain.recorder.hps and len(set(learn.recorder.lrs)) == 40
-    assert torch.allclose(
-        torch.stack([*learn.recorder.losses]), torch.stack([*plain.recorder.losses]), rtol=1e-5
-    )
+    expected = torch.stack([*plain.recorder.losses])
+    assert torch.allclose(torch.stack([*learn.recorder.losses]), expected, rtol=1e-5)
 
     ours, theirs = learn.opt.state_dict(), plain.opt.state_dict()
-    assert (
-        ours['param_groups'] == theirs['param_groups']
-        and ours['state'].keys() == theirs['state'].keys()
-    )
+    assert ours['param_groups'] == theirs['param_groups']
+    assert ours['state'].keys() == theirs['state'].keys()
     for i, state in theirs['state'].items():
         assert state.keys() == ours['state'][i].keys()
         for key, value in state.items():
@@ -263,12 +260,7 @@ def test_the_events_around_the_step_fire_as_always() -> None:
     def trace(learn: Any) -> list[str]:
         events: list[str] = []
         names = (
-            'before_draw',
-            'after_draw',
-            'before_batch',
-            'after_batch',
-            'batch_checkpoint',
-            'after_train',
+            'before_draw after_draw before_batch after_batch batch_checkpoint after_train'.split()
         )
         learn.add_cb(
             Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
@@ -356,12 +348,10 @@ class OwnStep(Learner):
     ],
 )
 def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
-    plain, learn, backend = fit_both(
-        lambda: learner(n=24, **options), 1
-    )  # the second batch would be compiled
-    assert reason in learn.explain_step() and learn.explain_step().startswith(
-        'The ordinary step runs: '
-    )
+    # the second batch would be compiled
+    plain, learn, backend = fit_both(lambda: learner(n=24, **options), 1)
+    assert reason in learn.explain_step()
+    assert learn.explain_step().startswith('The ordinary step runs: ')
     assert backend.graphs == 0 and distance(plain, learn) == 0
 
 
@@ -484,15 +474,13 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
         cb.model.frozen.requires_grad_(cb.epoch > 0)
 
     def make() -> Any:
+        splitter = lambda m: [
+            [*m.frozen.parameters()],
+            [*m.used.parameters()],
+            [*m.unused.parameters()],
+        ]
         return learner(
-            Partly,
-            opt_func=opt_func,
-            splitter=lambda m: [
-                [*m.frozen.parameters()],
-                [*m.used.parameters()],
-                [*m.unused.parameters()],
-            ],
-            cbs=Callback(before_epoch=unfreeze),
+            Partly, opt_func=opt_func, splitter=splitter, cbs=Callback(before_epoch=unfreeze)
         )
 
     plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
@@ -546,11 +534,9 @@ def test_ordinary_steps_in_between_are_counted() -> None:
         one.fit(1)
         one.fit(1, cbs=Callback(before_step=lambda cb: cancel(cb) if cb.iter % 2 else None))
         one.fit(1)
-    assert (
-        distance(plain, learn) < 1e-6
-        and learn.opt.n_steps == plain.opt.n_steps == 25
-        and backend.calls >= 18
-    )
+    assert distance(plain, learn) < 1e-6
+    assert learn.opt.n_steps == plain.opt.n_steps == 25
+    assert backend.calls >= 18
 
 
 def test_a_new_optimizer_and_a_new_fit() -> None:
@@ -558,12 +544,10 @@ def test_a_new_optimizer_and_a_new_fit() -> None:
     for one in (plain, learn):
         one.fit(1)
         one.fit(1, reset_opt=True)
-    assert (
-        distance(plain, learn) < 1e-6
-        and backend.calls == 18
-        and backend.graphs == 1
-        and learn.time.st == 20
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 18
+    assert backend.graphs == 1
+    assert learn.time.st == 20
 
 
 # -------------------------------------------------------------------------------- models and losses
@@ -608,11 +592,8 @@ def test_several_inputs_targets_and_outputs() -> None:
     batches = [(x, z, x[:, :1], z[:, :1])] * 10
 
     def make() -> Any:
-        learn = learner(
-            TwoInputs,
-            lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w),
-            batches=batches,
-        )
+        loss_func = lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w)
+        learn = learner(TwoInputs, loss_func, batches=batches)
         learn.dls.n_inp = 2
         return learn
 
@@ -625,9 +606,8 @@ def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
     plain, learn, backend = fit_both(
         lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
     )
-    assert distance(plain, learn) < 1e-6 and (
-        backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
 
 
 def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
@@ -648,9 +628,8 @@ def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
         )
 
     plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and (
-        backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
-    )
+    assert distance(plain, learn) < 1e-6
+    assert backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
 
 
 class Moody(nn.Module):
@@ -717,11 +696,9 @@ def test_errors_of_model_and_data_come_out_as_usual() -> None:
     learn, backend = compiled(learner(batches=[good] * 4 + [bad]))
     with pytest.raises(RuntimeError, match='mat1 and mat2') as raised:
         learn.fit(1)
-    assert (
-        type(raised.value) is RuntimeError
-        and raised.value.__context__ is None
-        and backend.calls == 3
-    )
+    assert type(raised.value) is RuntimeError
+    assert raised.value.__context__ is None
+    assert backend.calls == 3
     learn.dls = DataLoaders([good] * 4)
     learn.fit(1)
     assert backend.calls == 7 and learn.explain_step().startswith('The compiled step runs')
@@ -846,12 +823,8 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
 
     def make() -> Any:
         batches = [(x.cuda(), x[:, :1].cuda())] * 50
-        return learner(
-            lambda: mlp().cuda(),
-            batches=batches,
-            opt_func=opt_func,
-            cbs=Callback(before_batch=schedule_lr),
-        )
+        cbs = Callback(before_batch=schedule_lr)
+        return learner(lambda: mlp().cuda(), batches=batches, opt_func=opt_func, cbs=cbs)
 
     plain, learn = make(), make().compile(step=True)
     plain.fit(2)

@@ -67,19 +67,16 @@ def test_the_count_follows_freezing_and_is_printed_when_it_changed(
 
 
 def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
-    learn = synth_learner(
-        path=tmp_path,
-        cbs=[ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path / 'log.jsonl')],
-    )
+    cbs = [ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path / 'log.jsonl')]
+    learn = synth_learner(path=tmp_path, cbs=cbs)
     learn.logger = noop
     learn.fit(1)
     lines = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
     (params,) = (line['params'] for line in lines if 'params' in line)
     assert params['parameters/total'] == params['parameters/trainable'] == 2
     assert params['data/train/samples'] == 160 and params['data/valid/batches'] == 2
-    assert (
-        params['data/train/input/shape'] == '(1,)' and params['data/train/input/dtype'] == 'float32'
-    )
+    assert params['data/train/input/shape'] == '(1,)'
+    assert params['data/train/input/dtype'] == 'float32'
 
 
 # --------------------------------------------------------------------------------------------- data
@@ -90,12 +87,8 @@ def test_statistics_against_numpy() -> None:
     dls = DataLoaders.from_tensors(
         (x, y), {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}, bs=8, shuffle=False
     )
-    learn = Learner(
-        dls,
-        nn.Sequential(nn.Flatten(), nn.Linear(60, 4)),
-        nn.CrossEntropyLoss(),
-        cbs=DatasetStats(n=3),
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 4))
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), cbs=DatasetStats(n=3))
     learn.logger = noop
     learn.fit(1)
     stats = learn.dataset_stats.stats
@@ -106,12 +99,10 @@ def test_statistics_against_numpy() -> None:
         ('night', 20, 44, 30, 4),
     ):
         got, values = stats[name], x[lo:hi].numpy().astype(np.float64)
-        assert (got['samples'], got['batches'], got['batch_size'], got['seen']) == (
-            size,
-            n,
-            8,
-            hi - lo,
-        )
+        assert got['samples'] == size
+        assert got['batches'] == n
+        assert got['batch_size'] == 8
+        assert got['seen'] == hi - lo
         image = got['entries']['input']
         assert (image['shape'], image['dtype']) == ((3, 5, 4), 'float32')
         assert [image[k] for k in ('mean', 'std', 'min', 'max')] == pytest.approx(
@@ -196,9 +187,8 @@ def test_the_table() -> None:
     learn.fit(1)
     lines = learn.dataset_stats.table().splitlines()
     assert lines[0].split() == ['Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values']
-    assert (
-        lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32'] and len(lines) == 5
-    )
+    assert lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32']
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize('n', [-1, 1.5, True, '3'])

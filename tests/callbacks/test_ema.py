@@ -25,6 +25,7 @@ from learnkit import (
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.ema import EMA
 from learnkit.core.errors import OptionError, TimeError, WeightsError
+from tests.helpers.comparing import same
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
 
@@ -72,21 +73,17 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 @pytest.mark.parametrize('every', [1, 3])
 def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int) -> None:
     learn = learner(model := net(), EMA(0.8, every=every, warmup=None))
     learn.fit(3)
     raw = net()
     expected = averaged_by_torch(raw, 0.8, 3, every)
-    assert equal(state(model), state(raw))  # the model has its own weights
+    assert same(state(model), state(raw))  # the model has its own weights
     with learn.ema.applied() as m:
         got = state(m)
     own = {k: v for k, v in state(expected).items() if not k.endswith('num_batches_tracked')}
-    assert equal({k: got[k] for k in own}, own)
+    assert same({k: got[k] for k in own}, own)
     expected.eval()
     with torch.no_grad():
         loss = sum(F.mse_loss(expected(x), y).item() for x, y in batches(2)) / 2
@@ -94,7 +91,7 @@ def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int
     assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
     preds, _ = learn.get_preds()
     assert torch.equal(preds, torch.cat([expected(x) for x, _ in batches(2)]).detach())
-    assert equal(state(model), state(raw))
+    assert same(state(model), state(raw))
 
 
 def test_training_is_the_same_with_it() -> None:
@@ -103,7 +100,7 @@ def test_training_is_the_same_with_it() -> None:
         learn = learner(net(), *cbs)
         learn.fit(2)
         models.append(state(learn.model))
-    assert equal(*models)
+    assert same(*models)
 
 
 def test_it_counts_steps_and_no_batches() -> None:
@@ -137,14 +134,10 @@ def test_half_life_warmup_and_start() -> None:
         values.clear()
         data = [(torch.ones(1, 1).double(), torch.ones(1, 1).double())] * 4
         look = Callback(after_step=lambda c: values.append(c.model.w.item()))
+        loss_func = lambda p, y: -p.mean()
+        cbs = [TrainEvalCallback, look, cb]
         learn = Learner(
-            data,
-            One(),
-            lambda p, y: -p.mean(),
-            opt_func=torch.optim.SGD,
-            lr=1.0,
-            default_cbs=False,
-            cbs=[TrainEvalCallback, look, cb],
+            data, One(), loss_func, opt_func=torch.optim.SGD, lr=1.0, default_cbs=False, cbs=cbs
         )
         learn.fit(1)
         with cb.applied() as m:
@@ -204,7 +197,7 @@ def test_whatever_ends_an_evaluation_the_weights_are_restored(
     plain = learner(net())
     plain.fit(1)
     expected = state(plain.model)
-    assert all(equal(s, expected) for s in (*seen, state(learn.model)))
+    assert all(same(s, expected) for s in (*seen, state(learn.model)))
     learn.fit(1)
     assert learn.ema.state_dict()['n_steps'] == 8 and learn.ema._raw is None
 
@@ -236,7 +229,7 @@ def test_an_evaluation_inside_another_and_one_that_fails_inside_training() -> No
     learn.fit(1)
     plain = learner(net())
     plain.fit(1)
-    assert all(held) and equal(state(learn.model), state(plain.model))
+    assert all(held) and same(state(learn.model), state(plain.model))
 
 
 def test_it_may_be_used_by_hand_and_kept_for_good() -> None:
@@ -247,15 +240,15 @@ def test_it_may_be_used_by_hand_and_kept_for_good() -> None:
         with learn.ema.applied():
             average = state(model)
         losses = learn.validate()
-        assert equal(state(model), average)
-    assert equal(state(model), raw) and not equal(raw, average)
+        assert same(state(model), average)
+    assert same(state(model), raw) and not same(raw, average)
     assert learn.validate() == losses
     other = learn.ema.copy_to(net())
     assert torch.equal(other[0].weight, average['0.weight'])
     small = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(WeightsError, match=r'0.weight: \(6, 3\) for \(2, 3\)'):
         learn.ema.copy_to(small)
-    assert learn.ema.copy_to() is model and equal(state(model), average)
+    assert learn.ema.copy_to() is model and same(state(model), average)
     assert learn.validate() == losses
 
 
@@ -282,7 +275,7 @@ def test_tied_frozen_and_half_weights_and_masks() -> None:
     assert {k: v.dtype for k, v in averages.items()} == dict.fromkeys(names, torch.float32)
     raw = state(model)
     learn.validate()
-    assert equal(state(model), raw)
+    assert same(state(model), raw)
     model.frozen.requires_grad_()
     learn.fit(1)
     assert {'frozen.weight', 'frozen.bias'} < learn.ema.state_dict()['averages'].keys()
@@ -298,7 +291,7 @@ def test_a_replaced_layer_starts_over_and_the_rest_continues() -> None:
         assert torch.equal(model[3].weight, new) and torch.equal(model[0].weight, kept)
     learn.model = deepcopy(net())
     with learn.ema.applied() as m:
-        assert equal(state(m), state(net()))
+        assert same(state(m), state(net()))
 
 
 def test_its_state_continues_in_another_process_and_refuses_another_model() -> None:
@@ -317,13 +310,13 @@ def test_its_state_continues_in_another_process_and_refuses_another_model() -> N
     part.ema.load_state_dict(sd)
     part.fit(1)
     a, b = whole.ema.state_dict(), part.ema.state_dict()
-    assert equal(a.pop('averages'), b.pop('averages')) and a == b == {'n_steps': 8, 'n_updates': 2}
+    assert same(a.pop('averages'), b.pop('averages')) and a == b == {'n_steps': 8, 'n_updates': 2}
 
     before = part.ema.state_dict()
     sd['averages']['0.weight'] = torch.zeros(2, 2)
     with pytest.raises(WeightsError, match=r'0.weight: \(2, 2\) for \(6, 3\)'):
         part.ema.load_state_dict(sd)
-    assert equal(part.ema.state_dict()['averages'], before['averages'])
+    assert same(part.ema.state_dict()['averages'], before['averages'])
     lone = EMA()
     lone.load_state_dict(sd)
     with pytest.raises(WeightsError, match='another model'):

@@ -17,6 +17,7 @@ from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.predictions import MCDropoutCallback
 from learnkit.inference.gather import GatherPredsCallback
+from tests.helpers.comparing import same
 
 
 def learner(path: Path | str = '.', *cbs: Any) -> Learner:
@@ -36,10 +37,6 @@ def learner(path: Path | str = '.', *cbs: Any) -> Learner:
 
 def state(learn: Learner) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in learn.model.state_dict().items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_loaded_weights_stay_when_the_average_was_in_the_model(tmp_path: Path) -> None:

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import LRFinder, ShortEpochCallback
-from tests.helpers.every_callback import (
-    CLASSES,
-    DEFAULTS,
-    MADE_BY,
-    Net,
-)
+from tests.helpers.every_callback import CLASSES, DEFAULTS, MADE_BY, Net
 
 
 def make(cls: type[Callback]) -> Callback:
@@ -163,14 +158,7 @@ class Boom(Exception):
     "The exception of these tests."
 
 
-BATCH_EVENTS = (
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'before_step',
-    'after_step',
-    'after_batch',
-)
+BATCH_EVENTS = 'before_batch after_pred after_loss before_step after_step after_batch'.split()
 EVENTS = ('before_epoch', *BATCH_EVENTS, 'before_validate', 'after_validate', 'after_epoch')
 SOME = ('before_epoch', 'after_pred', 'before_step', 'after_batch', 'after_validate')
 
@@ -180,9 +168,7 @@ SOME = ('before_epoch', 'after_pred', 'before_step', 'after_batch', 'after_valid
     'events', [SOME, pytest.param(EVENTS, marks=pytest.mark.full)], ids=['some', 'all']
 )
 def test_after_an_exception_the_next_fit_works_and_nothing_is_left(
-    cls: type[Callback],
-    events: tuple[str, ...],
-    tmp_path: Path,
+    cls: type[Callback], events: tuple[str, ...], tmp_path: Path
 ) -> None:
     "Each fit fails at another event, and the last fit succeeds."
 

@@ -13,13 +13,7 @@ import pytest
 
 from learnkit import Callback, Learner
 from learnkit.checkpoint.digest import differences
-from tests.helpers.every_callback import (
-    CLASSES,
-    DEFAULTS,
-    RESUMED,
-    learner,
-    make_to_resume,
-)
+from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place
 
@@ -37,13 +31,8 @@ NOT_KEPT = {
     'CutMix': {'lam', 'yb1'},
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
-ONE_PLACE = (
-    'AimLogger',
-    'CometLogger',
-    'MlflowLogger',
-    'WandbLogger',
-    'ExportForInference',
-)  # they take seconds
+# they take seconds
+ONE_PLACE = 'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
 
 
 class Watch(Callback):

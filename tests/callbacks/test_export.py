@@ -37,14 +37,8 @@ def learner(path: Path, *cbs: Any, model: nn.Module | None = None) -> Learner:
         nn.Flatten(),
         nn.Linear(64, 3),
     )
-    learn = Learner(
-        DataLoaders.from_tensors((x, y), (x, y), bs=8),
-        model or net,
-        nn.CrossEntropyLoss(),
-        lr=0.01,
-        path=path,
-        cbs=[*cbs],
-    )
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=8)
+    learn = Learner(dls, model or net, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*cbs])
     learn.logger = noop
     return learn
 
@@ -124,12 +118,9 @@ def test_batches_of_named_entries(tmp_path: Path, formats: str) -> None:
         'scale': torch.rand(16),
         'labels': torch.randint(3, (16,)),
     }
+    dls = DataLoaders.from_tensors(data, bs=8)
     learn = Learner(
-        DataLoaders.from_tensors(data, bs=8),
-        Named(),
-        nn.CrossEntropyLoss(),
-        path=tmp_path,
-        cbs=ExportForInference(formats=formats),
+        dls, Named(), nn.CrossEntropyLoss(), path=tmp_path, cbs=ExportForInference(formats=formats)
     )
     learn.logger = noop
     learn.fit(1)
@@ -273,14 +264,11 @@ def exported(rank: int, folder: Path) -> tuple[list[str], Tensor]:
 @pytest.mark.dist
 def test_of_several_processes_the_first_exports(tmp_path: Path) -> None:
     (files, first), (none, second) = run_ranks(exported, 2, tmp_path)
-    assert (
-        files == [str(tmp_path / '0' / 'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')]
-        and none == []
-    )
+    assert files == [str(tmp_path / '0' / 'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')]
+    assert none == []
     program = loaded(Path(files[0]))
-    assert torch.equal(first, second) and torch.allclose(
-        program(torch.ones(2, 1, 6, 6)), first, atol=1e-6
-    )
+    assert torch.equal(first, second)
+    assert torch.allclose(program(torch.ones(2, 1, 6, 6)), first, atol=1e-6)
 
 
 def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:

@@ -123,11 +123,9 @@ def test_backward_hooks_go_with_in_place_modules_and_outputs_without_gradient() 
     outputs, hidden, cell = hooks.stored[2]
     assert torch.equal(outputs, torch.ones(5, 4)) and hidden is None and cell is None
     after, before = hooks.stored[1][0], hooks.stored[0][0]
-    assert (
-        before.shape == after.shape == (5, 3)
-        and torch.equal(before, after * (before != 0))
-        and before.any()
-    )
+    assert before.shape == after.shape == (5, 3)
+    assert torch.equal(before, after * (before != 0))
+    assert before.any()
 
 
 def test_hooks_are_read_like_a_list() -> None:
@@ -151,11 +149,9 @@ def test_tuple_and_dict_outputs_are_stored_whole_and_detached() -> None:
     with hook_output(rnn) as h:
         rnn(torch.zeros(3, 1, 2))
     out, (hidden, cell) = h.stored
-    assert (
-        out.shape == (3, 1, 4)
-        and hidden.shape == cell.shape == (1, 1, 4)
-        and not cell.requires_grad
-    )
+    assert out.shape == (3, 1, 4)
+    assert hidden.shape == cell.shape == (1, 1, 4)
+    assert not cell.requires_grad
 
 
 def test_layers_are_leaves_and_owners_of_parameters() -> None:
@@ -247,26 +243,10 @@ class Trouble(Exception):
 
 
 EVENTS = (
-    'before_fit',
-    'before_epoch',
-    'before_train',
-    'before_draw',
-    'before_batch',
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_backward',
-    'before_step',
-    'after_step',
-    'after_batch',
-    'after_train',
-    'before_validate',
-    'after_validate',
-    'after_epoch',
-    'after_fit',
-    'cleanup',
-)
+    'before_fit before_epoch before_train before_draw before_batch before_pred after_pred '
+    'after_loss before_backward after_backward before_step after_step after_batch after_train '
+    'before_validate after_validate after_epoch after_fit cleanup'
+).split()
 
 
 @pytest.mark.parametrize('every', [None, 1])
@@ -429,9 +409,8 @@ def test_a_learner_with_hooks_behind_it_can_be_copied() -> None:
     learn.fit(1)
     duplicate = copy.deepcopy(learn)
     duplicate.fit(1)
-    assert n_hooks(duplicate.model) == n_hooks(learn.model) == 0 and len(duplicate.cbs) == len(
-        learn.cbs
-    )
+    assert n_hooks(duplicate.model) == n_hooks(learn.model) == 0
+    assert len(duplicate.cbs) == len(learn.cbs)
 
 
 # -- compiled code

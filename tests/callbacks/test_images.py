@@ -106,12 +106,9 @@ def test_segmentations_have_the_colors_of_their_classes() -> None:
 
 def test_one_hot_targets_and_a_single_score() -> None:
     x, masks = torch.rand(8, 1, 4, 4), (torch.rand(8, 1, 4, 4) > 0.5).float()
+    dls = DataLoaders.from_tensors((x, masks), bs=8, shuffle=False)
     learn = Learner(
-        DataLoaders.from_tensors((x, masks), bs=8, shuffle=False),
-        Segmenter(1),
-        nn.BCEWithLogitsLoss(),
-        lr=0.0,
-        cbs=ImageVisualizer(mode='segment'),
+        dls, Segmenter(1), nn.BCEWithLogitsLoss(), lr=0.0, cbs=ImageVisualizer(mode='segment')
     )
     learn.logger = noop
     learn.fit(1)
@@ -153,9 +150,8 @@ def test_loggers_get_bytes_at_their_steps() -> None:
 def test_pictures() -> None:
     x = torch.randn(2, 3, 4, 4) * 5
     assert torch.allclose(as_pictures(x), (x - x.min()) / (x.max() - x.min()))
-    assert torch.equal(
-        as_pictures(torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)), torch.full((1, 3, 2, 2), 0.2)
-    )
+    expected = torch.full((1, 3, 2, 2), 0.2)
+    assert torch.equal(as_pictures(torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)), expected)
     seven = torch.rand(1, 7, 2, 2)
     assert torch.allclose(as_pictures(seven)[0, 0], seven[0].mean(0))
     assert as_pictures(torch.rand(2, 5, 6)).shape == (2, 1, 5, 6)

@@ -93,9 +93,8 @@ def test_a_picture_is_shown_once_it_is_over_and_no_figure_is_left(areas: list[Ou
     image = plt.imread(io.BytesIO(base64.b64decode(shown['image/png'])))
     # transparent ground
     assert image.shape[2] == 4 and image[..., 3].min() == 0 and image[..., 3].max() == 1
-    assert shown['text/plain'] == (
-        f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
-    )
+    expected = f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
+    assert shown['text/plain'] == expected
     assert plt.get_fignums() == before and learn.show_graph._graph is None
 
 
@@ -139,11 +138,9 @@ def test_a_large_number_of_losses_is_thinned() -> None:
     points = thin_losses([float(i) for i in range(1_000_003)])
     assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.0]
     assert {b[0] - a[0] for a, b in pairwise(points)} == {1000}
-    assert (
-        thin_losses([5.0]) == [[1, 5.0]]
-        and thin_losses([]) == []
-        and len(thin_losses([1.0] * 100)) == 95
-    )
+    assert thin_losses([5.0]) == [[1, 5.0]]
+    assert thin_losses([]) == []
+    assert len(thin_losses([1.0] * 100)) == 95
 
 
 def test_losses_that_are_not_finite_leave_gaps(areas: list[Outputs]) -> None:

@@ -90,15 +90,9 @@ def learner(
     opt_func: Any = torch.optim.Adam, dtype: Any = torch.float32, cbs: Any = (), **kwargs: Any
 ) -> Learner:
     model = Net().to(dtype)
+    dls = data(dtype)
     learn = Learner(
-        data(dtype),
-        model,
-        nn.MSELoss(),
-        opt_func,
-        lr=0.01,
-        splitter=groups,
-        cbs=[Ema, *cbs],
-        **kwargs,
+        dls, model, nn.MSELoss(), opt_func, lr=0.01, splitter=groups, cbs=[Ema, *cbs], **kwargs
     )
     learn.logger = quiet
     return learn
@@ -110,13 +104,8 @@ def quiet(row: Any) -> None:
 
 # ------------------------------------------------------------------------------- a digest of it all
 
-OWN = (
-    'lr_search',
-    'callbacks',
-    'tables',
-    'lock',
-    'loss_weights',
-)  # the result, and what is made from the rest
+# the result, and what is made from the rest
+OWN = 'lr_search callbacks tables lock loss_weights'.split()
 
 
 def digest(learn: Learner) -> dict[str, str]:
@@ -258,12 +247,10 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
     with assert_unchanged(learn):
         learn.lr_find(num_it=8, show_plot=False)
-    assert (
-        learn.opt is None
-        and not opt.state
-        and len(opt.param_groups) == 1
-        and opt.param_groups[0]['lr'] == 0.5
-    )
+    assert learn.opt is None
+    assert not opt.state
+    assert len(opt.param_groups) == 1
+    assert opt.param_groups[0]['lr'] == 0.5
 
 
 def test_training_continues_as_without_a_search() -> None:
@@ -335,9 +322,8 @@ def test_an_error_at_any_event_leaves_nothing_either(
         learn.remove_cbs([cb for cb in learn.cbs if type(cb) is Callback])
         learn.fit(1)
         assert len(learn.history) == 1 + trained
-    assert hit == {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {
-        'after_cancel_fit'
-    }
+    expected = {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {'after_cancel_fit'}
+    assert hit == expected
 
 
 def test_an_error_of_the_model_or_the_data() -> None:

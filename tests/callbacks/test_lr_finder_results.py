@@ -82,9 +82,8 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
         search.lrs, [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))], rtol=1e-12
     )
     least = np.minimum.accumulate(search.losses)
-    assert len(search.lrs) < 100 and (search.losses > 4 * least).tolist() == [False] * (
-        len(search.lrs) - 1
-    ) + [True]
+    assert len(search.lrs) < 100
+    assert (search.losses > 4 * least).tolist() == [False] * (len(search.lrs) - 1) + [True]
 
     learn.lr_find(1e-5, 1e-4, num_it=23, stop_div=False, show_plot=False)
     np.testing.assert_allclose(
@@ -117,10 +116,8 @@ def test_losses_match_a_smoothed_plain_loop() -> None:
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
     learn = learner()
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)
-    assert (
-        rates._fields == ('minimum', 'steep', 'valley', 'slide')
-        and type(rates).__name__ == 'SuggestedLRs'
-    )
+    assert rates._fields == ('minimum', 'steep', 'valley', 'slide')
+    assert type(rates).__name__ == 'SuggestedLRs'
     lrs, losses = (
         torch.tensor(v, dtype=torch.float64)[10:-5]
         for v in (learn.lr_search.lrs, learn.lr_search.losses)
@@ -167,13 +164,10 @@ def test_as_a_callback_of_fit() -> None:
         learn.dls.train.generator.get_state(),
     )
     learn.fit(20, cbs=LRFinder(num_it=55, stop_div=False))
-    assert [len(v) for v in learn.recorder.values] == [
-        1
-    ] * 5  # no validation; the sixth epoch was cut short
-    assert (
-        len(learn.recorder.lrs) == learn.train_iter == 55
-        and learn.lr_search.lrs == learn.recorder.lrs
-    )
+    # no validation; the sixth epoch was cut short
+    assert [len(v) for v in learn.recorder.values] == [1] * 5
+    assert len(learn.recorder.lrs) == learn.train_iter == 55
+    assert learn.lr_search.lrs == learn.recorder.lrs
     assert learn.lr_search.losses == learn.recorder.smooth_loss.smooth
     after = (
         list(learn.model.parameters()),
@@ -210,9 +204,8 @@ def test_without_a_recorder_and_without_a_length() -> None:
 
     learn = learner(dls=(Endless(), None))
     learn.remove_cb(Recorder)
-    assert (
-        0 < learn.lr_find(num_it=10, show_plot=False).valley < 10 and len(learn.lr_search.lrs) == 10
-    )
+    assert 0 < learn.lr_find(num_it=10, show_plot=False).valley < 10
+    assert len(learn.lr_search.lrs) == 10
 
 
 def test_bad_input_is_reported_before_anything_happens() -> None:
@@ -237,9 +230,8 @@ def test_plots() -> None:
     assert not plt.get_fignums()
     rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
     ax = plt.gcf().axes[0]
-    assert [t.get_text() for t in ax.get_legend().texts] == [
-        f'{n} {r:.2e}' for n, r in rates._asdict().items()
-    ]
+    expected = [f'{n} {r:.2e}' for n, r in rates._asdict().items()]
+    assert [t.get_text() for t in ax.get_legend().texts] == expected
     # the minimum's rate is a tenth of its point's
     (dotted,) = (line for line in ax.lines if line.get_linestyle() == ':')
     assert (
@@ -255,10 +247,8 @@ def test_plots() -> None:
         learn.recorder.plot_lr_find(skip_end=0, suggestions=[(1e-3, 1.0)], nms=['here'], ax=mine)
         is mine
     )
-    assert (
-        list(mine.lines[0].get_ydata()) == learn.lr_search.losses
-        and mine.lines[1].get_xdata()[0] == 1e-3
-    )
+    assert list(mine.lines[0].get_ydata()) == learn.lr_search.losses
+    assert mine.lines[1].get_xdata()[0] == 1e-3
     learn.lr_find(num_it=40, ax=mine)
     assert len(plt.get_fignums()) == 2
 

@@ -63,10 +63,8 @@ def test_without_proc_the_values_come_from_psutil(
     expected = read_resident()
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
     got = read_resident()
-    assert (
-        got['current'] == pytest.approx(expected['current'], rel=0.1)
-        and got['peak'] >= got['current']
-    )
+    assert got['current'] == pytest.approx(expected['current'], rel=0.1)
+    assert got['peak'] >= got['current']
 
 
 def test_without_both_only_the_peak_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +76,8 @@ def test_without_both_only_the_peak_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_reading_the_status() -> None:
-    assert parse_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {
-        'current': 1536000,
-        'peak': 2048000,
-    }
+    expected = {'current': 1536000, 'peak': 2048000}
+    assert parse_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == expected
     assert parse_status('Name:\tkthreadd\n') == {}
 
 
@@ -119,9 +115,8 @@ def test_on_a_gpu() -> None:
         <= row['memory/current_allocated_mem']
         <= row['memory/peak_allocated_mem']
     )
-    assert row['memory/current_allocated_mem'] == pytest.approx(
-        torch.cuda.memory_allocated() / 1e9, rel=0.1
-    )
+    expected = torch.cuda.memory_allocated() / 1e9
+    assert row['memory/current_allocated_mem'] == pytest.approx(expected, rel=0.1)
 
 
 def test_bad_interval() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from learnkit import Callback, CancelBatchException, CancelFitException, Learner, Recorder
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from learnkit.engine.events import EVENTS
+from tests.helpers.comparing import same
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -38,12 +39,9 @@ def learner(
     *cbs: Any, model: nn.Module | None = None, loss_func: Any = None, **kwargs: Any
 ) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
+    dls = (data(), data(2, seed=2))
     learn = Learner(
-        (data(), data(2, seed=2)),
-        model or net(),
-        loss_func or nn.CrossEntropyLoss(),
-        cbs=list(cbs),
-        **options,
+        dls, model or net(), loss_func or nn.CrossEntropyLoss(), cbs=list(cbs), **options
     )
     learn.logger = noop
     return learn
@@ -51,10 +49,6 @@ def learner(
 
 def state(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in model.state_dict().values()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def is_on() -> bool:
@@ -82,9 +76,8 @@ def test_bf16_is_a_plain_autocast_loop_bit_for_bit() -> None:
     learn = learner(MixedPrecision('bf16'))
     learn.fit(2)
     assert same(state(learn.model), state(model))
-    assert [row['valid_loss'] for row in learn.history] == pytest.approx(
-        [loss.item() for loss in losses], rel=1e-6
-    )
+    expected = [loss.item() for loss in losses]
+    assert [row['valid_loss'] for row in learn.history] == pytest.approx(expected, rel=1e-6)
 
 
 def test_bf16_differs_from_float32_and_still_learns() -> None:
@@ -164,20 +157,15 @@ class Nested(nn.Module):
 
 def test_nested_predictions_become_float32_where_they_are_half() -> None:
     seen: list[Any] = []
-    learn = learner(
-        MixedPrecision('bf16'),
-        model=Nested(),
-        loss_func=lambda pred, y: F.cross_entropy(pred[0], y),
-    )
+    loss_func = lambda pred, y: F.cross_entropy(pred[0], y)
+    learn = learner(MixedPrecision('bf16'), model=Nested(), loss_func=loss_func)
     learn.add_cb(Callback(after_loss=lambda cb: seen.append(cb.pred)))
     learn.fit(1)
     out, named, record = seen[0]
     assert out.dtype == named['half'][0].dtype == record.logits.dtype == torch.float32
-    assert (
-        named['double'].dtype == torch.float64
-        and named['count'].dtype == torch.int64
-        and named['name'] == 'net'
-    )
+    assert named['double'].dtype == torch.float64
+    assert named['count'].dtype == torch.int64
+    assert named['name'] == 'net'
 
 
 class OwnLoss(nn.Module):
@@ -342,10 +330,8 @@ def test_a_copy_of_a_learner_trains_separately() -> None:
     learn.fit(1)
     other = copy.deepcopy(learn)
     other.fit(1)
-    assert (
-        other.mixed_precision.learn is other
-        and other.mixed_precision.scaler is not learn.mixed_precision.scaler
-    )
+    assert other.mixed_precision.learn is other
+    assert other.mixed_precision.scaler is not learn.mixed_precision.scaler
     learn.fit(1)
     assert same(state(learn.model), state(other.model))
 

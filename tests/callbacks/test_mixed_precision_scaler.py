@@ -27,6 +27,7 @@ from learnkit import (
 )
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.errors import OptionError
+from tests.helpers.comparing import same
 
 Batches = list[tuple[Tensor, Tensor]]
 Maker = Callable[..., Any]
@@ -52,19 +53,10 @@ def state(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
 def learner(*cbs: Any, batches: Batches | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    learn = Learner(
-        data() if batches is None else batches,
-        net(),
-        nn.CrossEntropyLoss(),
-        cbs=list(cbs),
-        **options,
-    )
+    dls = data() if batches is None else batches
+    learn = Learner(dls, net(), nn.CrossEntropyLoss(), cbs=list(cbs), **options)
     learn.logger = noop
     return learn
 
@@ -157,10 +149,8 @@ def test_weights_and_scale_match_a_plain_loop_bit_for_bit(makers: tuple[Maker, .
         a > b for a, b in zip([SCALER['init_scale'], *hand.scales], hand.scales, strict=False)
     )
     assert hand.equals(learn) and scales == hand.scales
-    assert (
-        learn.mixed_precision.n_skipped == skipped > 1
-        and learn.time.st == learn.opt.n_steps == 20 - skipped
-    )
+    assert learn.mixed_precision.n_skipped == skipped > 1
+    assert learn.time.st == learn.opt.n_steps == 20 - skipped
 
 
 class Clip(Callback):
@@ -310,15 +300,9 @@ CANCELS = {
 ANYWHERE = [
     (CancelBatchException, e)
     for e in (
-        'before_batch',
-        'before_pred',
-        'after_pred',
-        'after_loss',
-        'before_backward',
-        'after_backward',
-        'before_step',
-        'after_step',
-    )
+        'before_batch before_pred after_pred after_loss before_backward after_backward '
+        'before_step after_step'
+    ).split()
 ]
 ODD = [
     *((c, e) for e, c in CANCELS.items()),

@@ -15,15 +15,12 @@ from learnkit import Callback, CancelBatchException, accuracy
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from learnkit.core.random import capture_rng, restore_rng
+from tests.helpers.comparing import same
 from tests.helpers.mixup import CLASSES, N, Notes, images, learner, net, soft
 
 
 def state(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def close(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -54,11 +51,9 @@ def test_mixup_is_the_closed_form_of_its_draws() -> None:
     torch.manual_seed(3)
     learn.fit(1)
     for row, (lam, x, y1) in zip(learn.notes.rows, expected, strict=True):
-        assert (
-            row['lam'].shape == (N,)
-            and torch.equal(row['lam'], lam.float())
-            and torch.equal(row['yb1'][0], y1)
-        )
+        assert row['lam'].shape == (N,)
+        assert torch.equal(row['lam'], lam.float())
+        assert torch.equal(row['yb1'][0], y1)
         assert torch.allclose(row['xb'][0], x, rtol=0, atol=1e-14) and (row['lam'] >= 0.5).all()
         assert torch.equal(row['y'], row['batch'][1])
 
@@ -78,9 +73,8 @@ def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
             continue
         box = ..., slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
         order = [next(j for j in range(N) if torch.equal(new[box][i], x[box][j])) for i in range(N)]
-        assert sorted(order) == list(range(N)) and torch.equal(
-            row['yb1'][0], row['batch'][1][order]
-        )
+        assert sorted(order) == list(range(N))
+        assert torch.equal(row['yb1'][0], row['batch'][1][order])
         assert torch.equal(new[..., ~changed], x[..., ~changed])
     assert min(shares) < 0.3 and max(shares) > 0.8
 
@@ -106,11 +100,9 @@ def test_the_draws_match_fastai() -> None:
 def test_the_batches_of_the_loader_are_never_written_to(mixer: type[MixHandler]) -> None:
     batches = images()
     learner(mixer, batches=batches).fit(2)
-    assert all(
-        torch.equal(a, b)
-        for old, new in zip(images(), batches, strict=True)
-        for a, b in zip(old, new, strict=True)
-    )
+    for old, new in zip(images(), batches, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert torch.equal(a, b)
 
 
 class Several(nn.Module):
@@ -142,9 +134,8 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
     partners = seen[MixUp]['yb1'][0]
     new_x, extra, new_counts = seen[MixUp]['xb']
     lam, order = seen[MixUp]['lam'].double(), partners
-    assert torch.allclose(
-        new_x, lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order]
-    )
+    expected = lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order]
+    assert torch.allclose(new_x, expected)
     assert torch.allclose(extra['table'], lam[:, None] * table + (1 - lam)[:, None] * table[order])
     assert torch.equal(extra['mask'], mask) and torch.equal(new_counts, counts)
 
@@ -200,10 +191,8 @@ def test_the_gradient_matches_targets_blended_by_hand(
         )
         grads = list(torch.autograd.grad(expected, list(model.parameters())))
         assert torch.allclose(row['loss'], expected, rtol=1e-6) and row['loss'].shape == ()
-        assert all(
-            torch.allclose(a, b, rtol=1e-6, atol=1e-8)
-            for a, b in zip(row['grads'], grads, strict=True)
-        )
+        for a, b in zip(row['grads'], grads, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
 def test_targets_that_are_floats_are_blended_themselves() -> None:
@@ -217,9 +206,8 @@ def test_targets_that_are_floats_are_blended_themselves() -> None:
     for row in learn.notes.rows:
         lam = row['lam'].double()[:, None]
         y = lam * row['batch'][1] + (1 - lam) * row['yb1'][0]
-        assert torch.allclose(row['y'], y) and torch.allclose(
-            row['loss'], F.mse_loss(model(row['xb'][0]), y)
-        )
+        assert torch.allclose(row['y'], y)
+        assert torch.allclose(row['loss'], F.mse_loss(model(row['xb'][0]), y))
     assert learn.mix_up.stack_y is False
 
 
@@ -251,13 +239,9 @@ def test_each_element_of_a_sample_gets_the_share_of_the_sample(flat: bool) -> No
             torch.randint(CLASSES, (N, N, N), generator=gen),
         )
     ]
+    model = PerPixel(flat)
     learn = learner(
-        MixUp,
-        Notes,
-        batches=batches,
-        model=PerPixel(flat),
-        loss_func=Flat() if flat else None,
-        lr=0.0,
+        MixUp, Notes, batches=batches, model=model, loss_func=Flat() if flat else None, lr=0.0
     )
     learn.fit(1)
     [row] = learn.notes.rows
@@ -351,15 +335,9 @@ def test_evaluation_is_plain_also_in_the_middle_of_training(
         values.clear()
 
 
-FAIL_AT = [
-    'before_batch',
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_step',
-    'after_batch',
-]
+FAIL_AT = (
+    'before_batch before_pred after_pred after_loss before_backward after_step after_batch'.split()
+)
 
 
 @both
@@ -411,11 +389,9 @@ def test_restored_generators_give_the_same_blends(mixer: type[MixHandler]) -> No
     rest.add_cb(Callback(before_train=put))
     rest.fit(1)
     for a, b in zip(learn.notes.rows[2:], rest.notes.rows, strict=True):
-        assert (
-            torch.equal(a['lam'], b['lam'])
-            and torch.equal(a['xb'][0], b['xb'][0])
-            and same(a['grads'], b['grads'])
-        )
+        assert torch.equal(a['lam'], b['lam'])
+        assert torch.equal(a['xb'][0], b['xb'][0])
+        assert same(a['grads'], b['grads'])
 
 
 @both
@@ -439,9 +415,8 @@ def test_it_trains_in_mixed_precision(mixer: type[MixHandler], mode: str) -> Non
             F.cross_entropy(pred, y, reduction='none') for y in (row['batch'][1], row['yb1'][0])
         )
         assert row['loss'].dtype == torch.float32
-        assert torch.allclose(
-            row['loss'], (row['lam'] * own + (1 - row['lam']) * other).mean(), rtol=1e-5
-        )
+        expected = (row['lam'] * own + (1 - row['lam']) * other).mean()
+        assert torch.allclose(row['loss'], expected, rtol=1e-5)
 
 
 def test_a_closure_evaluates_the_same_blend_again() -> None:
@@ -449,13 +424,9 @@ def test_a_closure_evaluates_the_same_blend_again() -> None:
     note = Callback(after_loss=lambda cb: losses.setdefault(cb.iter, []).append(cb.loss.item()))
     for microbatch in (None, 3):
         torch.manual_seed(0)
+        opt_func = partial(torch.optim.LBFGS, max_iter=5)
         learn = learner(
-            MixUp,
-            note,
-            batches=images(2),
-            microbatch=microbatch,
-            opt_func=partial(torch.optim.LBFGS, max_iter=5),
-            lr=0.05,
+            MixUp, note, batches=images(2), microbatch=microbatch, opt_func=opt_func, lr=0.05
         )
         learn.fit(1)
         pieces = 3 if microbatch else 1

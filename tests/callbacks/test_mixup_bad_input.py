@@ -88,13 +88,8 @@ def test_microbatches_of_a_batch_that_has_changed_since_are_reported() -> None:
         if cb.training:
             cb.learn.xb, cb.learn.yb = (cb.x.repeat(2, 1, 1, 1),), (cb.y.repeat(2),)
 
-    learn = Learner(
-        images(),
-        model := net(),
-        nn.CrossEntropyLoss(),
-        cbs=[MixUp, Callback(before_batch=double)],
-        microbatch=4,
-    )
+    cbs = [MixUp, Callback(before_batch=double)]
+    learn = Learner(images(), model := net(), nn.CrossEntropyLoss(), cbs=cbs, microbatch=4)
     before = model[1].weight.detach().clone()
     with pytest.raises(BatchError, match='made 16 samples of 8'):
         learn.fit(1)

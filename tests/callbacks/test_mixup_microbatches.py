@@ -14,13 +14,7 @@ from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from tests.helpers.mixup import CLASSES, Notes, images, learner, net, soft
 
 AT = (
-    'before_batch',
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'before_step',
-    'after_batch',
+    'before_batch before_pred after_pred after_loss before_backward before_step after_batch'.split()
 )
 
 

@@ -42,15 +42,9 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
     assert learn.ml_perf.file == tmp_path / 'mlperf/results/desk/line/result_0.txt'
     rows = lines(learn.ml_perf.file)
     submission = [f'submission_{k}' for k in ('benchmark', 'division', 'org', 'platform', 'status')]
-    epoch = [
-        'block_start',
-        'epoch_start',
-        'epoch_stop',
-        'eval_start',
-        'eval_accuracy',
-        'eval_stop',
-        'block_stop',
-    ]
+    epoch = (
+        'block_start epoch_start epoch_stop eval_start eval_accuracy eval_stop block_stop'.split()
+    )
     assert [r['key'] for r in rows] == [
         'cache_clear',
         'init_start',
@@ -66,22 +60,18 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
         *epoch,
         'run_stop',
     ]
-    assert all(
-        set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'} for r in rows
-    )
+    for r in rows:
+        assert set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'}
     kinds = {'start': 'INTERVAL_START', 'stop': 'INTERVAL_END'}
-    assert all(
-        r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME') for r in rows
-    )
+    for r in rows:
+        assert r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME')
     assert [r['time_ms'] for r in rows] == sorted(r['time_ms'] for r in rows)
 
     values = {r['key']: r['value'] for r in rows}
-    assert (
-        values['submission_org'],
-        values['global_batch_size'],
-        values['train_samples'],
-        values['eval_samples'],
-    ) == ('us', 16, 64, 32)
+    assert values['submission_org'] == 'us'
+    assert values['global_batch_size'] == 16
+    assert values['train_samples'] == 64
+    assert values['eval_samples'] == 32
     measured = [
         (r['value'], r['metadata']['epoch_num'], r['metadata']['samples_count'])
         for r in rows

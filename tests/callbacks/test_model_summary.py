@@ -40,12 +40,8 @@ def cnn() -> nn.Sequential:
 
 def digits(model: nn.Module | None = None, **kwargs: Any) -> Learner:
     x, y = torch.randn(40, 1, 8, 8), torch.randint(0, 10, (40,))
-    return Learner(
-        DataLoaders.from_tensors((x, y), (x, y), bs=16),
-        model or cnn(),
-        nn.CrossEntropyLoss(),
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=16)
+    return Learner(dls, model or cnn(), nn.CrossEntropyLoss(), **kwargs)
 
 
 def rows(s: Summary) -> list[tuple[str, str, int]]:
@@ -109,9 +105,8 @@ def test_shared_layers_and_tied_weights_are_counted_once() -> None:
     shared, tied = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
     tied.weight = shared.weight
     s = summary(nn.Sequential(shared, nn.ReLU(), shared, tied), torch.zeros(3, 4))
-    assert (
-        rows(s) == [('0', '3 x 4', 20), ('1', '3 x 4', 0), ('3', '3 x 4', 0)] and s.n_params == 20
-    )
+    assert rows(s) == [('0', '3 x 4', 20), ('1', '3 x 4', 0), ('3', '3 x 4', 0)]
+    assert s.n_params == 20
     assert s.layers[0].n_calls == 2 and 'Linear x 2' in str(s)
     assert [row.is_tied for row in s.layers] == [False, False, True] and str(s).count('tied') == 1
 
@@ -127,9 +122,8 @@ def test_parameters_of_a_module_with_children_are_its_own_row() -> None:
 def test_a_model_without_parameters() -> None:
     s = summary(nn.Flatten(), torch.zeros(3, 4, 2))
     assert (s.n_params, s.n_trained, s.output) == (0, 0, '3 x 8') and 'Total params: 0' in str(s)
-    assert total_params(nn.Flatten()) == (0, False) and total_params(
-        RegModel().requires_grad_(False)
-    ) == (2, False)
+    assert total_params(nn.Flatten()) == (0, False)
+    assert total_params(RegModel().requires_grad_(False)) == (2, False)
 
 
 def test_dict_inputs_and_outputs_are_named() -> None:
@@ -170,13 +164,11 @@ def test_a_model_of_hugging_face() -> None:
     model = transformers.BertForSequenceClassification(config)
     ids = torch.zeros(2, 5, dtype=torch.int64)
     s = Learner([{'input_ids': ids, 'labels': ids[:, 0]}], model).summary()
-    assert s.output == '{loss: scalar, logits: 2 x 2}' and s.n_params == sum(
-        p.numel() for p in model.parameters()
-    )
+    assert s.output == '{loss: scalar, logits: 2 x 2}'
+    assert s.n_params == sum(p.numel() for p in model.parameters())
     assert sum(row.n_params for row in s.layers) == s.n_params
-    assert [row for row in rows(s) if 'word' in row[0]] == [
-        ('bert.embeddings.word_embeddings', '2 x 5 x 8', 20 * 8)
-    ]
+    expected = [('bert.embeddings.word_embeddings', '2 x 5 x 8', 20 * 8)]
+    assert [row for row in rows(s) if 'word' in row[0]] == expected
 
 
 def test_lazy_modules_stay_lazy() -> None:
@@ -205,9 +197,8 @@ def test_the_summary_of_a_learner_describes_its_training() -> None:
         opt_func=partial(torch.optim.SGD, momentum=0.9), cbs=Callback(before_fit=lambda cb: None)
     )
     text = str(learn.summary())
-    assert (
-        text.startswith('Sequential: 16 x 1 x 8 x 8 -> 16 x 10\n') and repr(learn.summary()) == text
-    )
+    assert text.startswith('Sequential: 16 x 1 x 8 x 8 -> 16 x 10\n')
+    assert repr(learn.summary()) == text
     end = text[text.index('Total non') :].split('\n')
     assert end[:4] == [
         'Total non-trainable params: 0',
@@ -215,9 +206,8 @@ def test_the_summary_of_a_learner_describes_its_training() -> None:
         'Optimizer used: SGD(momentum=0.9)',
         'Loss function: CrossEntropyLoss',
     ]
-    assert end[4:7] == ['', 'Callbacks:', '  - TrainEvalCallback'] and len(end) == 6 + len(
-        learn.cbs
-    )
+    assert end[4:7] == ['', 'Callbacks:', '  - TrainEvalCallback']
+    assert len(end) == 6 + len(learn.cbs)
     assert learn.opt is None
 
     learn.create_opt()
@@ -384,9 +374,8 @@ def test_persistent_workers_are_left_alone() -> None:
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_compiled_model_shows_its_layers() -> None:
     model = cnn()
-    assert rows(digits(model).summary()) == rows(
-        digits(torch.compile(model, backend='eager')).summary()
-    )
+    expected = rows(digits(torch.compile(model, backend='eager')).summary())
+    assert rows(digits(model).summary()) == expected
     learn = digits(model).compile(backend='eager')
     assert len(learn.summary().layers) == 6 and learn.model._compiled_call_impl is not None
 
@@ -420,17 +409,13 @@ def test_a_dummy_evaluation_is_on_noise_from_minus_one_to_one_and_in_evaluation_
 
     model = nn.Sequential(Look(), nn.Conv2d(3, 8, 3, dtype=torch.float64))
     out = dummy_eval(model, (50, 60))
-    assert (
-        out.shape == (1, 8, 48, 58)
-        and seen[0].dtype is torch.float64
-        and seen[0].shape == (1, 3, 50, 60)
-    )
-    assert (
-        seen[0].min() < -0.99
-        and seen[0].max() > 0.99
-        and abs(seen[0].mean()) < 0.05
-        and seen[0].abs().max() <= 1
-    )
+    assert out.shape == (1, 8, 48, 58)
+    assert seen[0].dtype is torch.float64
+    assert seen[0].shape == (1, 3, 50, 60)
+    assert seen[0].min() < -0.99
+    assert seen[0].max() > 0.99
+    assert abs(seen[0].mean()) < 0.05
+    assert seen[0].abs().max() <= 1
     assert model.training and not out.requires_grad
 
 

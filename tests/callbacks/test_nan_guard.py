@@ -64,9 +64,8 @@ def test_a_rate_that_is_too_high_ends_early_and_records_no_nan() -> None:
     learn = synth_learner(lr=100.0, cbs=TerminateOnNaNCallback())
     learn.logger = noop
     learn.fit(10)
-    assert len(learn.recorder.losses) < 100 and all(
-        loss.isfinite() for loss in learn.recorder.losses
-    )
+    assert len(learn.recorder.losses) < 100
+    assert all(loss.isfinite() for loss in learn.recorder.losses)
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
@@ -75,9 +74,8 @@ def test_skip_is_training_without_that_batch() -> None:
     match = r'loss is nan at batch 3 of epoch 0. Not finite: input 0 in sample 14 of the data'
     with pytest.warns(UserWarning, match=match):
         learn.fit(2)
-    assert learn.guard_non_finite.n_skipped == 2 and learn.opt.n_steps == 14 == len(
-        learn.recorder.losses
-    )
+    assert learn.guard_non_finite.n_skipped == 2
+    assert learn.opt.n_steps == 14 == len(learn.recorder.losses)
 
     clean = learner(None)
     batches = [b for i, b in enumerate(clean.dls.train) if i != 3]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from learnkit import EMA, SAM, Callback, GradientAccumulation, GuardNonFinite, Learner
 from learnkit.core.errors import LossError, OptionError, TimeError
+from tests.helpers.comparing import same
 
 Batch = tuple[Tensor, Tensor]
 
@@ -46,10 +47,6 @@ def state(learn: Learner) -> list[Tensor]:
     ]
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 def without(data: list[Batch], *out: int) -> list[Batch]:
     return [b for i, b in enumerate(data) if i not in out]
 
@@ -80,7 +77,7 @@ def test_it_is_training_without_the_batches_since_the_copy(
 
     other = learner(without(data, 6, 7), opt_func=opt_func, microbatch=microbatch)
     other.fit(1)
-    assert equal(state(learn), state(other))
+    assert same(state(learn), state(other))
 
 
 def test_before_any_step_it_is_the_beginning_optimizer_state_and_all() -> None:
@@ -89,7 +86,7 @@ def test_before_any_step_it_is_the_beginning_optimizer_state_and_all() -> None:
         learn.fit(1)
     other = learner(without(data, 0, 1))
     other.fit(1)
-    assert equal(state(learn), state(other))
+    assert same(state(learn), state(other))
 
 
 def test_averages_of_the_weights_go_back_with_them() -> None:
@@ -101,7 +98,7 @@ def test_averages_of_the_weights_go_back_with_them() -> None:
     other = learner(without(data, 4, 5), EMA(0.5))
     other.fit(1)
     mine, theirs = learn.ema.state_dict(), other.ema.state_dict()
-    assert equal([*mine['averages'].values()], [*theirs['averages'].values()])
+    assert same([*mine['averages'].values()], [*theirs['averages'].values()])
     assert mine['n_steps'] == theirs['n_steps'] == 7
 
 
@@ -113,7 +110,7 @@ def test_accumulated_gradients_of_other_weights_are_dropped(microbatch: int | No
         learn.fit(1)
     other = learner(without(data, 4, 5), GradientAccumulation(8), microbatch=microbatch)
     other.fit(1)
-    assert learn.opt.n_steps == 3 and equal(state(learn), state(other))
+    assert learn.opt.n_steps == 3 and same(state(learn), state(other))
 
 
 def test_weights_that_sam_has_moved_match_the_copy_too() -> None:
@@ -131,7 +128,7 @@ def test_weights_that_sam_has_moved_match_the_copy_too() -> None:
         learn.fit(1)
     other = learner(without(data, 2, 3), SAM())
     other.fit(1)
-    assert equal(state(learn), state(other))
+    assert same(state(learn), state(other))
 
 
 def test_it_gives_up_when_going_back_does_not_help() -> None:
@@ -146,10 +143,9 @@ def test_it_gives_up_when_going_back_does_not_help() -> None:
         pytest.raises(LossError, match=r'batch 8 .* 3 times'),
     ):
         learn.fit(1)
-    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == [
-        True
-    ] * 3
-    assert guard.n_rollbacks == 3 and equal(state(learn), kept[0])
+    expected = [True] * 3
+    assert [f'batch {i} of epoch 0' in str(w.message) for i, w in enumerate(caught, 5)] == expected
+    assert guard.n_rollbacks == 3 and same(state(learn), kept[0])
 
 
 def test_a_new_copy_takes_so_many_good_batches_and_starts_the_count_again() -> None:
@@ -181,7 +177,7 @@ def test_a_resumed_fit_goes_back_to_the_copy_of_the_one_before() -> None:
     learn.opt.load_state_dict(first.opt.state_dict())
     with pytest.warns(UserWarning, match='batch 0'):
         learn.fit(1)
-    assert equal(state(learn), copy)
+    assert same(state(learn), copy)
 
 
 def test_no_copy_is_made_of_weights_that_are_not_finite() -> None:
@@ -198,7 +194,7 @@ def test_no_copy_is_made_of_weights_that_are_not_finite() -> None:
         learn.fit(1)
     other = learner(without(data, 2, 3, 4))
     other.fit(1)
-    assert equal(state(learn), state(other))
+    assert same(state(learn), state(other))
 
     learn.model[2].bias.data[0] = math.nan
     with pytest.raises(LossError, match=r'not finite to begin with: 2\.bias'):
@@ -215,7 +211,7 @@ def test_skip_leaves_running_statistics_as_they_were(fault: str) -> None:
         learn.fit(1)
     other = learner(without(data, 3))
     other.fit(1)
-    assert equal(state(learn), state(other)) and learn.model[1].num_batches_tracked == 5
+    assert same(state(learn), state(other)) and learn.model[1].num_batches_tracked == 5
 
 
 def test_nothing_is_kept_after_the_fit() -> None:

@@ -63,14 +63,9 @@ def test_a_line_search_may_probe() -> None:
 
     guard = GuardNonFinite('raise', grads=True)
     gen = torch.Generator().manual_seed(1)
-    learn = Learner(
-        [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],
-        nn.Linear(3, 2),
-        F.mse_loss,
-        opt_func=torch.optim.LBFGS,
-        lr=0.1,
-        cbs=[guard, Callback(after_loss=spoil)],
-    )
+    dls = [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)]
+    cbs = [guard, Callback(after_loss=spoil)]
+    learn = Learner(dls, nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.LBFGS, lr=0.1, cbs=cbs)
     learn.remove_cb(learn.progress)
     learn.fit(1)
 
@@ -157,9 +152,8 @@ def test_on_a_device_skip_and_every_one_look_before_the_step(
             learn.fit(1)
     else:
         learn.fit(1)
-    assert (
-        learn.opt.n_steps == (7 if policy == 'skip' else 1) and learn.model.weight.isfinite().all()
-    )
+    assert learn.opt.n_steps == (7 if policy == 'skip' else 1)
+    assert learn.model.weight.isfinite().all()
 
 
 @pytest.mark.parametrize('microbatch', [None, 2])

@@ -27,14 +27,9 @@ def failing_learner(
 
     x, y = torch.randn(64, 300), torch.randint(3, (64,))
     model = nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3))
-    learn = Learner(
-        DataLoaders.from_tensors((x, y), bs=16),
-        model,
-        nn.CrossEntropyLoss(),
-        path=path,
-        cbs=[OOMObserver(), Callback(**{event: fail})],
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, y), bs=16)
+    cbs = [OOMObserver(), Callback(**{event: fail})]
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), path=path, cbs=cbs, **kwargs)
     learn.logger = noop
     return learn
 

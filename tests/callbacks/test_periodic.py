@@ -65,11 +65,9 @@ def test_results_match_get_preds_with_an_uneven_last_batch() -> None:
     learn.fit(2)
     preds, targs = learn.get_preds(dl='test', act=noop)
     results = learn.periodic_data.results
-    assert (
-        torch.equal(results['preds'], preds)
-        and torch.equal(results['targs'], targs)
-        and len(preds) == 10
-    )
+    assert torch.equal(results['preds'], preds)
+    assert torch.equal(results['targs'], targs)
+    assert len(preds) == 10
 
 
 class Errors(PeriodicData):
@@ -118,9 +116,8 @@ def test_nested_results_at_every_interval_and_what_they_are_logged_as() -> None:
 def test_the_pass_gives_the_loss_of_an_evaluation_at_that_place() -> None:
     learn = learner(Errors('1ep', 'test'))
     learn.fit(3)
-    assert [row['test/own'] for row in learn.history] == pytest.approx(
-        [row['test/loss'] for row in learn.history]
-    )
+    expected = [row['test/loss'] for row in learn.history]
+    assert [row['test/own'] for row in learn.history] == pytest.approx(expected)
 
 
 def test_as_functions_and_in_other_units() -> None:

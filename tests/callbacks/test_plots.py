@@ -56,13 +56,11 @@ def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
     assert [ax.get_ylabel() for ax in axs] == ['loss', 'accuracy'] and len(plt.get_fignums()) == 1
     for ax, metric in zip(axs, ('loss', 'accuracy'), strict=True):
         names = {'train': f'train_{metric}', 'day': f'day/{metric}', 'night': f'night/{metric}'}
-        assert drawn(ax) == {
-            where: ([0, 1, 2], column(learn, name)) for where, name in names.items()
-        }
+        expected = {where: ([0, 1, 2], column(learn, name)) for where, name in names.items()}
+        assert drawn(ax) == expected
         assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'day', 'night']
-        assert [line.get_color() for line in ax.get_lines()] == list(
-            COLORS[:3]
-        ) and ax.get_xlabel() == 'epoch'
+        assert [line.get_color() for line in ax.get_lines()] == list(COLORS[:3])
+        assert ax.get_xlabel() == 'epoch'
     assert repr(axs) == '<2 axes>' and axs.figure is axs[1].figure
 
 
@@ -86,19 +84,15 @@ def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
     other.recorder.load_state_dict(state)
     other.recorder.history.append({**other.history[-1], 'epoch': 2, 'train_loss': 0.5})
     (ax,) = other.recorder.plot_metrics()
-    assert (
-        drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
-        and len(ax.get_lines()) == 2
-    )
+    assert drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
+    assert len(ax.get_lines()) == 2
 
 
 def test_names_choose_and_one_axes_takes_them_all() -> None:
     learn = learner(cbs=[Callback(after_epoch=lambda cb: cb.learn.log('norm', 3.0 + cb.epoch))])
     fit(learn, 2)
-    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == [
-        'accuracy',
-        'norm',
-    ]
+    expected = ['accuracy', 'norm']
+    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == expected
     (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
     mine = plt.subplots()[1]
@@ -170,12 +164,8 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     mine = plt.subplots()[1]
     assert learn.timings.plot(ax=mine) is mine
     assert sorted(bar.get_width() for bar in mine.patches) == pytest.approx([1, 4, 15, 30])
-    assert {t.get_text() for t in mine.texts} == {
-        '30 ms, 60.0%',
-        '15 ms, 30.0%',
-        '4 ms, 8.0%',
-        '1 ms, 2.0%',
-    }
+    expected = {'30 ms, 60.0%', '15 ms, 30.0%', '4 ms, 8.0%', '1 ms, 2.0%'}
+    assert {t.get_text() for t in mine.texts} == expected
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'

@@ -81,12 +81,10 @@ def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
 
     make(cbs=[FetchPredsCallback(ds_idx=0, with_input=True, with_decoded=True), Keep()]).fit(2)
     for (x, pred, y, dec), same in zip(got, expected, strict=True):
-        assert (
-            torch.equal(x, X)
-            and torch.equal(y, Y)
-            and torch.equal(pred, same[1])
-            and torch.equal(dec, pred)
-        )
+        assert torch.equal(x, X)
+        assert torch.equal(y, Y)
+        assert torch.equal(pred, same[1])
+        assert torch.equal(dec, pred)
     assert not torch.equal(got[0][1], got[1][1])
 
 
@@ -121,9 +119,8 @@ def test_a_callback_left_out_of_the_fetch_receives_no_event_of_it() -> None:
     fetched = [*['predict'] * 4, 'after_validate']
     epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
     assert other.events_seen == epoch * 2
-    assert all(
-        cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds)
-    )
+    for cb in (marked, later, named, learn.fetch_preds):
+        assert cb.learn is learn and cb in learn.cbs
 
 
 def test_fetching_inside_validate_and_other_predictions() -> None:
@@ -298,9 +295,8 @@ def test_mean_and_spread_match_the_stacked_samples() -> None:
     samples = torch.stack([learn.get_preds(cbs=cb)[0] for _ in range(6)])
     torch.manual_seed(7)
     mean, std, targs = mc_dropout_preds(learn, n=6)
-    assert torch.allclose(mean, samples.mean(0), atol=1e-6) and torch.allclose(
-        std, samples.std(0), atol=1e-6
-    )
+    assert torch.allclose(mean, samples.mean(0), atol=1e-6)
+    assert torch.allclose(std, samples.std(0), atol=1e-6)
     assert torch.equal(targs, Y)
     with pytest.raises(OptionError, match='n=1'):
         mc_dropout_preds(learn, n=1)

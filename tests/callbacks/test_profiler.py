@@ -107,9 +107,8 @@ def test_an_error_ends_the_recording_and_the_next_fit_records_again(tmp_path: Pa
     fit(learn)
     files = learn.torch_profiler.files
     assert [counts(p)['aten::mse_loss'] for p in files] == [2, 2, 5]
-    assert len({p.name for p in files}) == 3 and sorted(files) == sorted(
-        (tmp_path / 'profile').iterdir()
-    )
+    assert len({p.name for p in files}) == 3
+    assert sorted(files) == sorted((tmp_path / 'profile').iterdir())
 
 
 def test_a_recording_that_has_only_warmed_up_writes_nothing(tmp_path: Path) -> None:

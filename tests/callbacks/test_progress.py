@@ -203,9 +203,8 @@ def test_plain_output_is_one_aligned_line_an_epoch(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ['epoch', 'train_loss', 'valid_loss', 'time']
     assert [line.split()[0] for line in lines[1:]] == ['0', '1', '2']
-    assert all(
-        re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line) for line in lines[1:]
-    )
+    for line in lines[1:]:
+        assert re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line)
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
@@ -631,9 +630,8 @@ def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str])
     expected_lines = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
     *printed, head, row = on_screen(terminal[3])
     assert printed == expected_lines and head.split()[0] == 'epoch' and row.split()[0] == '0'
-    assert re.search(
-        r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3]
-    )  # the bar is back at once
+    # the bar is back at once
+    assert re.search(r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3])
 
 
 def test_ctrl_c_leaves_one_bar(terminal: list[str]) -> None:

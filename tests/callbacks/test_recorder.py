@@ -113,9 +113,8 @@ def test_values_match_a_loop_by_hand() -> None:
     smooth = smoothed(losses)
     assert torch.tensor(list(learn.recorder.losses)).tolist() == pytest.approx(smooth, rel=1e-5)
     means = [sum(losses[5 * i : 5 * i + 5]) / 5 for i in range(3)]
-    assert [list(v) for v in learn.recorder.values] == [
-        pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)
-    ]
+    expected = [pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)]
+    assert [list(v) for v in learn.recorder.values] == expected
     assert learn.recorder.metric_names == [
         'epoch',
         'train_loss',
@@ -125,11 +124,8 @@ def test_values_match_a_loop_by_hand() -> None:
         'time',
     ]
     assert learn.smooth_loss.item() == pytest.approx(smooth[-1], rel=1e-5)
-    assert learn.final_record == learn.recorder.values[-1] and list(learn.recorder.iters) == [
-        5,
-        10,
-        15,
-    ]
+    assert learn.final_record == learn.recorder.values[-1]
+    assert list(learn.recorder.iters) == [5, 10, 15]
     assert learn.recorder.lrs == [0.1] * 15
 
 
@@ -159,25 +155,20 @@ def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[st
     assert learn.recorder.metric_names == names
     learn.fit(1)
     assert learn.recorder.metric_names == names
-    assert len(learn.rows[0]) == len(names) and len(learn.recorder.values[0]) == len(
-        set(names) - {'epoch', 'time'}
-    )
+    assert len(learn.rows[0]) == len(names)
+    assert len(learn.recorder.values[0]) == len(set(names) - {'epoch', 'time'})
 
 
 def test_metrics_on_train_valid_or_both() -> None:
     model = linear()
     train, valid = [points(4), points(2)], VALID
-    learn = learner(
-        (train, valid),
-        model=model,
-        lr=0.0,
-        metrics=[
-            AvgMetric(mae, 'a', on='train'),
-            AvgMetric(mae, 'b', on='both'),
-            AvgMetric(mae, 'c', on='valid'),
-            AvgMetric(mae, 'd'),
-        ],
-    )
+    metrics = [
+        AvgMetric(mae, 'a', on='train'),
+        AvgMetric(mae, 'b', on='both'),
+        AvgMetric(mae, 'c', on='valid'),
+        AvgMetric(mae, 'd'),
+    ]
+    learn = learner((train, valid), model=model, lr=0.0, metrics=metrics)
     learn.fit(1)
     of = lambda batches: F.l1_loss(
         model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
@@ -206,12 +197,10 @@ def test_named_validation_loaders_have_their_own_columns() -> None:
     ]
     for name, batches in (('day', VALID), ('night', VALID[1:])):
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        assert learn.history[1][f'{name}/mae'] == pytest.approx(
-            F.l1_loss(model(x), y).item(), rel=1e-5
-        )
-        assert learn.history[1][f'{name}/loss'] == pytest.approx(
-            F.mse_loss(model(x), y).item(), rel=1e-5
-        )
+        expected = F.l1_loss(model(x), y).item()
+        assert learn.history[1][f'{name}/mae'] == pytest.approx(expected, rel=1e-5)
+        expected = F.mse_loss(model(x), y).item()
+        assert learn.history[1][f'{name}/loss'] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_torchmetrics_object_works_as_it_is() -> None:
@@ -252,28 +241,21 @@ def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
             return self._max
 
     model = linear()
-    learn = learner(
-        (TRAIN, VALID),
-        model=model,
-        lr=0.0,
-        metrics=[
-            Largest,
-            ValueMetric(lambda: 42, 'answer'),
-            AvgLoss(),
-            AvgSmoothLoss(),
-            lambda p, y: (p - y).detach().numpy().mean(),
-        ],
-    )
+    metrics = [
+        Largest,
+        ValueMetric(lambda: 42, 'answer'),
+        AvgLoss(),
+        AvgSmoothLoss(),
+        lambda p, y: (p - y).detach().numpy().mean(),
+    ]
+    learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=metrics)
     learn.fit(1)
     x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
     row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
-    assert (
-        row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
-        and row['answer'] == 42
-    )
-    assert row['avg_smooth_loss'] == pytest.approx(
-        smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1], rel=1e-5
-    )
+    assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
+    assert row['answer'] == 42
+    expected = smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1]
+    assert row['avg_smooth_loss'] == pytest.approx(expected, rel=1e-5)
     assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
     assert row['loss'] == pytest.approx(row['valid_loss'])
 
@@ -461,15 +443,7 @@ def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epoch
     ids=['validate', 'get_preds', 'inner'],
 )
 @pytest.mark.parametrize(
-    'event',
-    [
-        'before_validate',
-        'after_batch',
-        'after_validate',
-        'after_eval',
-        'after_train',
-        'after_epoch',
-    ],
+    'event', 'before_validate after_batch after_validate after_eval after_train after_epoch'.split()
 )
 def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: Any) -> None:
     "A callback that predicts or validates on other data before the Recorder runs."
@@ -529,16 +503,13 @@ def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
     whole, row = parts(learn.model(x), y), learn.history[0]
     assert row['valid_loss'] == pytest.approx(sum(whole.values()).item(), rel=1e-5)
-    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(
-        whole['fit'].item(), rel=1e-5
-    )
+    expected = whole['fit'].item()
+    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_learn_log_without_a_recorder_does_nothing() -> None:
-    learn = synth_learner(
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))],
-    )
+    cbs = [TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))]
+    learn = synth_learner(default_cbs=False, cbs=cbs)
     learn.fit(1)
     with pytest.raises(AttributeError, match='Recorder'):
         _ = learn.history
@@ -636,9 +607,8 @@ def test_the_losses_match_the_last_fit_also_when_they_were_read_before(n: int) -
     before = list(learn.recorder.losses)
     learn.fit(n)
     after = [v.item() for v in learn.recorder.losses]
-    assert len(before) == 10 and after == pytest.approx(
-        smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5
-    )
+    assert len(before) == 10
+    assert after == pytest.approx(smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5)
     learn.recorder.smooth_loss.reset()
     assert len(learn.recorder.losses) == 0
 
@@ -648,19 +618,16 @@ def test_history_as_a_data_frame() -> None:
     learn = learner((TRAIN, VALID), metrics=mae)
     learn.fit(2)
     df = learn.history.to_pandas()
-    assert (
-        list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
-        and len(df) == 2
-    )
+    assert list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
+    assert len(df) == 2
     assert df['mae'].tolist() == [r['mae'] for r in learn.history]
 
 
 def test_without_validation_these_columns_are_absent() -> None:
     learn = learner(DataLoaders(TRAIN), metrics=mae)
     learn.fit(1)
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[
-        :1
-    ] == [0]
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time']
+    assert list(learn.rows[0])[:1] == [0]
     assert len(learn.rows[0]) == 3
 
 
@@ -707,10 +674,8 @@ def test_plot_loss_draws_the_smoothed_losses_and_the_validation_at_the_ends_of_e
     assert train.get_ydata().tolist() == pytest.approx(smooth[2:], rel=1e-5)
     assert list(valid.get_xdata()) == [5, 10, 15]
     assert list(valid.get_ydata()) == [r['valid_loss'] for r in learn.history]
-    assert ax.get_xlabel() == 'step' and [t.get_text() for t in ax.get_legend().get_texts()] == [
-        'train',
-        'valid',
-    ]
+    assert ax.get_xlabel() == 'step'
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'valid']
 
 
 def test_plot_loss_into_given_axes_without_validation_on_log_axes_with_epochs() -> None:
@@ -743,8 +708,7 @@ def test_plot_sched_draws_what_changed() -> None:
 def test_smoothing_by_a_user_function() -> None:
     learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
     learn.fit(1)
-    assert [v.item() for v in learn.recorder.losses] == pytest.approx(
-        smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5), rel=1e-5
-    )
+    expected = smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5)
+    assert [v.item() for v in learn.recorder.losses] == pytest.approx(expected, rel=1e-5)
     assert learn.recorder.smooth_loss.beta == 0.5
     assert all(a != b for a, b in pairwise(learn.recorder.losses))

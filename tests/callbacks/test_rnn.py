@@ -83,11 +83,9 @@ def test_the_loss_gets_the_output_and_the_callback_the_rest() -> None:
     learn = learner(batches(1), Recurrent(), RNNCallback)
     learn.fit(1, cbs=look)
     for shape, raw, out in seen:
-        assert (
-            shape == (2, 5, 2)
-            and raw.shape == out.shape == (2, 5, 4)
-            and torch.equal(raw * 0.5, out)
-        )
+        assert shape == (2, 5, 2)
+        assert raw.shape == out.shape == (2, 5, 4)
+        assert torch.equal(raw * 0.5, out)
     assert len(seen) == 2 and learn.rnn.raw_out is None and learn.rnn.out is None
     preds, _ = learn.get_preds()
     assert preds.shape == (2, 5, 2)

@@ -388,11 +388,9 @@ def test_fine_tune() -> None:
         weights.append(cb.learn.model.a.detach().clone())
 
     learn.fine_tune(2, 0.1, cbs=[used, Callback(after_epoch=note)])
-    assert (
-        len(weights) == 3
-        and weights[1] != weights[0]
-        and all(p.requires_grad for p in learn.model.parameters())
-    )
+    assert len(weights) == 3
+    assert weights[1] != weights[0]
+    assert all(p.requires_grad for p in learn.model.parameters())
     frozen = [[[one_cycle(i / 10, r, at=0.99)] for r in (0.01, 0.1)] for i in range(10)]
     free = [[[one_cycle(i / 20, r, 5.0, at=0.3)] for r in (5e-4, 0.05)] for i in range(20)]
     np.testing.assert_allclose(used.values, frozen + free, rtol=1e-9)
@@ -458,11 +456,9 @@ def test_bad_options_change_nothing(fit: str, error: Any, options: Any, message:
     learn = learner()
     with pytest.raises(error, match=message):
         getattr(learn, fit)(**FIRST[fit] | options)
-    assert (
-        learn.opt is None
-        and not learn.history
-        and all(p.requires_grad for p in learn.model.parameters())
-    )
+    assert learn.opt is None
+    assert not learn.history
+    assert all(p.requires_grad for p in learn.model.parameters())
 
 
 def test_another_number_of_rates() -> None:

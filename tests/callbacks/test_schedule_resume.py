@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler as torch_lr
 
 from learnkit import Callback, DataLoaders, Learner, MixedPrecision
@@ -16,6 +16,7 @@ from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedCos, SchedLin
 from learnkit.core.errors import CancelTrainException, FitError
 from learnkit.engine.budget import Budget
+from tests.helpers.comparing import same
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -24,14 +25,8 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     x = torch.randn(4 * N_BATCHES, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learn = Learner(
-        DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4),
-        model,
-        loss_func=nn.MSELoss(),
-        lr=0.05,
-        cbs=list(cbs),
-        **kwargs,
-    )
+    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4)
+    learn = Learner(dls, model, loss_func=nn.MSELoss(), lr=0.05, cbs=list(cbs), **kwargs)
     learn.logger = lambda row: None
     return learn
 
@@ -64,16 +59,6 @@ def straight_and_resumed(
     return straight, other
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 # -- a schedule of functions -----------------------------------------------------------------------
 
 
@@ -81,15 +66,12 @@ def same(a: Any, b: Any) -> bool:
 def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> None:
     def make() -> Any:
         scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0.0, 0.3), 'mom': SchedLin(0.9, 0.5)}
-        return learner(
-            ParamScheduler(scheds),
-            splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
-        )
+        splitter = lambda m: [list(m[0].parameters()), list(m[1:].parameters())]
+        return learner(ParamScheduler(scheds), splitter=splitter)
 
     straight, other = straight_and_resumed(make, after)
-    assert (
-        len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES and other.recorder.hps['wd'][-1] > 0.2
-    )
+    assert len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES
+    assert other.recorder.hps['wd'][-1] > 0.2
     assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
 
 
@@ -209,7 +191,5 @@ def test_two_epochs_that_use_nothing_are_counted_across_a_resume() -> None:
     states: list[Any] = []
     last = epochs(False)
     assert epochs(states[0]) == last == 1
-    assert (
-        Budget('2h').nondeterministic_state == ('began', 'last')
-        and Budget('5ep').nondeterministic_state == ()
-    )
+    assert Budget('2h').nondeterministic_state == ('began', 'last')
+    assert Budget('5ep').nondeterministic_state == ()

@@ -77,12 +77,10 @@ def test_leaving_hands_the_signal_on(own_handler: list[int]) -> None:
     send()
     with pytest.raises(SystemExit) as caught:
         request.leave()
-    assert (
-        caught.value.code == 143
-        and own_handler == [TERM]
-        and now() == before
-        and not request.received
-    )
+    assert caught.value.code == 143
+    assert own_handler == [TERM]
+    assert now() == before
+    assert not request.received
     other.restore()
     request.restore()
     assert now() == before

@@ -445,9 +445,8 @@ def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
     synth_learner(
         cbs=[RuntimeEstimator(time_unit='seconds', every=5), Budget(), Pass(clock), seen]
     ).fit(100)
-    assert seen.of('time/remaining_estimate') == pytest.approx(
-        {n: 2 * (25 - n) for n in range(5, 26, 5)}
-    )
+    expected = {n: 2 * (25 - n) for n in range(5, 26, 5)}
+    assert seen.of('time/remaining_estimate') == pytest.approx(expected)
 
 
 def test_evaluations_in_the_middle_of_epochs(clock: Clock) -> None:

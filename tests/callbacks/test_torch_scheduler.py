@@ -93,9 +93,8 @@ MAKERS = {
 def test_by_batch_the_rates_match_a_plain_loop(name: str) -> None:
     used, learn = Used(), learner()
     learn.fit(2, cbs=[LRScheduler(MAKERS[name], by='batch'), used])
-    assert used.values == plain(MAKERS[name], 10) and learn.recorder.lrs == [
-        v[-1][0] for v in used.values
-    ]
+    assert used.values == plain(MAKERS[name], 10)
+    assert learn.recorder.lrs == [v[-1][0] for v in used.values]
 
 
 def test_a_cycle_of_batches_that_steps_by_epoch_is_reported() -> None:
@@ -171,9 +170,8 @@ def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
     make = partial(torch_lr.LambdaLR, lr_lambda=[lambda i: 1 / (i + 1), lambda i: 0.5**i])
     learn.fit(1, lr=[0.25, 0.5], cbs=[LRScheduler(make, by='batch'), used])
     assert len(learn.opt.param_groups) == 4  # biases and norms are spared from weight decay
-    assert [[lr for lr, _ in v] for v in used.values] == [
-        [0.25 / (i + 1), 0.5 * 0.5**i] for i in range(3)
-    ]
+    expected = [[0.25 / (i + 1), 0.5 * 0.5**i] for i in range(3)]
+    assert [[lr for lr, _ in v] for v in used.values] == expected
     assert [g['lr'] for g in learn.opt.param_groups] == [0.25 / 4] * 2 + [0.5**4] * 2
     assert [g['weight_decay'] for g in learn.opt.param_groups] == [0.1, 0.0, 0.1, 0.0]
     assert not any('initial_lr' in g for g in learn.opt.param_groups)
@@ -200,9 +198,8 @@ def test_a_ready_scheduler_continues_over_fits(of: str, wd: float | None) -> Non
     for n in (2, 3):
         learn.fit(n, wd=wd, cbs=[LRScheduler(scheduler), used])
     assert used.values == plain(MAKERS['cosine'], 5) and scheduler.optimizer is own
-    assert {g['lr'] for g in learn.opt.param_groups} == set(
-        scheduler.get_last_lr()
-    ) and scheduler.last_epoch == 5
+    assert {g['lr'] for g in learn.opt.param_groups} == set(scheduler.get_last_lr())
+    assert scheduler.last_epoch == 5
 
 
 def test_a_ready_scheduler_of_one_of_several_optimizers() -> None:

@@ -180,11 +180,9 @@ def test_an_unknown_monitor_raises_before_anything_has_changed(
     before = [p.detach().clone() for p in learn.model.parameters()]
     with pytest.raises(MetricError, match=r'train_loss, valid_loss\. .*`valid_loss`'):
         learn.fit(1)
-    assert (
-        all(map(torch.equal, before, learn.model.parameters()))
-        and learn.opt.n_steps == 0
-        and not learn.history
-    )
+    assert all(map(torch.equal, before, learn.model.parameters()))
+    assert learn.opt.n_steps == 0
+    assert not learn.history
     assert not list(tmp_path.iterdir())
     for monitor in ('time', 'epoch'):
         with pytest.raises(MetricError):
@@ -335,11 +333,8 @@ def test_the_best_weights_are_loaded_whatever_ended_the_fit(
 ) -> None:
     breaks = Callback(**{event: fail(error)})
     breaks.order = 61.5
-    learn = synth_learner(
-        n_train=1,
-        path=tmp_path,
-        cbs=[SaveModelCallback(), Overwrite([3.0, 1.0, 2.0, 4.0, 5.0]), Look(), breaks],
-    )
+    cbs = [SaveModelCallback(), Overwrite([3.0, 1.0, 2.0, 4.0, 5.0]), Look(), breaks]
+    learn = synth_learner(n_train=1, path=tmp_path, cbs=cbs)
     learn.logger = noop
     if isinstance(error, CancelFitException):
         learn.fit(5, lr=0.0)
@@ -403,12 +398,9 @@ def test_a_folder_that_cannot_be_written_fails_before_the_first_step(tmp_path: P
 
 
 def test_every_epoch_needs_no_validation(tmp_path: Path) -> None:
+    dls = [(torch.zeros(2, 1), torch.zeros(2, 1))]
     learn = Learner(
-        [(torch.zeros(2, 1), torch.zeros(2, 1))],
-        nn.Linear(1, 1),
-        nn.MSELoss(),
-        path=tmp_path,
-        cbs=SaveModelCallback(every_epoch=True),
+        dls, nn.Linear(1, 1), nn.MSELoss(), path=tmp_path, cbs=SaveModelCallback(every_epoch=True)
     )
     learn.logger = noop
     learn.fit(2)

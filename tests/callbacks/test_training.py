@@ -41,9 +41,8 @@ def test_start_epoch_trains_only_from_there_on() -> None:
     learn.fit(5, start_epoch=3)
     assert epochs == [3, 4] and learn.train_iter == 6
     assert [row['epoch'] for row in learn.history] == [3, 4]
-    assert learn.pct_train == pytest.approx(1) and not any(
-        isinstance(cb, SkipToEpoch) for cb in learn.cbs
-    )
+    assert learn.pct_train == pytest.approx(1)
+    assert not any(isinstance(cb, SkipToEpoch) for cb in learn.cbs)
 
 
 def test_start_epoch_at_the_end_leaves_the_weights() -> None:
@@ -74,14 +73,10 @@ def test_a_skipped_epoch_fires_its_cancel_and_no_batch() -> None:
     events = 'before_epoch', 'after_cancel_epoch', 'after_epoch', 'before_train'
     learn = quiet(Callback(**{e: lambda cb, e=e: seen.append(e) for e in events}))
     learn.fit(2, cbs=SkipToEpoch(1))
-    assert seen == [
-        'before_epoch',
-        'after_cancel_epoch',
-        'after_epoch',
-        'before_epoch',
-        'before_train',
-        'after_epoch',
-    ]
+    expected = (
+        'before_epoch after_cancel_epoch after_epoch before_epoch before_train after_epoch'.split()
+    )
+    assert seen == expected
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
@@ -124,14 +119,10 @@ def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
     mse = nn.MSELoss()
     batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
     torch.manual_seed(1)
+    dls = (batches, batches)
+    cbs = [TrainEvalCallback, MixUp]
     learn = Learner(
-        (batches, batches),
-        model := RegModel(),
-        mse,
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        cbs=[TrainEvalCallback, MixUp],
-        default_cbs=False,
+        dls, model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, default_cbs=False
     )
     learn.fit(2)
     torch.manual_seed(1)
@@ -168,9 +159,8 @@ def test_every_batch_of_a_short_epoch_is_recorded_measured_and_gathered() -> Non
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_loss=lambda cb: losses.append(cb.loss.item())))
     assert learn.opt.n_steps == 3 and len(losses) == 6
-    assert (
-        learn.recorder.smooth_loss.raw == pytest.approx(losses[:3]) and len(learn.recorder.lrs) == 3
-    )
+    assert learn.recorder.smooth_loss.raw == pytest.approx(losses[:3])
+    assert len(learn.recorder.lrs) == 3
     assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses[3:]) / 3)
     assert len(learn.get_preds()[0]) == 3 * 16
 
@@ -189,13 +179,9 @@ def test_short_epochs_need_a_share_and_a_length() -> None:
         learn.fit(1)
     seen: list[int] = []
     dls = DataLoaders(Stream(), n_iter=4)
-    learn = Learner(
-        dls,
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, ShortEpochCallback(0.5)],
-        default_cbs=False,
-    )
+    model = RegModel()
+    cbs = [TrainEvalCallback, ShortEpochCallback(0.5)]
+    learn = Learner(dls, model, nn.MSELoss(), cbs=cbs, default_cbs=False)
     learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.iter)))
     assert seen == [0, 1, 2]
 
@@ -218,20 +204,14 @@ def test_tensor_subclasses_become_plain_however_nested() -> None:
             return super().forward(batch[0]['a'].image)
 
     batch = (({'a': Pair(x, 'one')}, [x, 5]), torch.randn(4, 1).as_subclass(Marked))
-    learn = Learner(
-        ([batch], [batch]),
-        First(1, 1),
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))],
-    )
+    cbs = [TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))]
+    learn = Learner(([batch], [batch]), First(1, 1), nn.MSELoss(), default_cbs=False, cbs=cbs)
     learn.fit(1)
     assert [type(o) for o in seen[::2]] == [Tensor, Tensor]
     for named, (plain, five) in seen[1::2]:
-        assert type(named['a'].image) is Tensor is type(plain) and (named['a'].name, five) == (
-            'one',
-            5,
-        )
+        assert type(named['a'].image) is Tensor is type(plain)
+        assert named['a'].name == 'one'
+        assert five == 5
         assert plain.data_ptr() == x.data_ptr()
     assert type(batch[0][1][0]) is Marked  # what the loader holds is untouched
 
@@ -251,14 +231,10 @@ def conv_learner(*cbs: Any, **kwargs: Any) -> Learner:
     batches = [
         (torch.randn(4, 3, 6, 6, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(3)
     ]
+    dls = (batches, batches)
+    loss_func = nn.MSELoss()
     return Learner(
-        (batches, batches),
-        model,
-        nn.MSELoss(),
-        lr=0.01,
-        cbs=[TrainEvalCallback, *cbs],
-        default_cbs=False,
-        **kwargs,
+        dls, model, loss_func, lr=0.01, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
     )
 
 
@@ -306,21 +282,17 @@ def test_channels_last_is_undone_after_an_error_and_leaves_what_was_so_before() 
     learn.fit(1)
     assert is_channels_last(learn.model[0].weight)
     volume = nn.Conv3d(2, 3, 3)
-    learn = Learner(
-        [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))],
-        volume,
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            ChannelsLast,
-            Callback(
-                after_pred=lambda cb: seen.append(
-                    volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
-                )
-            ),
-        ],
-    )
+    dls = [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))]
+    cbs = [
+        TrainEvalCallback,
+        ChannelsLast,
+        Callback(
+            after_pred=lambda cb: seen.append(
+                volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
+            )
+        ),
+    ]
+    learn = Learner(dls, volume, nn.MSELoss(), default_cbs=False, cbs=cbs)
     seen: list[bool] = []
     learn.fit(1)
     assert seen == [True] and volume.weight.is_contiguous()
@@ -347,11 +319,9 @@ def test_frozen_batch_norms_keep_their_statistics() -> None:
     learn.fit(2, cbs=Callback(after_loss=lambda cb: cb.training and check(cb)))
     assert modes == [[False, True, True]] * 6
     frozen, own, plain = learn.model[1:4]
-    assert (
-        frozen.num_batches_tracked == 0
-        and frozen.running_mean.eq(0).all()
-        and frozen.running_var.eq(1).all()
-    )
+    assert frozen.num_batches_tracked == 0
+    assert frozen.running_mean.eq(0).all()
+    assert frozen.running_var.eq(1).all()
     assert own.num_batches_tracked == plain.num_batches_tracked == 6
     frozen.requires_grad_()
     learn.fit(1)

@@ -77,15 +77,11 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     }
     through(tmp_path, state)
     tensors = load_file(tmp_path / 'a.ckpt')
-    assert (
-        tensors['model.weight'].equal(state['model']['weight'])
-        and tensors['half'].dtype == torch.bfloat16
-    )
-    assert (
-        tensors['turned'].t().equal(state['turned'])
-        and tensors['empty'].shape == (0, 7)
-        and tensors['x'] == 2
-    )
+    assert tensors['model.weight'].equal(state['model']['weight'])
+    assert tensors['half'].dtype == torch.bfloat16
+    assert tensors['turned'].t().equal(state['turned'])
+    assert tensors['empty'].shape == (0, 7)
+    assert tensors['x'] == 2
     with safe_open(tmp_path / 'a.ckpt', framework='np') as file:
         assert file.metadata()['learnkit'] == '2'
 
@@ -227,11 +223,9 @@ def test_what_is_made_plain(tmp_path: Path) -> None:
         },
     )
     assert found['np'] == 0.5 and type(found['od']) is dict and found['size'] == (2,)
-    assert (
-        type(found['p']) is Tensor
-        and not found['p'].requires_grad
-        and found['conj'].item() == 1 - 2j
-    )
+    assert type(found['p']) is Tensor
+    assert not found['p'].requires_grad
+    assert found['conj'].item() == 1 - 2j
 
 
 def test_the_order_of_dimensions(tmp_path: Path) -> None:
@@ -295,11 +289,9 @@ def test_some_entries(tmp_path: Path) -> None:
         {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)},
     )
     found = read_entries(tmp_path / 'a.ckpt', ['tied', 'b'])
-    assert (
-        list(found) == ['tied', 'b']
-        and same(found['tied'], w)
-        and same(found['b']['c'][0], w.t() + 0j)
-    )
+    assert list(found) == ['tied', 'b']
+    assert same(found['tied'], w)
+    assert same(found['b']['c'][0], w.t() + 0j)
     with pytest.raises(KeyError):
         read_entries(tmp_path / 'a.ckpt', ['e'])
 

@@ -65,11 +65,7 @@ def test_names_continue_over_runs(tmp_path: Path) -> None:
 
 def test_other_files_do_not_count(tmp_path: Path) -> None:
     for name in (
-        'model.pth',
-        'a-ep1.ckpt',
-        '.00001-ep0.ckpt.tmp-1-00000000',
-        '00001.ckpt',
-        '00003-ep1.ckpt.bak',
+        'model.pth a-ep1.ckpt .00001-ep0.ckpt.tmp-1-00000000 00001.ckpt 00003-ep1.ckpt.bak'.split()
     ):
         (tmp_path / name).touch()
     assert entries(tmp_path) == [] and next_path(tmp_path, 0, 0).name.startswith('00001-')

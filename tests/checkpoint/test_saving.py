@@ -18,7 +18,8 @@ from torch import nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import OptimizerError, OptionError, WeightsError
-from tests.helpers.saving import digest, learner, net, same
+from tests.helpers.comparing import same
+from tests.helpers.saving import digest, learner, net
 
 # -------------------------------------------------------------------------------------- round trips
 
@@ -38,9 +39,8 @@ def test_the_layout_matches_torch_and_fastai(tmp_path: Path) -> None:
     assert set(torch.load(learn.save('bare'), weights_only=True)) == set(learn.model.state_dict())
     learn.fit(1)
     assert set(torch.load(learn.save('both'), weights_only=True)) == {'model', 'opt'}
-    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == set(
-        learn.model.state_dict()
-    )
+    expected = set(learn.model.state_dict())
+    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == expected
     assert learn.save('a').read_bytes() == learn.save('a').read_bytes()
 
 
@@ -154,9 +154,8 @@ def test_a_file_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     learn.save('resnet18')
     with pytest.raises(FileNotFoundError) as e:
         learn.load('resnet81')
-    assert 'resnet18.pth' in ''.join(e.value.__notes__) and e.value.filename == str(
-        tmp_path / 'models' / 'resnet81.pth'
-    )
+    assert 'resnet18.pth' in ''.join(e.value.__notes__)
+    assert e.value.filename == str(tmp_path / 'models' / 'resnet81.pth')
 
 
 # ------------------------------------------------------------------------------------- what differs
@@ -241,9 +240,8 @@ def test_a_file_that_fastai_wrote(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match='only the weights'):
         learn = synth_learner(path=tmp_path).load('a')
-    assert path == tmp_path / 'models' / 'a.pth' and same(
-        learn.model.state_dict(), synth.model.state_dict()
-    )
+    assert path == tmp_path / 'models' / 'a.pth'
+    assert same(learn.model.state_dict(), synth.model.state_dict())
     learn.create_opt()
     learn.save('b', with_opt=False)
     synth.load('b', with_opt=False)
@@ -351,10 +349,5 @@ def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions(tmp_path
     batch, preds, max_n, kwargs = learn.show_results(max_n=2, figsize=3)
     assert batch == (x, y) and (max_n, kwargs) == (2, {'figsize': 3})
     assert torch.equal(preds, learn.get_preds()[0].round())
-    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == [
-        'x[0]',
-        'x[1]',
-        'x[2]',
-        'target',
-        'predicted',
-    ]
+    expected = 'x[0] x[1] x[2] target predicted'.split()
+    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == expected

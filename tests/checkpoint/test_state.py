@@ -182,11 +182,8 @@ def test_events_that_fire_again_are_marked_by_resumed() -> None:
     assert [resumed for *_, resumed in seen[:5]] == [True] * 3 + [False] * 2
     seen.clear()
     make(Callback(**noting)).fit(2, resume=kept[6])
-    assert seen[:3] == [
-        ('before_fit', 0, True),
-        ('before_epoch', 1, False),
-        ('before_train', 1, False),
-    ]
+    expected = [('before_fit', 0, True), ('before_epoch', 1, False), ('before_train', 1, False)]
+    assert seen[:3] == expected
 
 
 def test_the_state_is_neither_shared_nor_changed() -> None:
@@ -284,14 +281,9 @@ def test_sparse_gradients_that_wait() -> None:
         torch.manual_seed(0)
         x, y = torch.randint(9, (24,)), torch.randint(3, (24,))
         model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
-        return Learner(
-            DataLoaders.from_tensors((x, y), bs=4),
-            model,
-            nn.CrossEntropyLoss(),
-            lr=0.1,
-            opt_func=torch.optim.SGD,
-            cbs=GradientAccumulation(12),
-        )
+        dls = DataLoaders.from_tensors((x, y), bs=4)
+        cbs = GradientAccumulation(12)
+        return Learner(dls, model, nn.CrossEntropyLoss(), lr=0.1, opt_func=torch.optim.SGD, cbs=cbs)
 
     kept = check_every_place(learner, places=lambda kept: kept[:3])
     assert set(kept[0]['grads']['0']) == {'indices', 'values', 'size'}
@@ -309,10 +301,8 @@ def test_a_compiled_step_resumes_within_rounding() -> None:
     # its first steps are not the compiled ones, which add up in another order
     learn.fit(2, resume=kept[5])
     now = learn.checkpoint_state()['model']
-    assert all(
-        torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
-        for k, v in end['model'].items()
-    )
+    for k, v in end['model'].items():
+        assert torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_can_be_extended_and_an_early_stop_stays_in_effect() -> None:

@@ -130,7 +130,5 @@ def test_a_learner_without_a_path_finds_what_it_has_saved(
     assert path == tmp_path / 'models' / 'a.pth' and learn.load(path) is learn
     learn.fit(1, cbs=SaveModelCallback('train_loss'))
     assert {p.name for p in (tmp_path / 'models').iterdir()} == {'a.pth', 'model.pth'}
-    assert (
-        learn.export() == tmp_path / 'export.pt2'
-        and learn.save_learner() == tmp_path / 'learner.pth'
-    )
+    assert learn.export() == tmp_path / 'export.pt2'
+    assert learn.save_learner() == tmp_path / 'learner.pth'

@@ -19,6 +19,7 @@ from learnkit.checkpoint.digest import learn_digest
 from learnkit.checkpoint.weights import read_weights, write_safetensors
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.learner import load_learner
+from tests.helpers.comparing import same
 
 
 class Tied(nn.Module):
@@ -48,11 +49,6 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
     return learn
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
-    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
-    return all(j == k and torch.equal(t, u) and t.dtype == u.dtype for (j, t), (k, u) in pairs)
-
-
 def write(path: Path, header: Any, data: bytes = b'', length: int | None = None) -> Path:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack('<Q', len(text) if length is None else length) + text + data)
@@ -74,18 +70,15 @@ def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_pa
     learn = learner(tmp_path)
     learn.fit(1)
     path = learn.save('a.safetensors')
-    assert path == tmp_path / 'models' / 'a.safetensors' and [
-        p.name for p in path.parent.iterdir()
-    ] == [path.name]
+    assert path == tmp_path / 'models' / 'a.safetensors'
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
     tensors = library.load_file(path)
     assert set(tensors) == set(learn.model.state_dict())
     other = learner(tmp_path)
     params = list(other.model.parameters())
-    assert (
-        other.load('a.safetensors') is other
-        and same(other.model, learn.model)
-        and not other.opt.state_dict()['state']
-    )
+    assert other.load('a.safetensors') is other
+    assert same(other.model, learn.model)
+    assert not other.opt.state_dict()['state']
     assert all(a is b for a, b in zip(params, other.model.parameters(), strict=True))
     before = path.read_bytes()
     assert learn.save('a.safetensors').read_bytes() == before

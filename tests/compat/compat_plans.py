@@ -49,13 +49,7 @@ EXCEPTIONS = {
     's': 'CancelStepException',
 }
 BATCH_EVENTS = EVENTS[EVENTS.index('before_batch') : EVENTS.index('after_batch') + 1]
-VALID_BATCH_EVENTS = (
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'after_cancel_batch',
-    'after_batch',
-)
+VALID_BATCH_EVENTS = 'before_batch after_pred after_loss after_cancel_batch after_batch'.split()
 FOLLOW_UPS = {
     'T': 'train',
     'V': 'validate',
@@ -77,25 +71,10 @@ WRAPPED = {
 }
 # of callbacks, see compat_callbacks.py
 KINDS = (
-    'plain',
-    'plain',
-    'no_train',
-    'no_valid',
-    'neither',
-    'off_in_fit',
-    'off_in_batch',
-    'every_event',
-    'adds',
-    'removes_itself',
-    'changes_order',
-    'changes_run',
-    'sets_lr',
-    'changes_batch',
-    'scales_loss',
-    'calls_by_hand',
-    'by_keyword',
-    'temporary',
-)
+    'plain plain no_train no_valid neither off_in_fit off_in_batch every_event adds '
+    'removes_itself changes_order changes_run sets_lr changes_batch scales_loss calls_by_hand '
+    'by_keyword temporary'
+).split()
 
 Plan = dict[str, Any]
 # call, event, epoch, batch (-1 outside one), whether in training

@@ -34,9 +34,8 @@ def test_it_runs_reads_and_writes() -> None:
         learn.fit(2)
         ends.append([p.item() for p in learn.model.parameters()])
         if cb:
-            assert (
-                learn.watch is cb and cb.seen == [(True, 0), (True, 1), (True, 2), (False, 0)] * 2
-            )
+            assert learn.watch is cb
+            assert cb.seen == [(True, 0), (True, 1), (True, 2), (False, 0)] * 2
     assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 
 

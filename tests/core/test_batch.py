@@ -335,14 +335,12 @@ def test_what_has_another_length_goes_whole() -> None:
         (x, w, texts, config, torch.tensor(2.0)), (('p', 'q', 'r'), np.arange(3), None), 2
     )
     (x0, w0, t0, c0, s0), (y0, a0, none) = pieces[0]
-    assert (len(x0), t0, y0, a0.tolist(), s0.item(), none) == (
-        2,
-        ['a', 'b'],
-        ('p', 'q'),
-        [0, 1],
-        2,
-        None,
-    )
+    assert len(x0) == 2
+    assert t0 == ['a', 'b']
+    assert y0 == ('p', 'q')
+    assert a0.tolist() == [0, 1]
+    assert s0.item() == 2
+    assert none is None
     assert w0 is w and c0 is config
     (x1, _, t1, _, _), (y1, a1, _) = pieces[1]
     assert (len(x1), t1, y1, a1.tolist()) == (1, ['c'], ('r',), [2])

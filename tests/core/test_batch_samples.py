@@ -210,9 +210,8 @@ def test_every_counter_agrees_on_uneven_batches() -> None:
         44,
     ]  # one at each multiple of 4 that was crossed
     model, (inputs, targets) = learn.model, as_lists(scenes(n))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        float(box_loss(model(inputs), targets).detach()), rel=1e-6
-    )
+    expected = float(box_loss(model(inputs), targets).detach())
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-6)
 
 
 def test_samples_a_second() -> None:
@@ -263,10 +262,8 @@ def test_lists_of_samples_are_cut_between_samples(collate: Any, n: int) -> None:
 def test_lists_of_inputs_are_cut_inside() -> None:
     x = [torch.arange(4), torch.arange(4) * 10]
     pieces = microbatches((x,), (torch.arange(4),), 2)
-    assert [[t.tolist() for t in a] for (a,), _ in pieces] == [
-        [[0, 1], [0, 10]],
-        [[2, 3], [20, 30]],
-    ]
+    expected = [[[0, 1], [0, 10]], [[2, 3], [20, 30]]]
+    assert [[t.tolist() for t in a] for (a,), _ in pieces] == expected
     pair = [torch.arange(2), torch.arange(2) * 10]  # as many inputs as samples
     assert [
         [t.tolist() for t in a] for (a,), _ in microbatches((pair,), (torch.arange(2),), 1)
@@ -276,11 +273,8 @@ def test_lists_of_inputs_are_cut_inside() -> None:
 def test_graphs_are_cut_where_they_can_be_taken_apart() -> None:
     nodes = [torch.full((i + 1, 3), float(i)) for i in range(5)]
     pieces = microbatches((CutGraphs(nodes),), (torch.arange(5),), 2)
-    assert [(a.num_graphs, y.tolist()) for (a,), (y,) in pieces] == [
-        (2, [0, 1]),
-        (2, [2, 3]),
-        (1, [4]),
-    ]
+    expected = [(2, [0, 1]), (2, [2, 3]), (1, [4])]
+    assert [(a.num_graphs, y.tolist()) for (a,), (y,) in pieces] == expected
     assert torch.equal(torch.cat([g for (a,), _ in pieces for g in a.graphs]), torch.cat(nodes))
 
 
@@ -466,13 +460,8 @@ def test_predictions_on_graphs(kind: type[Graphs]) -> None:
     inputs, preds, targets = learn.get_preds(with_input=True)
     with torch.no_grad():
         expected = [float(learn.model(kind([g]))) for g in nodes]
-    assert preds.tolist() == pytest.approx(expected) and targets.tolist() == [
-        0.0,
-        1.0,
-        2.0,
-        3.0,
-        4.0,
-    ]
+    assert preds.tolist() == pytest.approx(expected)
+    assert targets.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(inputs) == (5 if kind is CutGraphs else 2)
     mean = sum((p - t) ** 2 for p, t in zip(expected, range(5), strict=True)) / 5
     assert learn.validate()[0] == pytest.approx(mean, rel=1e-5)

@@ -161,10 +161,8 @@ def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
 @pytest.mark.dist
 def test_a_group_that_is_there_is_used_and_left_as_it_is() -> None:
     both = ['I am 0', 'I am 1']
-    assert run_ranks(_in_a_group_of_another, 2) == [
-        (0, 2, False, both, 2.0),
-        (1, 2, False, both, 2.0),
-    ]
+    expected = [(0, 2, False, both, 2.0), (1, 2, False, both, 2.0)]
+    assert run_ranks(_in_a_group_of_another, 2) == expected
 
 
 def _started_by_srun(rank: int) -> tuple[Any, ...]:

@@ -147,13 +147,10 @@ def test_a_byte_is_never_minus_100() -> None:
 def make_learner(loss_func: Any, *cbs: Any, train: Any = ONE_EACH, **kwargs: Any) -> Learner:
     torch.manual_seed(1)
     options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.5, **kwargs}
+    dls = (train, train)
+    model = nn.Linear(3, 3).double()
     learn = Learner(
-        (train, train),
-        nn.Linear(3, 3).double(),
-        loss_func,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder, *cbs],
-        **options,
+        dls, model, loss_func, default_cbs=False, cbs=[TrainEvalCallback, Recorder, *cbs], **options
     )
     learn.logger = lambda row: None
     return learn
@@ -168,10 +165,8 @@ def test_a_copy_counts_by_its_own_loss(copied: Any) -> None:
     other = copied(learn)
     other.loss_func.ignore_index = 0
     y = torch.tensor([0, 1, -1])
-    assert (
-        other.loss_weights.weigh_batch(other, (), (y,)) == 2
-        and learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
-    )
+    assert other.loss_weights.weigh_batch(other, (), (y,)) == 2
+    assert learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
 
 
 @pytest.mark.parametrize('name', ['token', 'sample', 3])
@@ -186,9 +181,8 @@ def test_train_loss_is_mean_or_smooth() -> None:
     learn = make_learner(F.cross_entropy)
     learn.recorder.train_loss = 'smooth'
     learn.fit(2)
-    assert [row['train_loss'] for row in learn.history] == [
-        learn.recorder.smooth_loss.smooth[i] for i in (1, 3)
-    ]
+    expected = [learn.recorder.smooth_loss.smooth[i] for i in (1, 3)]
+    assert [row['train_loss'] for row in learn.history] == expected
     learn.recorder.train_loss = 'last'
     with pytest.raises(OptionError, match="train_loss='last'"):
         learn.fit(1)
@@ -236,9 +230,8 @@ def test_a_resume_within_an_epoch_has_its_mean(weight: Tensor | None, tmp_path: 
     resumed = fit(resume=True)
     whole = make_learner(nn.CrossEntropyLoss(weight), train=batches)
     whole.fit(2)
-    assert [row['train_loss'] for row in resumed.history] == [
-        row['train_loss'] for row in whole.history
-    ]
+    expected = [row['train_loss'] for row in whole.history]
+    assert [row['train_loss'] for row in resumed.history] == expected
     assert resumed.recorder.smooth_loss.smooth == whole.recorder.smooth_loss.smooth
 
 
@@ -298,6 +291,5 @@ def test_evaluation_records_the_reported_loss() -> None:
     )
     learn.fit(1)
     plain.fit(1)
-    assert learn.history[0]['valid_loss'] == pytest.approx(
-        2 * plain.history[0]['valid_loss'], rel=1e-14
-    )
+    expected = 2 * plain.history[0]['valid_loss']
+    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-14)

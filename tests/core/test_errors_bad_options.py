@@ -145,9 +145,8 @@ def test_an_optimizer_shows_itself_in_a_line() -> None:
         learn.opt.set_hyper('alpha', 0.1)
     learn = make(opt_func=MuonAdamW)
     learn.create_opt()
-    assert repr(learn.opt) == 'OptimWrapper(MuonAdamW, 1 group, lr=0.001)' and 'MuonAdamW' in str(
-        learn.summary()
-    )
+    assert repr(learn.opt) == 'OptimWrapper(MuonAdamW, 1 group, lr=0.001)'
+    assert 'MuonAdamW' in str(learn.summary())
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -222,12 +221,8 @@ def test_callbacks_that_save_separate_files_work_together(tmp_path: Any) -> None
         SaveModelCallback(every_epoch=True),
     ]
     make(path=tmp_path, cbs=cbs).fit(2)
-    assert {p.name for p in (tmp_path / 'models').iterdir()} == {
-        'model.pth',
-        'other.pth',
-        'model_0.pth',
-        'model_1.pth',
-    }
+    expected = {'model.pth', 'other.pth', 'model_0.pth', 'model_1.pth'}
+    assert {p.name for p in (tmp_path / 'models').iterdir()} == expected
 
 
 def test_a_monitor_without_validation_data() -> None:
@@ -254,10 +249,8 @@ def test_callbacks_show_the_options_that_were_changed() -> None:
         def __init__(self, depth: int = 1, name_of_it: str = 'a', thing: Any = None) -> None:
             self.depth, self.name_of_it, self.thing = depth, name_of_it, thing
 
-    assert (
-        repr(Mine()) == 'Mine'
-        and repr(Mine(2, 'b', torch.zeros(3))) == "Mine(depth=2, name_of_it='b')"
-    )
+    assert repr(Mine()) == 'Mine'
+    assert repr(Mine(2, 'b', torch.zeros(3))) == "Mine(depth=2, name_of_it='b')"
     assert (
         repr(EarlyStoppingCallback(patience=3, min_delta=0.1))
         == 'EarlyStoppingCallback(min_delta=0.1, patience=3)'
@@ -348,7 +341,5 @@ def test_a_stream_shows_itself() -> None:
     assert repr(stream) == 'PredictionStream(Sequential, not running)'
     next(stream)
     assert repr(stream) == 'PredictionStream(Sequential, paused)'
-    assert (
-        np.isfinite(len(list(stream)))
-        and repr(stream) == 'PredictionStream(Sequential, not running)'
-    )
+    assert np.isfinite(len(list(stream)))
+    assert repr(stream) == 'PredictionStream(Sequential, not running)'

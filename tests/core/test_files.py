@@ -19,11 +19,9 @@ from learnkit.core.files import atomic_write, check_folder, check_writable, swee
 def test_content_appears_at_the_end_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / 'deep' / 'er' / 'a.txt'
     with atomic_write(path) as tmp:
-        assert (
-            tmp.parent == path.parent
-            and tmp.name.startswith('.a.txt.tmp-')
-            and str(os.getpid()) in tmp.name
-        )
+        assert tmp.parent == path.parent
+        assert tmp.name.startswith('.a.txt.tmp-')
+        assert str(os.getpid()) in tmp.name
         tmp.write_text('new')
         assert not path.exists()
     assert path.read_text() == 'new' and os.listdir(path.parent) == ['a.txt']

@@ -200,14 +200,8 @@ def test_holds_loaders_by_position_and_name() -> None:
     dls = DataLoaders(
         train, {'day': day, 'night': night}, test, device='cpu', path='data', n_inp=2, n_iter=3
     )
-    assert [dls.train, dls.valid, dls[0], dls[1], dls[2], dls[3]] == [
-        train,
-        day,
-        train,
-        day,
-        night,
-        test,
-    ]
+    expected = [train, day, train, day, night, test]
+    assert [dls.train, dls.valid, dls[0], dls[1], dls[2], dls[3]] == expected
     assert dls['day'] is day and dls['train'] is train and dls['other0'] is test
     assert dls.evaluation == [('day', day), ('night', night)] and len(dls) == 4
     assert list(dls) == dls.loaders == [train, day, night, test]
@@ -330,11 +324,9 @@ def test_from_datasets_is_torchs_loader() -> None:
     )
     assert [targets(dls.train), targets(dls.train)] == [targets(expected), targets(expected)]
     assert targets(dls.valid) == list(range(10)) and len(dls.valid) == 3
-    assert (
-        dls.train.pin_memory == torch.cuda.is_available()
-        and dls.n_inp == 1
-        and dls.device.type == 'cpu'
-    )
+    assert dls.train.pin_memory == torch.cuda.is_available()
+    assert dls.n_inp == 1
+    assert dls.device.type == 'cpu'
     # validating draws nothing from the training order's generator
     assert dls.valid.generator is None
 
@@ -382,9 +374,8 @@ def test_from_tensors() -> None:
     dls = DataLoaders.from_tensors(
         (X, Y), (X[:4], Y[:4]), bs=4, seed=1, drop_last=True, path='here'
     )
-    assert targets(dls.train) == targets(
-        TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True, seed=1)
-    )
+    expected = targets(TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True, seed=1))
+    assert targets(dls.train) == expected
     assert targets(dls.valid) == [0, 1, 2, 3] and dls.path == Path('here')
     assert DataLoaders.from_tensors(X, bs=5).one_batch()[0].shape == (5, 2)  # one tensor
     assert DataLoaders.from_tensors((X.numpy(), Y.numpy()), device='meta').device.type == 'meta'
@@ -403,9 +394,8 @@ def test_from_tensors_distinguishes_a_named_batch_from_named_loaders() -> None:
     dls = DataLoaders.from_tensors(named, named)
     assert dls.evaluation[0][0] == 'valid' and list(next(iter(dls.valid))) == ['x', 'y']
     dls = DataLoaders.from_tensors(named, {'day': named, 'night': (X, Y)})
-    assert [n for n, _ in dls.evaluation] == ['day', 'night'] and type(
-        next(iter(dls['night']))
-    ) is tuple
+    assert [n for n, _ in dls.evaluation] == ['day', 'night']
+    assert type(next(iter(dls['night']))) is tuple
 
 
 # What any loader can be asked
@@ -456,12 +446,10 @@ def test_in_order_keeps_the_loaders_options() -> None:
         persistent_workers=True,
     )
     ordered = make_unshuffled(loader)
-    assert (ordered.collate_fn, ordered.num_workers, ordered.timeout, ordered.prefetch_factor) == (
-        collate,
-        2,
-        5,
-        3,
-    )
+    assert ordered.collate_fn == collate
+    assert ordered.num_workers == 2
+    assert ordered.timeout == 5
+    assert ordered.prefetch_factor == 3
     state = g.get_state()
     assert list(
         make_unshuffled(
@@ -532,9 +520,8 @@ def test_loaders_of_another_library() -> None:
         train = property(lambda self: self[0])
 
     theirs = Theirs([BATCHES, BATCHES[:1]])
-    assert as_dataloaders(theirs) is theirs and evaluation_loaders(theirs) == [
-        ('valid', BATCHES[:1])
-    ]
+    assert as_dataloaders(theirs) is theirs
+    assert evaluation_loaders(theirs) == [('valid', BATCHES[:1])]
     assert evaluation_loaders(Theirs([BATCHES])) == []
 
 

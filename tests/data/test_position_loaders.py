@@ -179,10 +179,7 @@ def test_a_stream_that_shares_a_global_generator_is_named() -> None:
         return DataLoader(Stream(seed, own=False), BS)
 
     checkpoint = run_without_stop(make, 1)[1][0][3]
-    with pytest.warns(
-        UserWarning,
-        match=r'data set .* generator of python',
-    ):
+    with pytest.warns(UserWarning, match=r'data set .* generator of python'):
         passes_after_resume(make, checkpoint, 1)
 
 

@@ -13,16 +13,7 @@ import torch
 from torch import nn
 
 import learnkit
-from learnkit import (
-    Callback,
-    DataLoaders,
-    GradientClip,
-    Learner,
-    OptionError,
-    Recorder,
-    Time,
-    doc,
-)
+from learnkit import Callback, DataLoaders, GradientClip, Learner, OptionError, Recorder, Time, doc
 from learnkit.core import errors
 from learnkit.core.errors import CancelException, CancelTrainException, CancelValidException
 from learnkit.debug.doc import Doc, comments, open_levels
@@ -93,32 +84,23 @@ documented(
     def positional(a: int, /, b: int, *, c: int) -> None:
         "Do nothing."
 
-    assert [p.text for p in doc(positional).parameters or []] == [
-        'a: int',
-        '/',
-        'b: int',
-        '*',
-        'c: int',
-    ]
+    expected = ['a: int', '/', 'b: int', '*', 'c: int']
+    assert [p.text for p in doc(positional).parameters or []] == expected
 
 
 @pytest.mark.parametrize('what', [Learner.fit, 'fit', 'Learner.fit', 'learn.fit'])
 def test_help_for_a_method_of_the_learner(what: Any) -> None:
     text = repr(doc(what))
     assert text.startswith('Learner.fit(\n    n_epoch: int | str | Time, ')
-    assert (
-        '# checkpoint to resume' in text
-        and 'Train for `n_epoch` epochs' in text
-        and 'learnkit.learner' in text
-    )
+    assert '# checkpoint to resume' in text
+    assert 'Train for `n_epoch` epochs' in text
+    assert 'learnkit.learner' in text
 
 
 def test_methods_of_the_parts_of_the_learner_are_shown_as_its_own() -> None:
     assert doc(Learner.fit_one_cycle).title == 'Learner.fit_one_cycle'
-    assert (
-        doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
-        and doc(Learner.smooth_loss).parameters is None
-    )
+    assert doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
+    assert doc(Learner.smooth_loss).parameters is None
     assert doc(DataLoaders.from_tensors).title == 'DataLoaders.from_tensors'
     assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {
         name for name, _ in doc(Learner).lists['Methods']
@@ -194,10 +176,8 @@ def test_help_for_exceptions() -> None:
     rows = dict(doc('CancelStepException').lists['From this event on it may be raised'])
     assert rows == {'before_step': 'then after_cancel_step, after_step'}
     assert len(doc(CancelException).lists['From this event on it may be raised']) == 7
-    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == [
-        'LearnkitError',
-        'ValueError',
-    ]
+    expected = ['LearnkitError', 'ValueError']
+    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == expected
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -293,16 +273,13 @@ def test_the_html_is_well_formed_and_has_the_same_text(what: Any) -> None:
     parsed = Tags()
     parsed.feed(found._repr_html_() or '')
     assert not parsed.open
-    assert all(
-        ' '.join(p.text.split()) in ' '.join(parsed.text.split()) for p in found.parameters or []
-    )
+    for p in found.parameters or []:
+        assert ' '.join(p.text.split()) in ' '.join(parsed.text.split())
     assert all(name in parsed.text for rows in found.lists.values() for name, _ in rows)
 
 
 def test_html_is_escaped() -> None:
     html = Doc('<b>', text='a < `<script>`\n\n>>> 1 < 2')._repr_html_()
     assert html is not None and '<script>' not in html and '<b><b>' not in html
-    assert (
-        '<p>a &lt; <code>&lt;script&gt;</code></p>' in html
-        and 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html
-    )
+    assert '<p>a &lt; <code>&lt;script&gt;</code></p>' in html
+    assert 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html

@@ -43,12 +43,8 @@ def test_explain_lists_handlers_in_order_with_their_place() -> None:
     cb.order = 70
     learn = learner(cbs=[cb, GradientClip])
     found = learn.explain('after_batch')
-    assert [h.callback for h in found] == [
-        'TrainEvalCallback',
-        'Recorder',
-        'ProgressCallback',
-        'Callback',
-    ]
+    expected = ['TrainEvalCallback', 'Recorder', 'ProgressCallback', 'Callback']
+    assert [h.callback for h in found] == expected
     assert [h.when for h in found] == ['training', 'always', 'always', 'always']
     assert (found[-1].file, found[-1].line, found[-1].function) == (__file__, line, 'Callback.late')
     assert str(found[-1]).endswith(f'{__file__}:{line}') and len(repr(found).splitlines()) == 4
@@ -108,11 +104,8 @@ def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> N
     learn.fit(1)
     seconds = learn.timings.seconds
     assert list(seconds)[:3] == ['data', 'forward', 'Callback']
-    assert {part: s for part, s in seconds.items() if s} == {
-        'data': 8.0,
-        'forward': 4.0,
-        'Callback': 2.0,
-    }
+    expected = {'data': 8.0, 'forward': 4.0, 'Callback': 2.0}
+    assert {part: s for part, s in seconds.items() if s} == expected
     assert {'data', 'transfer', 'forward', 'loss', 'backward', 'step', 'loop', 'Recorder'} <= set(
         seconds
     )
@@ -125,9 +118,8 @@ def test_the_plot_has_a_bar_for_each_part() -> None:
     learn.fit(1)
     ax = learn.timings.plot()
     factor = 1e3 if 'ms' in ax.get_xlabel() else 1e6  # a slow machine is shown in milliseconds
-    assert [bar.get_width() for bar in ax.patches] == pytest.approx(
-        [s * factor for s in learn.timings.seconds.values()]
-    )
+    expected = [s * factor for s in learn.timings.seconds.values()]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx(expected)
 
 
 def test_a_step_that_is_measured_trains_as_any_other() -> None:
@@ -189,10 +181,8 @@ def test_a_learner_with_timings_can_be_copied() -> None:
     learn = learner(n_train=20)
     learn.fit(1)
     duplicate = copy.deepcopy(learn)
-    assert (
-        duplicate.timings.seconds == learn.timings.seconds
-        and duplicate.timings is not learn.timings
-    )
+    assert duplicate.timings.seconds == learn.timings.seconds
+    assert duplicate.timings is not learn.timings
     duplicate.fit(1)
 
 
@@ -313,8 +303,6 @@ def test_metric_names_lists_each_once_with_its_meaning() -> None:
     before = learn.metric_names()
     learn.fit(1)
     assert learn.metric_names() == before  # a pattern matches names logged since
-    assert (
-        before['train_loss'] == 'training loss, mean of the epoch'
-        and 'l2_norm/grad/{parameter}' in before
-    )
+    assert before['train_loss'] == 'training loss, mean of the epoch'
+    assert 'l2_norm/grad/{parameter}' in before
     assert all(isinstance(meaning, str) and meaning for meaning in before.values())

@@ -65,20 +65,14 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
     html = table(['n', '<b>'], [(1, '<script>'), (None, 'a & b')], 'x < y')
     assert Rows(html).rows == [['n', '<b>'], ['1', '<script>'], ['', 'a & b']]
     assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
-    assert (
-        html.count('<td style="text-align:right">') == 2
-        and html.count('<td style="text-align:left">') == 2
-    )
+    assert html.count('<td style="text-align:right">') == 2
+    assert html.count('<td style="text-align:left">') == 2
 
 
 def test_a_long_table_shows_its_first_and_last_rows() -> None:
     rows = Rows(table(['i'], [(i,) for i in range(1000)])).rows
-    assert [r[0] for r in rows] == [
-        'i',
-        *map(str, range(10)),
-        '... 940 more ...',
-        *map(str, range(950, 1000)),
-    ]
+    expected = ['i', *map(str, range(10)), '... 940 more ...', *map(str, range(950, 1000))]
+    assert [r[0] for r in rows] == expected
     assert truncate_rows(['a'], 1, '{}', '{}') == ['a']
 
 
@@ -170,10 +164,8 @@ def test_a_learner_with_a_lazy_model_and_another_kind_of_loaders() -> None:
     rows = dict(
         rows_of(Learner(Dls(), nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)), nn.MSELoss()))
     )
-    assert (
-        rows['model'] == 'Sequential, 4 parameters so far, on cpu'
-        and rows['data'] == 'train: list, 1 batch'
-    )
+    assert rows['model'] == 'Sequential, 4 parameters so far, on cpu'
+    assert rows['data'] == 'train: list, 1 batch'
 
 
 @pytest.mark.parametrize(
@@ -241,14 +233,9 @@ def test_handlers_are_listed_with_their_places() -> None:
 
 def test_times_are_written_out() -> None:
     assert rows_of(Time('1200ba')) == [['1200ba', '1,200 batches']]
-    assert [rows_of(Time(t))[0][1] for t in ('1ep', '90m', '3sec', '0.25dur', '1ba', '1sp')] == [
-        '1 epoch',
-        '1:30:00',
-        '3 seconds',
-        '25% of the run',
-        '1 batch',
-        '1 sample',
-    ]
+    expected = ['1 epoch', '1:30:00', '3 seconds', '25% of the run', '1 batch', '1 sample']
+    times = ('1ep', '90m', '3sec', '0.25dur', '1ba', '1sp')
+    assert [rows_of(Time(t))[0][1] for t in times] == expected
     now = Timestamp(ep=1, ba=2000, sec=0.25, dur=0.5)
     assert dict(rows_of(now)) == {
         'iter': '0 iterations',
@@ -273,7 +260,5 @@ def test_a_resume_check_lists_what_differs() -> None:
         'stopped after': '4',
         'SHA-256': 'abababababab...',
     }
-    assert (
-        dict(rows_of(other))['differences'] == 'weight <a>'
-        and dict(rows_of(other))['hints'] == 'a hint'
-    )
+    assert dict(rows_of(other))['differences'] == 'weight <a>'
+    assert dict(rows_of(other))['hints'] == 'a hint'

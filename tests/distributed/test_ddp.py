@@ -26,12 +26,7 @@ from learnkit.callbacks import EMA
 from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.distributed import DistributedTraining
-from tests.helpers.distributing import (
-    compare,
-    make_dls,
-    make_learner,
-    weights,
-)
+from tests.helpers.distributing import compare, make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -159,11 +154,9 @@ def test_one_script_serves_one_process() -> None:
 def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         learn = make_learner(cbs=DistributedTraining(timeout='20s'))
-        assert (
-            learn.world.size == 2
-            and len(learn.dls.train) == 7
-            and learn.dls.train is not (dls := learn.dls)
-        )
+        assert learn.world.size == 2
+        assert len(learn.dls.train) == 7
+        assert learn.dls.train is not (dls := learn.dls)
         learn.fit(1)
         learn.remove_cb(DistributedTraining)
         assert learn.world is SINGLE_RANK and learn.dls is not dls and len(learn.dls.train) == 13
@@ -177,22 +170,19 @@ def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
 def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
     def job(rank: int) -> Any:
         drawn = []
-        learn = make_learner(
-            make_dls(64, 8, 'torch'),
-            cbs=Callback(
-                before_batch=lambda cb: drawn.append(
-                    torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
-                )
-            ),
+        cbs = Callback(
+            before_batch=lambda cb: drawn.append(
+                torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
+            )
         )
+        learn = make_learner(make_dls(64, 8, 'torch'), cbs=cbs)
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
         return torch.stack(drawn)
 
     a, b = run_ranks(job)
-    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist()) and not set(a[:, 1].tolist()) & set(
-        b[:, 1].tolist()
-    )
+    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
+    assert not set(a[:, 1].tolist()) & set(b[:, 1].tolist())
 
 
 def test_models_that_differ_are_refused() -> None:
@@ -281,13 +271,9 @@ def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:
     from learnkit import CSVLogger, SaveModelCallback
 
     def job(rank: int) -> Any:
-        learn = Learner(
-            make_dls(),
-            make_learner().model,
-            F.cross_entropy,
-            path=tmp_path,
-            cbs=[CSVLogger(), SaveModelCallback()],
-        )
+        dls = make_dls()
+        cbs = [CSVLogger(), SaveModelCallback()]
+        learn = Learner(dls, make_learner().model, F.cross_entropy, path=tmp_path, cbs=cbs)
         with learn.distributed('ddp', timeout='20s'), learn.removed_cbs(learn.progress):
             learn.fit(2)
             a = weights(learn)

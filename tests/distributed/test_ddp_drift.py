@@ -166,10 +166,8 @@ def test_loaders_with_their_own_shares_count_all_samples() -> None:
     )
     alone.fit('150sp')
     for got, *counts in run_ranks(job):
-        assert (got - weights(alone)).abs().max() < 1e-10 and counts == [
-            alone.time.sp,
-            alone.time.st,
-        ]
+        assert (got - weights(alone)).abs().max() < 1e-10
+        assert counts == [alone.time.sp, alone.time.st]
 
 
 def test_a_second_context_inside_the_first_is_refused_and_leaves_it() -> None:
@@ -209,9 +207,8 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
         return messages
 
     for messages in run_ranks(job):
-        assert 'broken' in messages[0] and all(
-            t.startswith('DistributedError: The last run') for t in messages[1:]
-        )
+        assert 'broken' in messages[0]
+        assert all(t.startswith('DistributedError: The last run') for t in messages[1:])
 
 
 def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:

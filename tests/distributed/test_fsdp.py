@@ -294,10 +294,8 @@ def four(rank):
 def test_four_processes_train_as_one_does():
     alone = trained('fsdp')  # nobody else is there
     for weights, history in run_ranks(four, 4):
-        assert (
-            max_difference(weights, alone[0]) < 1e-5
-            and max_difference([history], [alone[1]]) < 1e-5
-        )
+        assert max_difference(weights, alone[0]) < 1e-5
+        assert max_difference([history], [alone[1]]) < 1e-5
 
 
 def fails(rank):
@@ -321,10 +319,8 @@ class Fails(Callback):
 
 def test_what_fails_leaves_the_model_as_it_was():
     (first, *rest), (second, *_) = run_ranks(fails, 2)
-    assert (
-        first.startswith('DistributedError: Process 1 of 2 failed in Fails')
-        and second == 'ValueError: too bad'
-    )
+    assert first.startswith('DistributedError: Process 1 of 2 failed in Fails')
+    assert second == 'ValueError: too bad'
     assert rest == [True, 1]
 
 

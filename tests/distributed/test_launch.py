@@ -349,28 +349,13 @@ def test_a_process_that_a_launcher_has_started_can_launch_others(
     for name, value in of_torchrun.items():
         monkeypatch.setenv(name, value)
     odd = (
-        'TORCHELASTIC_RUN_ID',
-        'TORCHELASTIC_ERROR_FILE',
-        'ROLE_RANK',
-        'ROLE_WORLD_SIZE',
-        'ROLE_NAME',
-        'GROUP_WORLD_SIZE',
-        'SLURM_PROCID',
-        'SLURM_LOCALID',
-        'SLURM_STEP_NUM_TASKS',
-    )
+        'TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME '
+        'GROUP_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_STEP_NUM_TASKS'
+    ).split()
     for name in odd:
         monkeypatch.setenv(name, '7')
     assert launch(
         line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s'
     ) == [0, []]
     env = environment(1, 2, 5)
-    assert [env[name] for name in list(of_torchrun)[:-1]] == [
-        '1',
-        '1',
-        '2',
-        '2',
-        '0',
-        '127.0.0.1',
-        '5',
-    ]
+    assert [env[name] for name in list(of_torchrun)[:-1]] == '1 1 2 2 0 127.0.0.1 5'.split()

@@ -176,9 +176,8 @@ def test_a_batch_sampler_with_its_own_state_runs_in_each_process(size: int, work
             list(chain.from_iterable(expected[i][j : j + size]))
             for j in range(0, len(expected[i]), size)
         ]
-        assert len(parts[0]) == len(rounds) and sorted(chain.from_iterable(rounds)) == list(
-            range(40)
-        )
+        assert len(parts[0]) == len(rounds)
+        assert sorted(chain.from_iterable(rounds)) == list(range(40))
         for j, of_round in enumerate(rounds):
             pieces = [p[j] for p, dl in zip(parts, ranks.shards, strict=True) if dl.share(j)[0]]
             assert list(chain.from_iterable(pieces)) == of_round

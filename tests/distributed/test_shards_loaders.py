@@ -31,11 +31,10 @@ def test_loaders_have_all_that_the_users_have() -> None:
     )
     before = dict(vars(dls))
     shares = shard_loaders(dls, 1, 2)
-    assert type(shares) is DataLoaders and (shares.n_inp, shares.path, shares.device) == (
-        1,
-        dls.path,
-        dls.device,
-    )
+    assert type(shares) is DataLoaders
+    assert shares.n_inp == 1
+    assert shares.path == dls.path
+    assert shares.device == dls.device
     assert shares.evaluators == {'night': night} and len(shares) == 4
     assert [[ids(b) for b in dl] for _, dl in shares.evaluation] == [[[2, 3], [5]], [[2, 3, 4]]]
     assert [b.tolist() for b in shares.others[0]] == [[2, 3]]

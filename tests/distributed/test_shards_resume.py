@@ -242,8 +242,7 @@ def test_other_numbers_are_refused_with_what_they_are() -> None:
     with pytest.raises(CheckpointError, match=r'batches 4, now 8; batch size 16 .*, now 8'):
         check_position(TensorLoader(torch.arange(64), bs=8), state)
     with pytest.raises(
-        CheckpointError,
-        match=r'batch size 16 \(.* 2 processes\), now 32 \(.* 4 processes\)',
+        CheckpointError, match=r'batch size 16 \(.* 2 processes\), now 32 \(.* 4 processes\)'
     ):
         check_position(Together(lambda s: TensorLoader(torch.arange(64), bs=8), 4).shards[0], state)
     check_position(TensorLoader(torch.arange(64), bs=16), state)

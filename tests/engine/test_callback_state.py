@@ -89,10 +89,8 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
 
 
 def test_a_stateless_callback_saves_nothing() -> None:
-    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {
-        'recorder',
-        'train_eval',
-    }
+    expected = {'recorder', 'train_eval'}
+    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == expected
 
 
 class Image(torch.Tensor):

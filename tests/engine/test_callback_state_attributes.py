@@ -97,17 +97,14 @@ def test_whatever_is_data_survives() -> None:
         ends.append(learn.remembers)
     left_out = 'learn', 'rng', 'np_rng', 'gen', '_as_added'
     a, b = ({k: v for k, v in vars(cb).items() if k not in left_out} for cb in ends)
-    assert a.keys() == b.keys() and {k: type(v) for k, v in a.items()} == {
-        k: type(v) for k, v in b.items()
-    }
+    assert a.keys() == b.keys()
+    assert {k: type(v) for k, v in a.items()} == {k: type(v) for k, v in b.items()}
     assert (
         b['last'].maxlen == 3 and b['by_class'].default_factory is list and b['mode'] is Mode.LATER
     )
-    assert (
-        len(b['seen']) == 6
-        and b['where'] == Path('runs/6')
-        and b['kinds'] == {'0': 2, '1': 2, '2': 2}
-    )
+    assert len(b['seen']) == 6
+    assert b['where'] == Path('runs/6')
+    assert b['kinds'] == {'0': 2, '1': 2, '2': 2}
     assert a['pairs'] == b['pairs'] and a['ids'] == b['ids'] and a['last'] == b['last']
 
 

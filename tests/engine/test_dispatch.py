@@ -373,14 +373,12 @@ def test_an_override_of_call_or_run_event_gets_every_event_and_no_method_runs(
     cls: type[Every],
 ) -> None:
     bare(cb := cls(), n_train=1, n_valid=1).fit(1)
-    assert (
-        cb.seen
-        == """after_create before_fit before_epoch before_train
+    expected = """after_create before_fit before_epoch before_train
         before_draw after_draw before_batch before_pred after_pred after_loss before_backward after_backward
         before_step after_step after_batch batch_checkpoint before_draw after_train before_eval before_validate
         before_draw after_draw before_batch before_pred after_pred after_loss after_batch before_draw
         after_validate after_eval after_epoch epoch_checkpoint after_fit cleanup""".split()
-    )
+    assert cb.seen == expected
 
 
 def test_super_runs_the_method_and_keeps_run_valid() -> None:
@@ -468,11 +466,8 @@ def test_added_cbs_are_gone_after_the_context_and_after_fit() -> None:
 def test_cbs_can_be_assigned() -> None:
     learn = bare(a := Callback(), b := Every())
     learn.cbs = [learn.cbs[0], b, Recorder]
-    assert [type(cb) for cb in learn.cbs] == [
-        TrainEvalCallback,
-        Every,
-        Recorder,
-    ] and a.learn is None
+    assert [type(cb) for cb in learn.cbs] == [TrainEvalCallback, Every, Recorder]
+    assert a.learn is None
     assert learn.cbs.filter(lambda cb: cb.order == 50) == [learn.recorder]
     learn.cbs = None
     assert len(learn.cbs) == 0

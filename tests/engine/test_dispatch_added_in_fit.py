@@ -99,14 +99,7 @@ def test_gradients_that_only_the_scale_made_infinite_are_not_used() -> None:
 
 @pytest.mark.parametrize(
     'event',
-    [
-        'before_epoch',
-        'before_batch',
-        'after_train',
-        'before_validate',
-        'after_validate',
-        'after_epoch',
-    ],
+    'before_epoch before_batch after_train before_validate after_validate after_epoch'.split(),
 )
 @pytest.mark.parametrize(
     'cls',

@@ -102,20 +102,13 @@ def test_each_loader_has_its_own_interval_and_metrics() -> None:
     }
     assert at == {'day': [5, 10, 15], 'night': [10, 15], 'dusk': [4, 8, 12, 15], 'never': []}
     columns = [n for n in learn.recorder.metric_names if '/' in n]
-    assert columns == [
-        'day/loss',
-        'day/mse',
-        'night/loss',
-        'night/mae',
-        'dusk/loss',
-        'dusk/mse',
-        'never/loss',
-        'never/mse',
-    ]
-    first, second, third = learn.history
-    assert first['night/mae'] is None and second['night/mae'] == pytest.approx(
-        mae_of(learn, second), abs=1
+    expected = (
+        'day/loss day/mse night/loss night/mae dusk/loss dusk/mse never/loss never/mse'.split()
     )
+    assert columns == expected
+    first, second, third = learn.history
+    assert first['night/mae'] is None
+    assert second['night/mae'] == pytest.approx(mae_of(learn, second), abs=1)
     assert third['night/loss'] == pytest.approx(third['day/loss']) and third['never/loss'] is None
 
 
@@ -228,15 +221,9 @@ def test_exact_event_counts_in_nested_settings() -> None:
     in_training = {event: k for (event, training), k in counts.n.items() if training}
     assert n['before_fit'] == n['after_fit'] == n['cleanup'] == 1
     for event in (
-        'before_iteration',
-        'before_epoch',
-        'after_epoch',
-        'epoch_checkpoint',
-        'after_iteration',
-        'iteration_checkpoint',
-        'before_train',
-        'after_train',
-    ):
+        'before_iteration before_epoch after_epoch epoch_checkpoint after_iteration '
+        'iteration_checkpoint before_train after_train'
+    ).split():
         assert n[event] == 2, event
     assert n['before_eval'] == n['after_eval'] == evaluations
     assert n['before_validate'] == n['after_validate'] == validations

@@ -108,10 +108,8 @@ def test_the_shorter_spelling_of_after_cancel_validate_works_as_handler_and_as_e
         def after_cancel_valid(self) -> None:
             seen.append('method')
 
-    learn = synth_learner(
-        default_cbs=False,
-        cbs=[Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))],
-    )
+    cbs = [Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))]
+    learn = synth_learner(default_cbs=False, cbs=cbs)
     learn('after_cancel_valid')
     learn('after_cancel_validate')
     assert seen == ['method', 'function'] * 2

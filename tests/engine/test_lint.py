@@ -44,9 +44,8 @@ def warnings_of_callback(cb: Any) -> list[str]:
 )
 def test_handlers_of_another_name(name: str, meant: str) -> None:
     cls = type('Slip', (Callback,), {name: lambda self, *args: None})
-    assert warnings_of_callback(cls) == [
-        f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?'
-    ]
+    expected = [f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?']
+    assert warnings_of_callback(cls) == expected
     assert event_like(name) == meant
 
 
@@ -160,10 +159,8 @@ def test_where_a_name_of_another_library_is(name: str, here: str) -> None:
     def read(cb: Callback) -> None:
         with pytest.raises(AttributeError) as e:
             getattr(cb, name)
-        assert (
-            str(e.value)
-            == f'Neither `Callback` nor `Learner` has an attribute `{name}`. Here it is {here}.'
-        )
+        expected = f'Neither `Callback` nor `Learner` has an attribute `{name}`. Here it is {here}.'
+        assert str(e.value) == expected
         for path in here.strip('`').split('` or `'):
             eval(f'cb.{path}', {'cb': cb})  # it is there
 

@@ -107,12 +107,9 @@ def test_a_whole_fit_event_by_event() -> None:
 
 
 def test_a_fit_without_validation_fires_no_event_of_evaluation() -> None:
+    dls = DataLoaders(synth_dls(n_train=2).train)
     learn = Learner(
-        DataLoaders(synth_dls(n_train=2).train),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
     )
     learn.fit(1)
     assert log.seen[2:-2] == ['before_epoch', *train_events(2), 'after_epoch', 'epoch_checkpoint']
@@ -125,12 +122,9 @@ def test_no_epoch_fires_the_events_of_fit_alone() -> None:
 
 
 def test_a_standalone_validation() -> None:
+    dls = named_dls()
     learn = Learner(
-        named_dls(),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, log := Journal()],
-        default_cbs=False,
+        dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False
     )
     learn.validate()
     assert log.seen[1:] == [
@@ -152,12 +146,8 @@ def test_a_prediction(inner: bool) -> None:
     learn.get_preds(inner=inner)
     body = ['before_predict', *valid_events(2), 'after_predict']
     around = [] if inner else ['before_fit', 'before_epoch']
-    assert log.seen[1:] == [
-        *around,
-        *body,
-        *(['after_epoch', 'after_fit'] if around else []),
-        'cleanup',
-    ]
+    expected = [*around, *body, *(['after_epoch', 'after_fit'] if around else []), 'cleanup']
+    assert log.seen[1:] == expected
 
 
 def test_iterations_are_whole_numbers_of_epochs_and_the_last_may_be_short() -> None:
@@ -197,10 +187,8 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
     ]
     log.seen.clear()
     learn.validate()
-    assert {w for _, w in log.seen} == {
-        ('valid', 'day', False, False),
-        ('valid', 'night', False, False),
-    }
+    expected = {('valid', 'day', False, False), ('valid', 'night', False, False)}
+    assert {w for _, w in log.seen} == expected
     log.seen.clear()
     learn.get_preds()
     assert {w for _, w in log.seen} == {('predict', 'valid', False, False)}
@@ -215,16 +203,11 @@ def test_batch_is_what_the_loader_gave_and_after_draw_may_change_it() -> None:
         given.append(cb.batch is batches[len(given)])
         cb.learn.batch = (cb.batch[0] + 10, cb.batch[1])
 
-    learn = Learner(
-        batches,
-        RegModel(),
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item())),
-        ],
-    )
+    cbs = [
+        TrainEvalCallback,
+        Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item())),
+    ]
+    learn = Learner(batches, RegModel(), nn.MSELoss(), default_cbs=False, cbs=cbs)
     learn.fit(1)
     assert given == [True] * 3 and used == [10.0, 11.0, 12.0]
 
@@ -241,28 +224,21 @@ def test_counters_at_the_end_of_each_batch() -> None:
     learn.fit(2)
     train = lambda e, i: ('after_batch', (e, i, 3, 3 * e + i + 1, 3 * e + i + 1, 2))
     valid = lambda e, i: ('after_batch', (e, i, 2, 3 * e + 3, 3 * e + 3, 2))
-    assert log.seen == [
-        f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)
-    ]
+    expected = [f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)]
+    assert log.seen == expected
     assert (learn.time.ep, learn.time.ba, learn.time.st, learn.time.sp) == (2, 6, 6, 96)
 
 
 def test_pct_train_starts_each_epoch_at_its_share() -> None:
     log = Journal(lambda o: o.pct_train, 'before_fit before_train after_fit')
     bare(log, n_train=7).fit(4)
-    assert [p for _, p in log.seen[:5]] == [0, 0, 0.25, 0.5, 0.75] and log.seen[5][
-        1
-    ] == pytest.approx(1)
+    assert [p for _, p in log.seen[:5]] == [0, 0, 0.25, 0.5, 0.75]
+    assert log.seen[5][1] == pytest.approx(1)
 
 
 def test_the_last_batch_counts_its_own_samples() -> None:
-    learn = Learner(
-        DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4),
-        RegModel(),
-        nn.MSELoss(),
-        cbs=TrainEvalCallback,
-        default_cbs=False,
-    )
+    dls = DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4)
+    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(2)
     assert (learn.time.ba, learn.time.sp) == (6, 20)
 
@@ -401,13 +377,7 @@ def test_one_batch_out_of_training_only_evaluates() -> None:
     x, y = batch = learn.dls.one_batch()
     learn.one_batch(3, batch)
     pred, loss, *_ = closed_form(learn.model, x, y)
-    assert log.seen[1:] == [
-        'before_batch',
-        'before_pred',
-        'after_pred',
-        'after_loss',
-        'after_batch',
-    ]
+    assert log.seen[1:] == 'before_batch before_pred after_pred after_loss after_batch'.split()
     assert learn.iter == 3 and learn.x is x and learn.y is y
     assert torch.allclose(learn.pred, pred) and torch.allclose(learn.loss, loss)
     assert learn.opt is None and learn.model.a.grad is None
@@ -477,10 +447,8 @@ def test_loss_is_a_separate_value_and_stays_between_batches() -> None:
     )
     learn.fit(1)
     assert all(t.item() == v and t.grad_fn is None for t, v in kept)
-    assert (
-        losses_seen[0] == 0
-        and [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
-    )
+    assert losses_seen[0] == 0
+    assert [a is b for a, (b, _) in zip(losses_seen[1:], kept[:-1], strict=True)] == [True] * 3
 
 
 def test_a_loss_function_that_works_in_place_cannot_change_what_was_logged() -> None:
@@ -522,14 +490,9 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
         torch.manual_seed(5)
         model, ds = net(), TensorDataset(torch.randn(40, 1), torch.randn(40, 1))
         train, dl = DataLoader(ds, 8, shuffle=True), DataLoader(ds, 8, shuffle=True)
-        learn = Learner(
-            DataLoaders(train, {'a': dl, 'b': dl} if valid else None),
-            model,
-            nn.MSELoss(),
-            lr=0.05,
-            cbs=[Noisy, *([Recorder] if defaults else []), TrainEvalCallback],
-            default_cbs=False,
-        )
+        dls = DataLoaders(train, {'a': dl, 'b': dl} if valid else None)
+        cbs = [Noisy, *([Recorder] if defaults else []), TrainEvalCallback]
+        learn = Learner(dls, model, nn.MSELoss(), lr=0.05, cbs=cbs, default_cbs=False)
         learn.logger = print
         learn.fit(3)
         return [t.clone() for t in model.state_dict().values()]
@@ -542,17 +505,10 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
 @pytest.mark.parametrize(
     'evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)]
 )
-def test_evaluation_restores_generators_modes_and_state(
-    evaluate: Callable[[Learner], Any],
-) -> None:
+def test_evaluation_restores_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
     model = net()
-    learn = Learner(
-        synth_dls(n_train=3, n_valid=2),
-        model,
-        nn.MSELoss(),
-        cbs=[TrainEvalCallback, Noisy],
-        default_cbs=False,
-    )
+    dls = synth_dls(n_train=3, n_valid=2)
+    learn = Learner(dls, model, nn.MSELoss(), cbs=[TrainEvalCallback, Noisy], default_cbs=False)
     inside: list[bool] = []
     names = (
         'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()
@@ -573,9 +529,8 @@ def test_evaluation_restores_generators_modes_and_state(
         )
         assert torch.equal(rngs[0], torch.get_rng_state()) and rngs[1] == random.getstate()
         assert np.array_equal(rngs[2], np.random.get_state()[1])
-        assert all(
-            torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True)
-        )
+        for a, b in zip(weights, model.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
 
     cb = Callback(before_step=check)
     learn.add_cb(cb)
@@ -622,14 +577,10 @@ def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come
             if cb.training:
                 order.extend(cb.x.flatten().tolist())
 
+        dls = DataLoaders(make(ds))
+        cbs = [TrainEvalCallback, Callback(before_batch=note)]
         learn = Learner(
-            DataLoaders(make(ds)),
-            RegModel(),
-            nn.MSELoss(),
-            opt_func=SGD,
-            lr=0.0,
-            default_cbs=False,
-            cbs=[TrainEvalCallback, Callback(before_batch=note)],
+            dls, RegModel(), nn.MSELoss(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs
         )
         learn.fit(1)
         if evaluates:
@@ -647,18 +598,15 @@ def test_a_norm_layer_that_was_set_to_eval_stays_so_in_later_epochs(valid: bool)
         if cb.epoch == 0:
             model[1].eval()
 
+    cbs = [
+        TrainEvalCallback,
+        Callback(
+            before_train=freeze,
+            before_step=lambda cb: modes.append([m.training for m in model]),
+        ),
+    ]
     learn = Learner(
-        dls if valid else DataLoaders(dls.train),
-        model,
-        nn.MSELoss(),
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            Callback(
-                before_train=freeze,
-                before_step=lambda cb: modes.append([m.training for m in model]),
-            ),
-        ],
+        dls if valid else DataLoaders(dls.train), model, nn.MSELoss(), default_cbs=False, cbs=cbs
     )
     learn.fit(3)
     assert modes == [[True, False, True, True, True]] * 6

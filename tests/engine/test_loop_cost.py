@@ -17,13 +17,7 @@ from torch.utils.data import Dataset
 
 from benchmarks import __main__ as quick, checkpoint, imports, loader, memory, step
 from benchmarks.subjects import SUBJECTS, ImageTask, Task
-from learnkit import (
-    Callback,
-    DataLoaders,
-    Learner,
-    Recorder,
-    accuracy,
-)
+from learnkit import Callback, DataLoaders, Learner, Recorder, accuracy
 from learnkit.callbacks import progress
 from learnkit.engine.timings import EVERY
 from learnkit.metrics import AvgMetric
@@ -363,14 +357,10 @@ def test_a_default_epoch_does_not_wait_for_the_device(
     x, y = torch.randn(1280, 4), torch.randint(3, (1280,))
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8, device=where)
     dls.device = torch.device('cuda')
+    model = nn.Linear(4, 3)
+    metrics = AvgMetric(accuracy, on='both')
     learn = Learner(
-        dls,
-        nn.Linear(4, 3),
-        F.cross_entropy,
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        metrics=AvgMetric(accuracy, on='both'),
-        cbs=NoSync,
+        dls, model, F.cross_entropy, opt_func=torch.optim.SGD, lr=0.1, metrics=metrics, cbs=NoSync
     )
     learn.fit(2)
     assert len(learn.recorder.losses) == 320

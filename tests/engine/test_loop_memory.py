@@ -126,19 +126,10 @@ def log_mean(cb: Any) -> None:
         ),
         ({'default_cbs': False, 'cbs': TrainEvalCallback}, {}),
     ],
-    ids=[
-        'plain',
-        'sgd',
-        'metric',
-        'train-metric',
-        'pieces',
-        'weights',
-        'metric-of-pieces',
-        'class-weights',
-        'log',
-        'periodic',
-        'bare',
-    ],
+    ids=(
+        'plain sgd metric train-metric pieces weights metric-of-pieces class-weights log periodic '
+        'bare'
+    ).split(),
 )
 def test_no_batch_waits_for_the_device(kwargs: dict[str, Any], at_end: dict[str, int]) -> None:
     assert waits_of_fit(**kwargs) == at_end

@@ -253,17 +253,12 @@ def test_loss_is_the_pieces_own_inside_and_the_weighted_mean_after() -> None:
 
 def test_validation_is_not_split() -> None:
     seen = Counter()
-    learn = Learner(
-        ([batch(7)], [batch(7), batch(5)]),
-        mlp(),
-        nn.MSELoss(),
-        microbatch=2,
-        default_cbs=False,
-        cbs=[
-            TrainEvalCallback,
-            Callback(after_pred=lambda cb: seen.update([(cb.training, len(cb.pred))])),
-        ],
-    )
+    dls = ([batch(7)], [batch(7), batch(5)])
+    cbs = [
+        TrainEvalCallback,
+        Callback(after_pred=lambda cb: seen.update([(cb.training, len(cb.pred))])),
+    ]
+    learn = Learner(dls, mlp(), nn.MSELoss(), microbatch=2, default_cbs=False, cbs=cbs)
     learn.fit(1)
     assert seen == {(True, 2): 3, (True, 1): 1, (False, 7): 1, (False, 5): 1}
 
@@ -362,11 +357,9 @@ def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> No
     learn.fit(1)
     losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
     assert learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
-    assert (
-        learn.recorder.lrs == [0.0, 0.0]
-        and list(learn.recorder.iters) == [2]
-        and learn.time.st == 2
-    )
+    assert learn.recorder.lrs == [0.0, 0.0]
+    assert list(learn.recorder.iters) == [2]
+    assert learn.time.st == 2
 
 
 # What is measured
@@ -374,12 +367,8 @@ def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> No
 
 def test_a_training_metric_sees_every_sample() -> None:
     model, bs = mlp(), [batch(7, seed=1), batch(4, seed=2)]
-    learn = learner(
-        bs,
-        model,
-        Recorder(train_metrics=True, valid_metrics=False),
-        metrics=[mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')],
-    )
+    metrics = [mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')]
+    learn = learner(bs, model, Recorder(train_metrics=True, valid_metrics=False), metrics=metrics)
     learn.logger = print
     learn.fit(1)
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
@@ -405,9 +394,8 @@ def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
     whole = torchmetrics.classification.MulticlassF1Score(3)(pred, y)
     assert learn.history[0]['multiclass_f1_score'] == pytest.approx(whole.item(), abs=1e-6)
-    assert learn.history[0]['accuracy'] == pytest.approx(
-        (pred.argmax(1) == y).double().mean().item(), abs=1e-6
-    )
+    expected = (pred.argmax(1) == y).double().mean().item()
+    assert learn.history[0]['accuracy'] == pytest.approx(expected, abs=1e-6)
 
 
 def test_counters_count_batches_and_samples_not_pieces() -> None:

@@ -44,14 +44,9 @@ def data(n: int = 40, bs: int = 16) -> DataLoaders:
 
 
 def learner(model: Hungry, microbatch: Any = 'auto', **kwargs: Any) -> Learner:
+    dls = data()
     learn = Learner(
-        data(),
-        model,
-        nn.MSELoss(),
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        microbatch=microbatch,
-        **kwargs,
+        dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, microbatch=microbatch, **kwargs
     )
     learn.logger = lambda row: None
     return learn
@@ -74,9 +69,8 @@ def test_the_weights_match_whole_batches() -> None:
     for learn in (whole, pieces):
         learn.fit(3)
     torch.testing.assert_close(weights(whole), weights(pieces), rtol=0, atol=1e-12)
-    assert whole.history[-1]['valid_loss'] == pytest.approx(
-        pieces.history[-1]['valid_loss'], abs=1e-12
-    )
+    expected = pieces.history[-1]['valid_loss']
+    assert whole.history[-1]['valid_loss'] == pytest.approx(expected, abs=1e-12)
 
 
 def test_random_numbers_match_pieces_of_that_size_from_the_start() -> None:

@@ -329,10 +329,8 @@ def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
     for state in (states[0], states[3], states[6], states[10]):
         again = make()
         fit(again, 2, resume=state)
-        assert (
-            torch.equal(weights(again.model), weights(straight.model))
-            and again.time.st == straight.time.st
-        )
+        assert torch.equal(weights(again.model), weights(straight.model))
+        assert again.time.st == straight.time.st
 
 
 # --------------------------------------------------------------------------- several steps, one net
@@ -452,22 +450,15 @@ def test_the_ordinary_batch_in_verbs_is_the_ordinary_batch(options: dict[str, An
 def test_the_events_of_a_turn() -> None:
     seen: list[str] = []
     names = (
-        'before_batch',
-        'before_pred',
-        'after_pred',
-        'after_loss',
-        'before_backward',
-        'after_backward',
-        'before_step',
-        'after_step',
-        'after_batch',
-    )
+        'before_batch before_pred after_pred after_loss before_backward after_backward '
+        'before_step after_step after_batch'
+    ).split()
     fit(
         make_classifier_learner(
             Ordinary, Callback(**{name: lambda cb, name=name: seen.append(name) for name in names})
         )
     )
-    assert seen == list(names) * 4
+    assert seen == names * 4
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,8 @@ def note(cb: Callback) -> None:
 
 
 def test_a_copy_of_a_learner_begins_the_stream_again_and_the_original_continues() -> None:
-    learn = Learner(
-        DataLoaders(Numbers(), n_iter=3),
-        nn.Linear(1, 1),
-        nn.MSELoss(),
-        lr=1e-4,
-        cbs=Callback(before_batch=note),
-    )
+    dls = DataLoaders(Numbers(), n_iter=3)
+    learn = Learner(dls, nn.Linear(1, 1), nn.MSELoss(), lr=1e-4, cbs=Callback(before_batch=note))
     learn.seen = []
     with learn.no_bar(), learn.no_logging():
         learn.fit(2)

@@ -56,9 +56,8 @@ def test_layers_that_were_frozen_are_trained_again(tmp_path: Path) -> None:
     check_every_place(lambda: learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze)))
     learn = learner(tmp_path, BnFreeze(), Callback(before_epoch=freeze))
     learn.fit(2)
-    assert (
-        learn.bn_freeze.state_dict() == {'frozen': []} and learn.model.norm.num_batches_tracked == 4
-    )
+    assert learn.bn_freeze.state_dict() == {'frozen': []}
+    assert learn.model.norm.num_batches_tracked == 4
 
 
 def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
@@ -217,10 +216,8 @@ def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path
     mine = tmp_path / 'mine.txt'
     mine.write_text('all of it')
     (tmp_path / 'run').mkdir()
-    assert (
-        from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth')
-        == tmp_path / 'run' / 'models' / 'a.pth'
-    )
+    expected = tmp_path / 'run' / 'models' / 'a.pth'
+    assert from_portable_path(synth_learner(path=tmp_path / 'run'), 'models/a.pth') == expected
     for kept in (str(mine), '../mine.txt'):
         with pytest.warns(UserWarning, match='lies outside of'):
             assert from_portable_path(synth_learner(path=tmp_path / 'run'), kept) is None

@@ -29,6 +29,7 @@ from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
 from learnkit.metrics import RMSE, AccumMetric, mae
 from tests.helpers.clock import use_clock
+from tests.helpers.comparing import same
 
 N_BATCHES, N_EPOCH = 5, 3
 
@@ -107,20 +108,14 @@ def ratio(preds: Tensor, targs: Tensor) -> Tensor:
 def assert_recorded_alike(a: Any, b: Any) -> None:
     assert timeless(a.history) == timeless(b.history) and len(a.history) == N_EPOCH
     one, two = a.recorder, b.recorder
-    assert (
-        one.evaluations == two.evaluations
-        and list(one.iters) == list(two.iters)
-        and one.n_fits == two.n_fits
-    )
-    assert (
-        one.smooth_loss.smooth == two.smooth_loss.smooth
-        and one.smooth_loss.raw == two.smooth_loss.raw
-    )
+    assert one.evaluations == two.evaluations
+    assert list(one.iters) == list(two.iters)
+    assert one.n_fits == two.n_fits
+    assert one.smooth_loss.smooth == two.smooth_loss.smooth
+    assert one.smooth_loss.raw == two.smooth_loss.raw
     assert one.lrs == two.lrs and one.hps == two.hps and len(one.lrs) == N_EPOCH * N_BATCHES
-    assert (
-        list(map(list, one.values)) == list(map(list, two.values))
-        and one.metric_names == two.metric_names
-    )
+    assert list(map(list, one.values)) == list(map(list, two.values))
+    assert one.metric_names == two.metric_names
     assert list(a.final_record) == list(b.final_record)
     assert a.rows[-1][:-1] == b.rows[-1][:-1]
     for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
@@ -148,9 +143,8 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     make = partial(learner, eval_every='3ba')
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
-    assert [r['ba'] for r in other.recorder.evaluations] == [
-        r['ba'] for r in straight.recorder.evaluations
-    ]
+    expected = [r['ba'] for r in straight.recorder.evaluations]
+    assert [r['ba'] for r in other.recorder.evaluations] == expected
 
 
 @pytest.mark.parametrize('after', [3, 5, 8, 9, 10])
@@ -248,10 +242,7 @@ class Seen(Metric):
 
 def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     make = partial(learner, metrics=[mae, Seen()])
-    with pytest.warns(
-        UserWarning,
-        match=r'`seen` \(.*attribute `seen` holds a set',
-    ):
+    with pytest.warns(UserWarning, match=r'`seen` \(.*attribute `seen` holds a set'):
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
     assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH
@@ -261,10 +252,7 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
 
 
 def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
-    with pytest.warns(
-        UserWarning,
-        match=r'`rmse` \(.*no metric',
-    ):
+    with pytest.warns(UserWarning, match=r'`rmse` \(.*no metric'):
         straight, other = resumed(
             partial(learner, metrics=[mae, nn.L1Loss()]),
             3,
@@ -297,16 +285,6 @@ def test_the_state_matches_the_uninterrupted_run_but_for_its_clocks() -> None:
     assert same(a, b)
     b['open']['n_before'] += 1
     assert not same(a, b)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:

@@ -61,16 +61,12 @@ def test_every_kind_of_content_is_written_back_into_the_same_object() -> None:
         kinds['list'] == [1, [2]] and kinds['list'][1] is inner and kinds['dict'] == {'a': {'b': 1}}
     )
     assert kinds['set'] == {1, 2} and kinds['deque'] == deque([1]) and kinds['tuple'] == ([1],)
-    assert (
-        [*kinds['ordered']] == ['b', 'a']
-        and kinds['default'] == {'a': [1]}
-        and kinds['bytes'] == b'ab'
-    )
-    assert (
-        kinds['array'] == array('d', [1.0])
-        and not kinds['numpy'].any()
-        and not kinds['tensor'].any()
-    )
+    assert [*kinds['ordered']] == ['b', 'a']
+    assert kinds['default'] == {'a': [1]}
+    assert kinds['bytes'] == b'ab'
+    assert kinds['array'] == array('d', [1.0])
+    assert not kinds['numpy'].any()
+    assert not kinds['tensor'].any()
     assert kinds['none'] is None and 'more' not in kinds
     assert all(id(kinds[k]) == i for k, i in ids.items() if k not in ('none', 'more'))
 
@@ -147,18 +143,14 @@ def test_the_attributes_of_owners_are_written_back() -> None:
     assert opt.state and opt.param_groups[0]['lr'] == 1e-4
     noted.undo()
     assert [list(vars(o)) for o in every] == [list(attributes) for attributes in before]
-    assert (
-        layer.calls == [0]
-        and not opt.state
-        and opt.param_groups[0]['lr'] == 1e-3
-        and sched.last_epoch == 0
-    )
-    assert (
-        'seen' not in vars(cb.notes['inner'])
-        and metric.n == []
-        and mean.value is None
-        and several == [1, 2]
-    )
+    assert layer.calls == [0]
+    assert not opt.state
+    assert opt.param_groups[0]['lr'] == 1e-3
+    assert sched.last_epoch == 0
+    assert 'seen' not in vars(cb.notes['inner'])
+    assert metric.n == []
+    assert mean.value is None
+    assert several == [1, 2]
     assert layer.weight.grad is None and scaler.get_scale() == 2.0**16
 
 
@@ -191,11 +183,9 @@ def test_an_object_of_another_kind_stays_whole() -> None:
     logger.sent += 1
     next(counter), outside.append(2)
     noted.undo()
-    assert (
-        logger.sent == logger.client._sent == client._sent == 1
-        and outside == [1, 2]
-        and next(counter) == 2
-    )
+    assert logger.sent == logger.client._sent == client._sent == 1
+    assert outside == [1, 2]
+    assert next(counter) == 2
     assert client.queue.items == logger.client.queue.items == [0, 0]
 
 

@@ -29,22 +29,10 @@ FIT_EVENTS = [
 ]
 CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
-STATE = (
-    'fitting',
-    'error',
-    'logger',
-    'create_mbar',
-    'dl',
-    'xb',
-    'yb',
-    'pred',
-    'loss',
-    'batch',
-)
+STATE = 'fitting error logger create_mbar dl xb yb pred loss batch'.split()
 ABSENT = object()
-seed_torch = (
-    torch.default_generator.manual_seed
-)  # `torch.manual_seed` walks the stack, which takes a millisecond
+# `torch.manual_seed` walks the stack, which takes a millisecond
+seed_torch = torch.default_generator.manual_seed
 
 
 def others_in_full(cases: Iterable[tuple[Any, ...]], is_ordinary: Callable[..., bool]) -> list[Any]:
@@ -153,9 +141,8 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
     learn.fit(N_EPOCH)
     assert digest(learn) == fresh()['digest']
     assert rows(learn)[n:] == fresh()['rows']
-    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == fresh()[
-        'counters'
-    ]
+    expected = fresh()['counters']
+    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == expected
     assert learn.opt.n_steps == fresh()['n_steps']
     is_clean(learn)
 

@@ -42,9 +42,8 @@ def kill_in_saves(folder: Path, n: int, background: bool) -> int:
             child.wait(60)
         within += bool(list(Path(folder, 'checkpoints').glob('.*.tmp-*')))
         found = find(True, folder / 'checkpoints')
-        assert (
-            found is not None and found[1]['loop']['done']['ba'] >= _begun(folder) - 1 - background
-        )
+        assert found is not None
+        assert found[1]['loop']['done']['ba'] >= _begun(folder) - 1 - background
     return within
 
 

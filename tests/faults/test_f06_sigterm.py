@@ -104,9 +104,8 @@ def test_to_a_group_with_workers(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "The workers end at once; torch, which waits for a batch, notices within five seconds."
-    monkeypatch.setattr(
-        _MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,)
-    )  # its seconds
+    # its seconds
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,))
     places = ['train after_loss', 'valid before_batch', 'before_epoch']
     make = lambda: make_learner(dls=torch_dls(n_workers=2))
     lives = run_until_done(training(tmp_path, make, n_epoch=3), places, signal.SIGTERM, group=True)

@@ -82,13 +82,11 @@ def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
 
 def is_clean_but_for_display(learn: Learner) -> None:
     "The user aborts a cleanup, and the loop's state is restored nevertheless."
-    assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (
-        0,
-        (),
-        False,
-        False,
-        None,
-    )
+    assert learn.run.depth == 0
+    assert learn.run.levels == ()
+    assert learn.fitting is False
+    assert learn.run.stopping is False
+    assert learn.error is None
     assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
 
 
@@ -135,10 +133,8 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH))
-    assert type(e) is KeyboardInterrupt and [x[0] for x in watch.fired] == [
-        'after_error',
-        'cleanup',
-    ]
+    assert type(e) is KeyboardInterrupt
+    assert [x[0] for x in watch.fired] == ['after_error', 'cleanup']
     fits_like_fresh(learn, cbs)
 
 
@@ -146,10 +142,8 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
 def test_in_a_run_of_its_own(how: str) -> None:
     learn = make_learner(cbs := [At('after_pred', press, nth=2), Watch()])
     e = raised_by(lambda: getattr(learn, how)())
-    assert type(e) is KeyboardInterrupt and [x[0] for x in cbs[1].fired] == [
-        'after_error',
-        'cleanup',
-    ]
+    assert type(e) is KeyboardInterrupt
+    assert [x[0] for x in cbs[1].fired] == ['after_error', 'cleanup']
     is_clean(learn)
     fits_like_fresh(learn, cbs)
 

@@ -100,17 +100,10 @@ def test_every_event(event: str) -> None:
 
 @pytest.mark.parametrize(
     'event',
-    [
-        'before_batch',
-        'after_loss',
-        'after_step',
-        'after_batch',
-        'before_validate',
-        'after_epoch',
-        'epoch_checkpoint',
-        'after_iteration',
-        'batch_checkpoint',
-    ],
+    (
+        'before_batch after_loss after_step after_batch before_validate after_epoch '
+        'epoch_checkpoint after_iteration batch_checkpoint'
+    ).split(),
 )
 def test_the_second_time_an_event_fires(event: str) -> None:
     fails_clean(event, KeyError(), nth=2)
@@ -191,21 +184,10 @@ def test_an_exception_chained_in_a_handler_keeps_its_cause() -> None:
     ('event', 'how'),
     others_in_full(
         itertools.product(
-            [
-                'before_fit',
-                'before_epoch',
-                'before_validate',
-                'before_draw',
-                'after_draw',
-                'before_batch',
-                'after_pred',
-                'after_loss',
-                'after_batch',
-                'after_validate',
-                'after_epoch',
-                'after_fit',
-                'cleanup',
-            ],
+            (
+                'before_fit before_epoch before_validate before_draw after_draw before_batch '
+                'after_pred after_loss after_batch after_validate after_epoch after_fit cleanup'
+            ).split(),
             ['validate', 'get_preds'],
         ),
         lambda event, how: (
@@ -220,13 +202,11 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     before, mode = vars(learn).copy(), learn.model.training
     e = raised_by(getattr(learn, how))
     assert e is error and notes(e)[0].startswith(f'in At.{event} (')
-    assert [x[0] for x in watch.fired] == (
-        ['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup']
-    )
+    expected = ['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup']
+    assert [x[0] for x in watch.fired] == expected
     is_clean(learn)
-    assert (learn.training, learn.phase, learn.dl_name, learn.iter) == tuple(
-        before[k] for k in ('training', 'phase', 'dl_name', 'iter')
-    )
+    expected = tuple(before[k] for k in ('training', 'phase', 'dl_name', 'iter'))
+    assert (learn.training, learn.phase, learn.dl_name, learn.iter) == expected
     assert learn.model.training == mode
     assert {k for k in vars(learn) if k[0] != '_'} <= {*before, 'final_record'}
     fits_like_fresh(learn, [bad, watch])
@@ -237,15 +217,10 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     others_in_full(
         itertools.product(
             ['before_fit', 'before_validate', 'after_pred', 'after_validate', 'after_epoch'],
-            [
-                'before_fit',
-                'before_epoch',
-                'after_loss',
-                'after_batch',
-                'before_validate',
-                'after_epoch',
-                'after_fit',
-            ],
+            (
+                'before_fit before_epoch after_loss after_batch before_validate after_epoch '
+                'after_fit'
+            ).split(),
             ['validate', 'get_preds'],
         ),
         lambda event, outer, how: (
@@ -308,15 +283,8 @@ def test_no_tensor_of_the_failed_batch_lives_on() -> None:
 
 
 def test_callbacks_that_change_the_callbacks_while_an_event_runs() -> None:
-    for event in (
-        'before_fit',
-        'before_batch',
-        'after_step',
-        'after_batch',
-        'after_epoch',
-        'after_fit',
-        'cleanup',
-    ):
+    events = 'before_fit before_batch after_step after_batch after_epoch after_fit cleanup'
+    for event in events.split():
         victim, gone = At(event, lambda cb: None), []
         cbs = [
             At(event, lambda cb: cb.learn.remove_cb(cb)),

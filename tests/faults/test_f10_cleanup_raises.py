@@ -139,11 +139,9 @@ def test_a_stray_cancel_in_a_cleanup() -> None:
     learn = make_learner(cbs := [At('cleanup', CancelFitException()), watch := Watch()])
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
-    assert (
-        type(e) is CancelError
-        and 'At.cleanup' in str(e)
-        and [x[0] for x in watch.fired] == ['cleanup']
-    )
+    assert type(e) is CancelError
+    assert 'At.cleanup' in str(e)
+    assert [x[0] for x in watch.fired] == ['cleanup']
     fits_like_fresh(learn, cbs)
 
 
@@ -179,12 +177,8 @@ def test_close_raises(bad: Exception) -> None:
     ]
     learn = make_learner(cbs)
     e = raised_by(learn.close)
-    assert type(e) is (
-        CancelError if isinstance(bad, CancelFitException) else type(bad)
-    ) and others == [
-        'close',
-        'post_close',
-    ]
+    assert type(e) is (CancelError if isinstance(bad, CancelFitException) else type(bad))
+    assert others == ['close', 'post_close']
     assert 'At.close' in (str(e) if isinstance(e, CancelError) else notes(e)[0])
     learn.close()
     assert others == ['close', 'post_close'], 'once'

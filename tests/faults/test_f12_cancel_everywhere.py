@@ -190,11 +190,9 @@ def holds(run: str, plan: dict[tuple[str, int], str], order: float = -20) -> Non
         event, kind = fired[-1], plan[fired[-1], fired.count(fired[-1])]
         level = LEVELS[kind]
         assert type(e.__cause__) is level.exception and level.exception.__name__ in str(e)
-        assert (
-            f'Plan.{event} (epoch ' in str(e) + ' '.join(notes(e))
-            and level.before in str(e)
-            and level.after in str(e)
-        )
+        assert f'Plan.{event} (epoch ' in str(e) + ' '.join(notes(e))
+        assert level.before in str(e)
+        assert level.after in str(e)
         assert watch.fired == [('after_error', e), ('cleanup', e)]
     assert cb.fired == fired, (plan, first_difference(cb.fired, fired))
     # a fit that CancelFit ended keeps its gradients; the next one clears them
@@ -245,15 +243,9 @@ def time_in_validation(event: str) -> int:
     ('event', 'kind'),
     others_in_full(
         itertools.product(
-            [
-                'before_draw',
-                'after_draw',
-                'before_batch',
-                'before_pred',
-                'after_pred',
-                'after_loss',
-                'after_batch',
-            ],
+            (
+                'before_draw after_draw before_batch before_pred after_pred after_loss after_batch'
+            ).split(),
             KINDS,
         ),
         lambda event, kind: (
@@ -422,12 +414,10 @@ def test_predictions_that_were_cut_short_are_what_was_predicted(kind: str) -> No
     preds, targs, losses = learn.get_preds(with_loss=True)
     assert isinstance(preds, type(whole[0])) and isinstance(targs, type(whole[1]))
     n = len(preds)
-    assert (
-        n == len(targs) == len(losses)
-        and n in (4, 8)
-        and preds[:4].equal(whole[0][:4])
-        and targs.equal(whole[1][:n])
-    )
+    assert n == len(targs) == len(losses)
+    assert n in (4, 8)
+    assert preds[:4].equal(whole[0][:4])
+    assert targs.equal(whole[1][:n])
     assert losses.flatten().tolist() == pytest.approx(whole[2].flatten()[:n].tolist())
 
 
@@ -469,10 +459,8 @@ def test_with_learn_a_cancel_ends_the_block() -> None:
             'epoch': ['after_cancel_epoch', 'after_epoch', 'after_fit'],
             'fit': ['after_cancel_fit', 'after_fit'],
         }[kind]
-        assert (
-            fired == ['in']
-            and cb.fired == ['before_fit', 'before_epoch', *ends, 'close', 'post_close'][:-2]
-        )
+        assert fired == ['in']
+        assert cb.fired == ['before_fit', 'before_epoch', *ends, 'close', 'post_close'][:-2]
         assert learn.run.depth == 0 and learn.run.levels == ()
     learn = make_learner()
 

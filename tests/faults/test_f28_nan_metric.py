@@ -96,11 +96,9 @@ def test_save_model_keeps_its_best(tmp_path: Path) -> None:
     keep = Callback(after_epoch=lambda cb: weights.append(cb.model[0].weight.detach().clone()))
     learn = planned([3.0, NAN, 2.0, NAN, NAN], saver, keep, path=tmp_path)
     learn.fit(5)
-    assert (
-        saver.best == 2.0
-        and learn.model[0].weight.equal(weights[2])
-        and not weights[2].equal(weights[4])
-    )
+    assert saver.best == 2.0
+    assert learn.model[0].weight.equal(weights[2])
+    assert not weights[2].equal(weights[4])
 
 
 def test_a_plateau_counts_nan_as_no_improvement() -> None:

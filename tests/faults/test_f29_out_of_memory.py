@@ -26,14 +26,7 @@ from tests.faults.fault_helpers import (
 )
 from tests.faults.run_helpers import all_load, checkpointed, in_child, names
 
-EVENTS = [
-    'before_batch',
-    'after_pred',
-    'after_loss',
-    'after_backward',
-    'after_step',
-    'before_validate',
-]
+EVENTS = 'before_batch after_pred after_loss after_backward after_step before_validate'.split()
 
 
 @pytest.mark.parametrize('event', EVENTS)
@@ -84,12 +77,10 @@ def test_when_the_system_gives_no_more(tmp_path: Path) -> None:
         return [type(error).__name__, str(error)[:200], free, learn.opt.n_steps]
 
     name, text, free, steps = in_child(job)
-    assert (
-        name in ('RuntimeError', 'OutOfMemoryError', 'MemoryError')
-        and 'alloc' in text
-        and free
-        and steps == 2
-    )
+    assert name in ('RuntimeError', 'OutOfMemoryError', 'MemoryError')
+    assert 'alloc' in text
+    assert free
+    assert steps == 2
     assert names(tmp_path) and all_load(tmp_path)
 
 

@@ -71,9 +71,8 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 def test_one_was_added(tmp_path: Path) -> None:
     _, warnings_seen = resumed(saved(tmp_path)[0], counter := Counter())
-    assert warnings_seen == [
-        'There is no state for the callback `counter` (Counter): it stays as it is.'
-    ]
+    expected = ['There is no state for the callback `counter` (Counter): it stays as it is.']
+    assert warnings_seen == expected
     assert counter.seen == 2, 'the batches that came after'
 
 
@@ -106,9 +105,8 @@ def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     _, warnings_seen = resumed(saved(tmp_path, Counter)[0], first, second)
-    assert warnings_seen == [
-        'There is no state for the callback `counter_2` (Counter): it stays as it is.'
-    ]
+    expected = ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
+    assert warnings_seen == expected
     assert (first.seen, second.seen) == (6, 2)
     with pytest.raises(CallbackError, match="both have state_key='counter'"):
         checkpointed(tmp_path / 'other')(Named(), Named())
@@ -140,15 +138,11 @@ def test_one_that_cannot_read_its_state_says_so(
         learn.fit(2, resume=path)
     assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
     warnings_seen = '\n'.join(caught.value.__notes__)
-    assert (
-        'in Picky.load_state_dict' in warnings_seen
-        and f'while {path} was put in place' in warnings_seen
-    )
-    assert (
-        not learn.resumed
-        and learn.opt.n_steps == 0
-        and all(p.grad is None for p in learn.model.parameters())
-    )
+    assert 'in Picky.load_state_dict' in warnings_seen
+    assert f'while {path} was put in place' in warnings_seen
+    assert not learn.resumed
+    assert learn.opt.n_steps == 0
+    assert all(p.grad is None for p in learn.model.parameters())
     monkeypatch.setattr(Picky, 'fixed', True)
     learn.fit(2, resume=path)
     assert same(end, learn.checkpoint_state())

@@ -54,11 +54,9 @@ def test_it_trains_as_in_the_main_thread() -> None:
     )
     in_thread(lambda: fitted(learn))
     assert digest(learn) == fresh()['digest'] and rows(learn) == fresh()['rows']
-    assert (
-        handlers() == before
-        and all(h == before and t is not threading.main_thread() for h, t in during)
-        and len(during) == 10
-    )
+    assert handlers() == before
+    assert all(h == before and t is not threading.main_thread() for h, t in during)
+    assert len(during) == 10
     is_clean(learn)
 
 
@@ -95,11 +93,9 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
     learn = make_learner(cbs := [At(event, error), watch := Watch()])
     start_again(learn)
     e = in_thread(lambda: raised_by(lambda: learn.fit(N_EPOCH)))
-    assert (
-        e is error
-        and notes(e)[0].startswith(f'in At.{event}')
-        and watch.fired == [('after_error', e), ('cleanup', e)]
-    )
+    assert e is error
+    assert notes(e)[0].startswith(f'in At.{event}')
+    assert watch.fired == [('after_error', e), ('cleanup', e)]
     is_clean(learn)
     fits_like_fresh(learn, cbs)  # the lock is free for the main thread
     in_thread(lambda: fits_like_fresh(learn))  # and for a new one
@@ -119,12 +115,8 @@ def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
         with torch.no_grad():
             model.weight.fill_(0.1)
             model.bias.zero_()
-        learn = Learner(
-            DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu'),
-            model,
-            nn.MSELoss(),
-            lr=0.1,
-        )
+        dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu')
+        learn = Learner(dls, model, nn.MSELoss(), lr=0.1)
         with learn.no_bar(), learn.no_logging():
             learn.fit(4)
         return [learn.model.weight.tolist(), learn.recorder.smooth_loss.raw]
@@ -156,11 +148,9 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
     learn.fit(N_EPOCH)
     state = digest(learn)
     threads[0].join(20)
-    assert (
-        not threads[0].is_alive()
-        and digest(learn) == state == fresh()['digest']
-        and rows(learn) == fresh()['rows']
-    )
+    assert not threads[0].is_alive()
+    assert digest(learn) == state == fresh()['digest']
+    assert rows(learn) == fresh()['rows']
     assert list(results[0]) == list(learn.validate())
     is_clean(learn)
     fits_like_fresh(learn, cb)

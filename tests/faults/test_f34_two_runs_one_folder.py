@@ -58,10 +58,7 @@ def kill(pid: int, reap: bool = True) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     pid = holder(tmp_path / 'run')
     try:
-        with pytest.raises(
-            FolderInUseError,
-            match=rf'process {pid} ',
-        ):
+        with pytest.raises(FolderInUseError, match=rf'process {pid} '):
             FolderLock(tmp_path / 'run').acquire()
     finally:
         kill(pid)

@@ -55,10 +55,8 @@ def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
                 f'DistributedError: Process {who} of 2 hangs, or was stopped, for {timeout_s:g} s: '
                 in other.stderr
             )
-            assert (
-                f'process {1 - who} waited in' in other.stderr
-                and '(epoch 0, batch ' in other.stderr
-            )
+            assert f'process {1 - who} waited in' in other.stderr
+            assert '(epoch 0, batch ' in other.stderr
     return took_s
 
 
@@ -102,13 +100,7 @@ def test_hangs_at_several_places() -> None:
         others_end(5, (who, event, how))
         for who in range(2)
         for how in ('sleeps', 'loops')
-        for event in (
-            'after_draw',
-            'before_pred',
-            'before_backward',
-            'after_step',
-            'after_validate',
-        )
+        for event in 'after_draw before_pred before_backward after_step after_validate'.split()
     ]
     print(
         f'row 37: {len(took_s)} hangs with a timeout of 5 s: the other ended after {max(took_s):.1f} s at most'

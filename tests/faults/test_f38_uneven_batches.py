@@ -81,9 +81,8 @@ def test_any_number_of_samples() -> None:
             expected = make_learner(make_dls(n, 4 * n_ranks))
             expected.fit(2)
             for got in run_ranks(train, n_ranks, n, 'join', 'tensors'):
-                assert (got['weights'] - weights(expected)).abs().max() < 1e-10 and got[
-                    'samples'
-                ] == 2 * n
+                assert (got['weights'] - weights(expected)).abs().max() < 1e-10
+                assert got['samples'] == 2 * n
             n_tried += 1
     print(
         f'row 38: {n_tried} sizes of data sets in 2, 3 and 4 processes, each as one process has it'

@@ -12,11 +12,11 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from torch import Tensor
 
 from learnkit.checkpoint.torch_file import find_damage, read_torch_file
 from learnkit.core.errors import WeightsError
 from tests.faults.file_helpers import rebuilt, saved
+from tests.helpers.comparing import same
 
 WEIGHTS = {'a': torch.arange(1.0, 5.0), 'b': torch.full((600,), 2.0)}
 ENTRY, LOCAL = b'PK\1\2', b'PK\3\4'
@@ -29,10 +29,6 @@ def offsets(content: bytes, magic: bytes) -> Iterator[int]:
     while at >= 0:
         yield at
         at = content.find(magic, at + 4)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a)
 
 
 def count_other_weights(path: Path, bits: Iterable[int]) -> tuple[int, int]:

@@ -148,9 +148,8 @@ def soak(tmp_path: Path, n: int, n_warm: int, seed: int) -> tuple[Counter[str], 
                 shutil.rmtree(tmp_path / 'run', ignore_errors=True)
             done[use_once(tmp_path / 'run', rng)] += 1
     after = measure()
-    assert {k: v for k, v in after.items() if k != 'MB'} == {
-        k: v for k, v in before.items() if k != 'MB'
-    }
+    expected = {k: v for k, v in before.items() if k != 'MB'}
+    assert {k: v for k, v in after.items() if k != 'MB'} == expected
     return done, {'before': before, 'after': after}
 
 

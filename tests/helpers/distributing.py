@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import (
-    DataLoaders,
-    Learner,
-    accuracy,
-)
+from learnkit import DataLoaders, Learner, accuracy
 from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError
 from tests.helpers.ranks import run_ranks
@@ -51,10 +47,7 @@ def make_model(seed: int = 0, width: int = 16, dropout: float = 0.0) -> nn.Modul
 
 
 def make_learner(
-    dls: DataLoaders | None = None,
-    path: str | Path = '.',
-    dropout: float = 0.0,
-    **options: Any,
+    dls: DataLoaders | None = None, path: str | Path = '.', dropout: float = 0.0, **options: Any
 ) -> Learner:
     defaults = {
         'loss_func': F.cross_entropy,

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
-from learnkit.callbacks import (
-    LRFinder,
-    LRScheduler,
-    ParamScheduler,
-    TorchProfiler,
-)
+from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, TorchProfiler
 from learnkit.callbacks.export import LoadWeights
 from learnkit.callbacks.optuna import OptunaPruning
 from learnkit.callbacks.progress import ProgressCallback

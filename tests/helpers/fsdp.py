@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from learnkit import (
-    DataLoaders,
-    Learner,
-)
+from learnkit import DataLoaders, Learner
 
 
 class Block(nn.Module):

@@ -9,11 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import (
-    Learner,
-    Recorder,
-    TrainEvalCallback,
-)
+from learnkit import Learner, Recorder, TrainEvalCallback
 
 
 class Pair(nn.Module):

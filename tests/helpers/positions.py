@@ -163,10 +163,7 @@ def save_position(drawing: LoaderPosition, n: int) -> bytes:
 
 
 def draw_epoch(
-    drawing: LoaderPosition,
-    n: int = 0,
-    begun: bool = False,
-    keep: bool = True,
+    drawing: LoaderPosition, n: int = 0, begun: bool = False, keep: bool = True
 ) -> tuple[list[Any], dict[int, bytes]]:
     "Draw an epoch from batch `n` on; return batches with generator digests, and a checkpoint of each."
     batches, seen, checkpoints = drawing.begin(), [], {}
@@ -184,10 +181,7 @@ def draw_epoch(
 
 
 def resume_passes(
-    make: Callable[[int], Any],
-    checkpoint: bytes,
-    epochs: int = 2,
-    keep: bool = True,
+    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, keep: bool = True
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
     "Resume from a checkpoint in a new loader with other global seeds; return the same as `run_without_stop`."
     random.seed(7)

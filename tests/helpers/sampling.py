@@ -79,10 +79,7 @@ def as_lists(samples: list[Any]) -> Any:
 
 
 def detection(
-    n: int = 64,
-    bs: int = 16,
-    collate: Callable[[list[Any]], Any] = as_tuples,
-    **kwargs: Any,
+    n: int = 64, bs: int = 16, collate: Callable[[list[Any]], Any] = as_tuples, **kwargs: Any
 ) -> Learner:
     "Return a Learner with SGD on scenes in their order."
     loader = torch.utils.data.DataLoader(scenes(n), batch_size=bs, collate_fn=collate)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fastcore.basics import noop
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit import DataLoaders, Learner
 
@@ -35,13 +35,3 @@ def digest(learn: Learner) -> list[Any]:
     "Return everything that a load may change."
     state = {} if learn.opt is None else learn.opt.state_dict()
     return pickle.loads(pickle.dumps([learn.model.state_dict(), state, learn.lr]))  # own bytes
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)

@@ -65,11 +65,9 @@ def test_many_classes(loss: Any) -> None:
     assert (
         interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))
     ).all()
-    assert (
-        torch.equal(interp.targs, y)
-        and torch.equal(interp.decoded, x.argmax(1))
-        and interp.vocab == [0, 1, 2, 3]
-    )
+    assert torch.equal(interp.targs, y)
+    assert torch.equal(interp.decoded, x.argmax(1))
+    assert interp.vocab == [0, 1, 2, 3]
     torch.testing.assert_close(interp.losses, F.cross_entropy(x, y, reduction='none'))
     assert len(interp) == N
 
@@ -199,12 +197,8 @@ def test_the_picture_of_the_matrix() -> None:
     assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))
     assert [t.get_text() for t in mine.texts] == [str(n) for n in matrix.flatten()]
     assert (mine.get_xlabel(), mine.get_ylabel()) == ('predicted', 'actual')
-    assert [t.get_text() for t in mine.get_yticklabels()] == [
-        'one',
-        'two',
-        'three',
-        'a name that is mu...',
-    ]
+    expected = ['one', 'two', 'three', 'a name that is mu...']
+    assert [t.get_text() for t in mine.get_yticklabels()] == expected
     assert not interp.plot_confusion_matrix(plot_txt=False, figsize=(2, 2)).texts
     assert plt.gcf().get_size_inches().tolist() == [2, 2]
 
@@ -213,11 +207,9 @@ def test_a_picture_of_many_classes_is_thinned_out() -> None:
     pytest.importorskip('matplotlib')
     interp = interpret(torch.eye(50), torch.arange(50), nn.CrossEntropyLoss())
     ax = interp.plot_confusion_matrix()
-    assert (
-        not ax.texts
-        and len(ax.get_xticks()) == 25
-        and (ax.images[0].get_array() == np.eye(50)).all()
-    )
+    assert not ax.texts
+    assert len(ax.get_xticks()) == 25
+    assert (ax.images[0].get_array() == np.eye(50)).all()
 
 
 @pytest.mark.parametrize(
@@ -241,12 +233,10 @@ def test_the_report_is_scikit_learns(
     x, y = scores()
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcde'])
     interp.print_classification_report()
-    assert (
-        capsys.readouterr().out.strip()
-        == skm.classification_report(
-            y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
-        ).strip()
-    )
+    expected = skm.classification_report(
+        y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
+    ).strip()
+    assert capsys.readouterr().out.strip() == expected
     monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
     with pytest.raises(MissingExtraError, match=r'needs scikit-learn: pip install scikit-learn$'):
         interp.print_classification_report()
@@ -276,17 +266,13 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
     before, order = capture_rng(), interp.learn.dls.train.generator.get_state()
     inps, preds, targs, decoded, losses = interp[[20, 3, 3, -1]]
     rows = [20, 3, 3, N - 1]
-    assert all(
-        torch.equal(a, b[rows])
-        for a, b in ((inps, x), (preds, x.softmax(1)), (targs, y), (decoded, x.argmax(1)))
-    )
+    for a, b in ((inps, x), (preds, x.softmax(1)), (targs, y), (decoded, x.argmax(1))):
+        assert torch.equal(a, b[rows])
     assert torch.equal(losses, interp.losses[rows])
-    assert torch.equal(interp[4][0], x[4:5]) and torch.equal(
-        interp[torch.tensor([4, 5])][2], y[4:6]
-    )
-    assert same_states(before, capture_rng()) and torch.equal(
-        order, interp.learn.dls.train.generator.get_state()
-    )
+    assert torch.equal(interp[4][0], x[4:5])
+    assert torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])
+    assert same_states(before, capture_rng())
+    assert torch.equal(order, interp.learn.dls.train.generator.get_state())
     with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'):
         interp[[1, N]]
 
@@ -304,10 +290,8 @@ def test_several_inputs_and_a_regression() -> None:
     assert torch.equal(a3 + b3, preds)
     table = interp.plot_top_losses(2)
     idxs = interp.top_losses(2)[1].tolist()
-    assert (
-        table.columns['x1'] == a[idxs, 0].tolist()
-        and table.columns['target'] == y[idxs, 0].tolist()
-    )
+    assert table.columns['x1'] == a[idxs, 0].tolist()
+    assert table.columns['target'] == y[idxs, 0].tolist()
     assert table.columns['loss'] == interp.losses[idxs].tolist() and table.wrong == []
     with pytest.raises(OptionError, match='a regression has no confusion matrix'):
         ClassificationInterpretation.from_learner(interp.learn)

@@ -33,12 +33,8 @@ def points(n: int = N) -> tuple[Tensor, Tensor]:
 
 
 def learner(valid: Any, model: nn.Module | None = None, loss: Any = None, **kwargs: Any) -> Learner:
-    learn = Learner(
-        DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)),
-        model or nn.Linear(3, 2),
-        loss or nn.MSELoss(),
-        **kwargs,
-    )
+    dls = DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None))
+    learn = Learner(dls, model or nn.Linear(3, 2), loss or nn.MSELoss(), **kwargs)
     learn.logger = print
     learn.remove_cb(learn.progress)
     return learn
@@ -59,9 +55,8 @@ def test_validate_returns_loss_and_metrics_over_all_samples(
     learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
     res = learn.validate()
     pred = learn.model(x)
-    assert list(res) == pytest.approx(
-        [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()], rel=1e-5
-    )
+    expected = [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()]
+    assert list(res) == pytest.approx(expected, rel=1e-5)
     assert capsys.readouterr().out == '' and learn.history == []
 
 
@@ -127,9 +122,8 @@ def test_a_validation_with_further_callbacks(xy: Any) -> None:
     x, y = xy
     learn = learner([(x, y)])
     shift = Callback(before_batch=lambda cb: setattr(cb.learn, 'yb', (cb.y + 1,)))
-    assert learn.validate(cbs=shift)[0] == pytest.approx(
-        F.mse_loss(learn.model(x), y + 1).item(), rel=1e-5
-    )
+    expected = F.mse_loss(learn.model(x), y + 1).item()
+    assert learn.validate(cbs=shift)[0] == pytest.approx(expected, rel=1e-5)
     assert learn.validate()[0] == pytest.approx(F.mse_loss(learn.model(x), y).item(), rel=1e-5)
 
 
@@ -155,12 +149,8 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
 
 def test_predictions_of_the_training_set(xy: Any) -> None:
     x, y = xy
-    learn = Learner(
-        DataLoaders.from_tensors((x, y), bs=4, drop_last=True),
-        nn.Linear(3, 2),
-        nn.MSELoss(),
-        default_cbs=False,
-    )
+    dls = DataLoaders.from_tensors((x, y), bs=4, drop_last=True)
+    learn = Learner(dls, nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
     preds, targs = learn.get_preds(ds_idx=0)
     assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
 
@@ -295,9 +285,8 @@ def test_an_activation_is_applied(xy: Any) -> None:
     learn = learner(TensorLoader(x, y, bs=4), loss=Loss())
     raw = learn.model(x)
     preds, targs, decoded = learn.get_preds(with_decoded=True)
-    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6) and torch.equal(
-        decoded, raw.argmax(-1)
-    )
+    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6)
+    assert torch.equal(decoded, raw.argmax(-1))
     assert torch.equal(targs, y)
     assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], raw.sigmoid(), atol=1e-6)
     assert torch.allclose(learn.get_preds(act=lambda o: o)[0], raw, atol=1e-6)
@@ -312,11 +301,9 @@ def test_losses_come_after_decoded_predictions(xy: Any) -> None:
     inputs, preds, targs, decoded, losses = learn.get_preds(
         with_input=True, with_decoded=True, with_loss=True
     )
-    assert (
-        torch.equal(decoded, preds.argmax(-1))
-        and losses.is_floating_point()
-        and len(inputs) == len(targs) == N
-    )
+    assert torch.equal(decoded, preds.argmax(-1))
+    assert losses.is_floating_point()
+    assert len(inputs) == len(targs) == N
 
 
 def test_batches_of_dicts(xy: Any) -> None:
@@ -363,9 +350,8 @@ def test_predictions_inside_a_fit(xy: Any) -> None:
 
     learn = learner(TensorLoader(x, y, bs=4))
     learn.fit(3, cbs=Callback(after_epoch=predict))
-    assert len(got) == 6 and all(
-        torch.allclose(a, b, atol=1e-6) for a, b in zip(got[::2], got[1::2], strict=True)
-    )
+    assert len(got) == 6
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got[::2], got[1::2], strict=True))
     assert learn.train_iter == 3 and len(learn.history) == 3 and learn.phase != 'predict'
 
 
@@ -424,19 +410,15 @@ def test_one_sample_with_and_without_names_of_classes(xy: Any) -> None:
     with torch.no_grad():
         probs = learn.model[0](xy[0][5]).softmax(-1)
     decoded, label, pred = learn.predict(xy[0][5])
-    assert (
-        torch.allclose(pred, probs, atol=1e-6)
-        and decoded is label
-        and label == probs.argmax()
-        and label.ndim == 0
-    )
+    assert torch.allclose(pred, probs, atol=1e-6)
+    assert decoded is label
+    assert label == probs.argmax()
+    assert label.ndim == 0
     learn.dls.vocab = ['cat', 'dog']
     item, name, label, pred = learn.predict(xy[0][5].numpy(), with_input=True)
-    assert (
-        torch.equal(item, xy[0][5])
-        and name == learn.dls.vocab[probs.argmax()]
-        and torch.allclose(pred, probs)
-    )
+    assert torch.equal(item, xy[0][5])
+    assert name == learn.dls.vocab[probs.argmax()]
+    assert torch.allclose(pred, probs)
     assert (
         learn.model.training and torch.equal(before, torch.get_rng_state()) and learn.history == []
     )
@@ -463,9 +445,8 @@ def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
     learn = learner(TensorLoader(a, b, *xy, bs=4), TwoInTwoOut(), n_inp=2)
     (i, j), _, _, (p, q) = learn.predict((a[2], b[2]), with_input=True)
     assert torch.equal(i, a[2]) and torch.equal(j, b[2])
-    assert torch.allclose(p, learn.model.lin(a[2]), atol=1e-6) and torch.allclose(
-        q, learn.model.lin(b[2]), atol=1e-6
-    )
+    assert torch.allclose(p, learn.model.lin(a[2]), atol=1e-6)
+    assert torch.allclose(q, learn.model.lin(b[2]), atol=1e-6)
     learn.dls.n_inp = None
     assert torch.equal(learn.predict((a[2], b[2]))[2][1], q)
 

@@ -41,11 +41,8 @@ def make(valid: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
         'loss',
         lambda pred, y, reduction='mean': F.mse_loss(pred[:, 0], y.float(), reduction=reduction),
     )
-    learn = Learner(
-        DataLoaders([(X, Y)], valid, n_inp=kwargs.pop('n_inp', None)),
-        model or nn.Linear(2, 3),
-        loss,
-    )
+    dls = DataLoaders([(X, Y)], valid, n_inp=kwargs.pop('n_inp', None))
+    learn = Learner(dls, model or nn.Linear(2, 3), loss)
     learn.remove_cb(learn.progress)
     return learn
 
@@ -168,9 +165,8 @@ def test_outputs_keep_their_structure_in_memory_and_in_files(kind: str, tmp_path
     assert targs is None
     out = learn.model.lin(X).detach()
     first, *rest = (preds,) if kind == 'one' else preds.values() if kind == 'dict' else preds
-    assert torch.allclose(first, out, atol=1e-5) and all(
-        torch.allclose(o, 2 * out, atol=1e-5) for o in rest
-    )
+    assert torch.allclose(first, out, atol=1e-5)
+    assert all(torch.allclose(o, 2 * out, atol=1e-5) for o in rest)
     saved = torch.load(tmp_path / 'new' / 'p' / '1', weights_only=True)
     assert type(saved) is {'list': list, 'dict': dict}.get(kind, tuple)
     parts = list(saved.values()) if kind == 'dict' else saved
@@ -204,10 +200,8 @@ def test_joined_along_another_dimension_and_parts_left_out() -> None:
     learn = make([(X[:4], Y[:4]), (X[4:8], Y[4:8])])
     preds = learn.get_preds(concat_dim=-1)[0]
     assert preds.shape == (4, 6) and torch.allclose(preds[:, 3:], learn.model(X[4:8]), atol=1e-5)
-    assert (
-        learn.get_preds(with_targs=False)[1] is None
-        and learn.get_preds(with_preds=False)[0] is None
-    )
+    assert learn.get_preds(with_targs=False)[1] is None
+    assert learn.get_preds(with_preds=False)[0] is None
 
 
 def test_the_activation_of_a_loss_that_has_no_reduction_is_applied() -> None:
@@ -235,11 +229,9 @@ def test_gathering_through_a_whole_fit_keeps_the_last_validation() -> None:
     learn.logger = lambda row: None
     learn.add_cb(cb)
     learn.fit(2)
-    assert (
-        torch.equal(cb.inputs, X)
-        and torch.equal(cb.preds, learn.get_preds()[0])
-        and torch.equal(cb.targets, Y)
-    )
+    assert torch.equal(cb.inputs, X)
+    assert torch.equal(cb.preds, learn.get_preds()[0])
+    assert torch.equal(cb.targets, Y)
 
 
 def test_an_empty_loader_raises() -> None:
@@ -255,9 +247,8 @@ def test_a_folder_gets_a_file_a_batch(tmp_path: Path) -> None:
     assert learn.get_preds(sink=folder, with_input=True, with_loss=True) == folder
     files = [torch.load(f, weights_only=True) for f in sorted(folder.iterdir())]
     assert [f.name for f in sorted(folder.iterdir())] == [f'{i:06}.pt' for i in range(4)]
-    assert [*files[0]] == ['inputs', 'preds', 'targs', 'losses'] and os.listdir(tmp_path / 'a') == [
-        'preds'
-    ]
+    assert [*files[0]] == ['inputs', 'preds', 'targs', 'losses']
+    assert os.listdir(tmp_path / 'a') == ['preds']
     expected = learn.get_preds(with_input=True, with_loss=True)
     for name, all_of_it in zip(files[0], expected, strict=True):
         assert torch.equal(torch.cat([f[name] for f in files]), all_of_it)
@@ -271,17 +262,14 @@ def test_a_npy_file_is_a_memory_map_of_the_predictions(dtype: torch.dtype, tmp_p
     act = lambda o: (100 * o).to(dtype)
     assert learn.get_preds(sink=path, act=act) == path
     rows, expected = np.load(path, mmap_mode='r'), learn.get_preds(act=act)[0]
-    assert (
-        rows.shape == (N, 3)
-        and rows.flags.aligned
-        and torch.equal(
-            torch.tensor(rows), expected.to(torch.float32 if dtype == torch.bfloat16 else dtype)
-        )
+    assert rows.shape == (N, 3)
+    assert rows.flags.aligned
+    assert torch.equal(
+        torch.tensor(rows), expected.to(torch.float32 if dtype == torch.bfloat16 else dtype)
     )
     other = str(tmp_path / 'one.npy')
-    assert learn.get_preds(sink=other, act=lambda o: o[:, 0]) == other and np.load(other).shape == (
-        N,
-    )
+    assert learn.get_preds(sink=other, act=lambda o: o[:, 0]) == other
+    assert np.load(other).shape == (N,)
 
 
 def test_an_array_or_memory_map_is_filled(tmp_path: Path) -> None:
@@ -298,9 +286,8 @@ def test_a_function_is_called_with_the_entries_of_each_batch() -> None:
     learn, got = make(DataLoader(DATA, 4)), []
     sink = lambda *entries: got.append(entries)
     assert learn.get_preds(sink=sink, with_decoded=True, with_targs=False) is sink
-    assert [len(g) for g in got] == [2] * 4 and torch.equal(
-        torch.cat([p for p, _ in got]), learn.get_preds()[0]
-    )
+    assert [len(g) for g in got] == [2] * 4
+    assert torch.equal(torch.cat([p for p, _ in got]), learn.get_preds()[0])
 
 
 def test_an_interrupted_sink_is_usable_and_not_taken_for_complete(tmp_path: Path) -> None:
@@ -324,9 +311,8 @@ def test_an_interrupted_sink_is_usable_and_not_taken_for_complete(tmp_path: Path
     assert torch.equal(torch.cat(parts), expected)
     for sink in (folder, file):
         learn.get_preds(sink=sink)
-    assert (
-        sorted(os.listdir(tmp_path)) == ['preds', 'preds.npy'] and len(np.load(file)) == N == 1 + 12
-    )
+    assert sorted(os.listdir(tmp_path)) == ['preds', 'preds.npy']
+    assert len(np.load(file)) == N == 1 + 12
     assert len(os.listdir(folder)) == 4
 
 
@@ -357,11 +343,9 @@ def test_sinks_that_cannot_be_are_refused_before_anything_happens(tmp_path: Path
     ):
         with pytest.raises(OptionError, match=match):
             learn.get_preds(sink=sink, **options)
-    assert (
-        events_seen == []
-        and os.listdir(tmp_path) == ['full']
-        and (tmp_path / 'full' / 'mine').exists()
-    )
+    assert events_seen == []
+    assert os.listdir(tmp_path) == ['full']
+    assert (tmp_path / 'full' / 'mine').exists()
 
 
 def test_predictions_that_fit_no_array_or_file_are_refused(tmp_path: Path) -> None:

@@ -27,11 +27,8 @@ class Softmax(nn.CrossEntropyLoss):
 def make(valid: Any = None) -> Learner:
     torch.manual_seed(0)
     valid = TensorLoader(X, Y % 3, bs=4) if valid is None else valid
-    learn = Learner(
-        DataLoaders(TensorLoader(X, Y % 3, bs=4, shuffle=True, drop_last=True), valid),
-        nn.Linear(2, 3),
-        Softmax(),
-    )
+    dls = DataLoaders(TensorLoader(X, Y % 3, bs=4, shuffle=True, drop_last=True), valid)
+    learn = Learner(dls, nn.Linear(2, 3), Softmax())
     learn.remove_cb(learn.progress)
     return learn
 
@@ -61,17 +58,15 @@ def test_mean_maximum_and_both(n: int, ds_idx: int) -> None:
     learn = make()
     plain, aug = by_hand(learn, n)
     preds, targs = learn.tta(ds_idx, n=n, augment=Scale())
-    assert torch.allclose(preds, 0.75 * aug.mean(0) + 0.25 * plain, atol=1e-6) and torch.equal(
-        targs, Y % 3
-    )
+    assert torch.allclose(preds, 0.75 * aug.mean(0) + 0.25 * plain, atol=1e-6)
+    assert torch.equal(targs, Y % 3)
     preds, _ = learn.tta(ds_idx, n=n, beta=0.6, augment=Scale())
     assert torch.allclose(preds, 0.4 * aug.mean(0) + 0.6 * plain, atol=1e-6)
     preds, _ = learn.tta(ds_idx, n=n, use_max=True, augment=Scale())
     assert torch.allclose(preds, torch.maximum(aug.max(0)[0], plain), atol=1e-6)
     (first, second), _ = learn.tta(ds_idx, n=n, beta=None, augment=Scale())
-    assert torch.allclose(first, aug.mean(0), atol=1e-6) and torch.allclose(
-        second, plain, atol=1e-6
-    )
+    assert torch.allclose(first, aug.mean(0), atol=1e-6)
+    assert torch.allclose(second, plain, atol=1e-6)
 
 
 def test_each_time_draws_other_numbers_and_all_generators_are_restored() -> None:

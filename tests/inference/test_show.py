@@ -24,7 +24,7 @@ from learnkit.data.show import (
     draw_masks,
     find_errors,
 )
-from learnkit.data.tables import Table, format_targets
+from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 
@@ -51,9 +51,8 @@ def test_images_of_one_channel_with_the_names_of_their_classes(shape: tuple[int,
     for ax, image in zip(axs, x, strict=False):
         assert np.array_equal(ax.images[0].get_array(), image.reshape(5, 4).numpy())
         assert ax.images[0].get_clim() == (0, 1) and ax.images[0].get_cmap().name == 'gray'
-        assert not any(spine.get_visible() for spine in ax.spines.values()) and not len(
-            ax.get_xticks()
-        )
+        assert not any(spine.get_visible() for spine in ax.spines.values())
+        assert not len(ax.get_xticks())
 
 
 @pytest.mark.parametrize('last', [False, True])
@@ -78,10 +77,8 @@ def test_masks_are_laid_over_their_images() -> None:
     pytest.importorskip('matplotlib')
     x, mask = torch.rand(4, 3, 6, 5), torch.randint(3, (4, 6, 5))
     axs = loaders(x, mask).show_batch()
-    assert (
-        np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
-        and axs[2].images[1].get_alpha() == 0.5
-    )
+    assert np.array_equal(axs[2].images[1].get_array(), mask[2].numpy())
+    assert axs[2].images[1].get_alpha() == 0.5
     assert {ax.images[1].get_clim() for ax in axs} == {(0, 2)} and titles(axs) == [''] * 4
 
 
@@ -109,11 +106,8 @@ def test_other_targets_are_titles_too() -> None:
 def test_vectors_are_a_table() -> None:
     x, y = torch.arange(6.0).view(3, 2) / 3, torch.tensor([1, 0, 1])
     table = loaders(x, y, ['no', 'yes']).show_batch(max_n=2)
-    assert table.columns == {
-        'x[0]': x[:2, 0].tolist(),
-        'x[1]': x[:2, 1].tolist(),
-        'target': ['yes', 'no'],
-    }
+    expected = {'x[0]': x[:2, 0].tolist(), 'x[1]': x[:2, 1].tolist(), 'target': ['yes', 'no']}
+    assert table.columns == expected
     assert repr(table).splitlines() == [
         '  x[0]    x[1]  target',
         '     0  0.3333     yes',
@@ -125,12 +119,10 @@ def test_vectors_are_a_table() -> None:
 def test_a_table_as_a_page_and_as_a_frame() -> None:
     table = Table({'text': ['<b>', 'a' * 100], 'loss': [0.123456, 2]}, wrong=[1])
     html = table._repr_html_()
-    assert (
-        '<b>' not in html
-        and '&lt;b&gt;' in html
-        and html.count('wrong') == 1
-        and 'a' * 58 not in html
-    )
+    assert '<b>' not in html
+    assert '&lt;b&gt;' in html
+    assert html.count('wrong') == 1
+    assert 'a' * 58 not in html
     assert repr(table).splitlines()[-1].endswith('2  wrong')
     pd = pytest.importorskip('pandas')
     assert table.to_pandas().equals(
@@ -143,9 +135,8 @@ def test_long_vectors_signals_words_and_dicts() -> None:
     assert list(long.columns) == [*[f'x[{i}]' for i in range(8)], '...', 'target']
     assert long.columns['...'] == ['22 more'] * 3
     signals = torch.rand(3, 1, 30)
-    assert (
-        loaders(signals, torch.zeros(3)).show_batch().columns['x[3]'] == signals[:, 0, 3].tolist()
-    )
+    expected = signals[:, 0, 3].tolist()
+    assert loaders(signals, torch.zeros(3)).show_batch().columns['x[3]'] == expected
     words = DataLoaders([(['some words', 'others'], torch.tensor([1, 0]))]).show_batch(max_n=1)
     assert words.columns == {'x': ['some words'], 'target': [1]}
     batch = {
@@ -207,11 +198,8 @@ class ShowsItself(Dataset[Any]):
 
 def test_the_datas_own_method_comes_first() -> None:
     dls = DataLoaders(Shows([(torch.zeros(2), torch.zeros(2))]), DataLoader(ShowsItself()))
-    assert dls.show_batch(max_n=3, more=1) == (None, 3, {'more': 1}) and dls.show_batch('b') == (
-        'b',
-        9,
-        {},
-    )
+    assert dls.show_batch(max_n=3, more=1) == (None, 3, {'more': 1})
+    assert dls.show_batch('b') == ('b', 9, {})
     assert dls.show_batch(ds_idx=1) == ('itself', 9)
 
 
@@ -425,13 +413,9 @@ def test_classes_are_distinguished_from_scores_by_shape() -> None:
 
 
 def test_what_a_person_reads() -> None:
-    assert (
-        format_targets(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
-        and format_targets(None, 2) == ['NoneType'] * 2
-    )
-    assert format_targets((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == [
-        'b, 0.5',
-        'a, 2',
-    ]
+    assert format_targets(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
+    assert format_targets(None, 2) == ['NoneType'] * 2
+    expected = ['b, 0.5', 'a, 2']
+    assert format_targets((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == expected
     assert format_targets(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
     assert format_targets(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]

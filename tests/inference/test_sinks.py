@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import (
-    Callback,
-    DataLoaders,
-    DistributedError,
-    Learner,
-    OptionError,
-    TensorLoader,
-)
+from learnkit import Callback, DataLoaders, DistributedError, Learner, OptionError, TensorLoader
 from learnkit.inference import gather as gathering, predict
 from tests.helpers.distributing import make_learner
 from tests.helpers.ranks import run_ranks
@@ -69,11 +62,8 @@ def test_what_an_interrupted_run_has_left_is_written_over(tmp_path: Path) -> Non
     for name in ('000000.pt', '000017.pt', '.000018.pt.tmp'):
         (tmp_path / 'preds.part' / name).write_text('')
     learn.get_preds(sink=tmp_path / 'preds')
-    assert sorted(p.name for p in (tmp_path / 'preds').iterdir()) == [
-        '000000.pt',
-        '000001.pt',
-        '000002.pt',
-    ]
+    expected = ['000000.pt', '000001.pt', '000002.pt']
+    assert sorted(p.name for p in (tmp_path / 'preds').iterdir()) == expected
 
 
 def test_what_arrives_late_comes_in_order_and_all_of_it(
@@ -91,12 +81,10 @@ def test_what_arrives_late_comes_in_order_and_all_of_it(
         sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True
     )
     inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
-    assert (
-        torch.equal(p, -preds)
-        and torch.equal(t, targs)
-        and inputs.shape == (10, 2)
-        and losses.shape == (10,)
-    )
+    assert torch.equal(p, -preds)
+    assert torch.equal(t, targs)
+    assert inputs.shape == (10, 2)
+    assert losses.shape == (10,)
     learn.get_preds(sink=tmp_path / 'p.npy')
     assert np.array_equal(np.load(tmp_path / 'p.npy'), preds.numpy())
 
@@ -154,10 +142,8 @@ def test_a_disk_that_fails_in_one_process_is_reported_by_all(
     answers = run_ranks(predict_to_own_disk, 2, tmp_path, name, bad)
     assert answers[bad][0] == 'NotADirectoryError', answers
     kind, message = answers[1 - bad]
-    assert (
-        kind == 'DistributedError'
-        and f'Process {bad} of 2 has failed: NotADirectoryError' in message
-    )
+    assert kind == 'DistributedError'
+    assert f'Process {bad} of 2 has failed: NotADirectoryError' in message
 
 
 def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
@@ -186,10 +172,8 @@ def test_what_one_process_cannot_complete_is_reported_by_all(
     assert answers[who][0] == ('NotADirectoryError' if sink == name else 'IsADirectoryError'), (
         answers
     )
-    assert (
-        answers[1 - who][0] == 'DistributedError'
-        and f'Process {who} of 2 has failed: ' in answers[1 - who][1]
-    )
+    assert answers[1 - who][0] == 'DistributedError'
+    assert f'Process {who} of 2 has failed: ' in answers[1 - who][1]
 
 
 def test_a_npy_file_that_begins_with_an_empty_batch(tmp_path: Path) -> None:

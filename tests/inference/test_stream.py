@@ -46,14 +46,8 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
     x, y = torch.randn(N, 3), torch.randint(4, (N,))
     valid = TensorLoader(x, y, bs=4, shuffle=shuffle, seed=1) if valid is None else valid
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
-    learn = Learner(
-        DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid),
-        model,
-        Logits(),
-        lr=0.1,
-        cbs=cbs,
-        metrics=mae,
-    )
+    dls = DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid)
+    learn = Learner(dls, model, Logits(), lr=0.1, cbs=cbs, metrics=mae)
     learn.metrics = []
     learn.remove_cb(learn.progress)
     learn.logger = print
@@ -63,18 +57,8 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
 def state(learn: Learner) -> list[Any]:
     "Return everything that a prediction must not change."
     names = (
-        'epoch',
-        'n_epoch',
-        'train_iter',
-        'pct_train',
-        'iter',
-        'n_iter',
-        'phase',
-        'dl_name',
-        'training',
-        'fitting',
-        'create_mbar',
-    )
+        'epoch n_epoch train_iter pct_train iter n_iter phase dl_name training fitting create_mbar'
+    ).split()
     opt = None if learn.opt is None else learn.opt.state_dict()
     return [
         {n: getattr(learn, n) for n in names} | {'run': copy(learn.run)},
@@ -183,9 +167,8 @@ def test_between_batches_the_learner_is_as_it_was() -> None:
     before, n = state(learn), 0
     for _ in learn.predict_iter(with_loss=True):
         now, n = state(learn), n + 1
-        assert (
-            now[2][: len(before[2])] == before[2] and now[:2] + now[3:] == before[:2] + before[3:]
-        )
+        assert now[2][: len(before[2])] == before[2]
+        assert now[:2] + now[3:] == before[:2] + before[3:]
         assert is_free(learn.lock)
     assert n == 4 and state(learn) == before and is_free(learn.lock)
 
@@ -339,11 +322,9 @@ def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
         return [v.tolist() for v in learn.model.state_dict().values()], ends.events_seen
 
     weights, events_seen = trained([Callback(after_epoch=half)])
-    assert (
-        weights == trained([])[0]
-        and events_seen.count('cleanup') == 1
-        and events_seen.count('after_cancel_validate') == 2
-    )
+    assert weights == trained([])[0]
+    assert events_seen.count('cleanup') == 1
+    assert events_seen.count('after_cancel_validate') == 2
     for stream in kept:
         with pytest.raises(FitError):
             next(stream)
@@ -363,11 +344,9 @@ def test_inner_ones_leave_out_the_events_of_fit_and_epoch() -> None:
     events_seen.clear()
     for _ in learn.predict_iter(inner=True):
         pass
-    assert (
-        events_seen == expected
-        and 'before_predict' in events_seen
-        and 'before_fit' not in events_seen
-    )
+    assert events_seen == expected
+    assert 'before_predict' in events_seen
+    assert 'before_fit' not in events_seen
 
 
 def test_an_error_in_the_model_comes_out_and_ends_it() -> None:
@@ -407,11 +386,9 @@ def test_each_batch_may_be_asked_for_by_another_thread() -> None:
     for _ in range(4):
         thread = Thread(target=lambda: got.append(next(stream)[0]))
         thread.start(), thread.join()
-    assert (
-        list(stream) == []
-        and torch.equal(torch.cat(got), learn.get_preds()[0])
-        and learn.run.depth == 0
-    )
+    assert list(stream) == []
+    assert torch.equal(torch.cat(got), learn.get_preds()[0])
+    assert learn.run.depth == 0
 
 
 def test_no_gradient_is_kept_and_the_consumer_may_compute_some() -> None:
@@ -440,7 +417,5 @@ def test_losses_match_the_samples() -> None:
         learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)
     )
     _, y = learn.dls.valid.tensors
-    assert (
-        torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6)
-        and len(x) == N
-    )
+    assert torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6)
+    assert len(x) == N

@@ -419,25 +419,19 @@ def test_non_callbacks_and_misspelled_names() -> None:
 
 def test_times_compare_and_combine_as_in_composer() -> None:
     t = ComposerTime(7, 'ba')
-    assert (
-        t == 7 == int(t)
-        and t == '7ba'
-        and t > 6
-        and t <= '7ba'
-        and t != ComposerTime(8, TimeUnit.BATCH)
-    )
-    assert (
-        (t - '9ba').value == -2
-        and (2 + t).value == 9
-        and (t * 2).value == 14
-        and (t / '14ba').value == 0.5
-    )
-    assert (
-        (t % 2).value == 1
-        and (9 - t).value == 2
-        and str(-t) == '-7ba'
-        and (t * '0.5dur').value == 3
-    )
+    assert t == 7 == int(t)
+    assert t == '7ba'
+    assert t > 6
+    assert t <= '7ba'
+    assert t != ComposerTime(8, TimeUnit.BATCH)
+    assert (t - '9ba').value == -2
+    assert (2 + t).value == 9
+    assert (t * 2).value == 14
+    assert (t / '14ba').value == 0.5
+    assert (t % 2).value == 1
+    assert (9 - t).value == 2
+    assert str(-t) == '-7ba'
+    assert (t * '0.5dur').value == 3
     with pytest.raises(TimeError, match='different units'):
         _ = t < '1ep'
     now = ComposerTimestamp(epoch=1, batch=7)

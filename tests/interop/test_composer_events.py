@@ -18,14 +18,9 @@ from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
 from learnkit.testing import RegModel, synth_learner
 
-ONE_PIECE = [
-    'before_forward',
-    'after_forward',
-    'before_loss',
-    'after_loss',
-    'before_backward',
-    'after_backward',
-]
+ONE_PIECE = (
+    'before_forward after_forward before_loss after_loss before_backward after_backward'.split()
+)
 ONE_BATCH = [
     'before_dataloader',
     'after_dataloader',
@@ -140,12 +135,9 @@ def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
     loads = ['before_load', 'after_load']
     assert cb.taken() == [*loads, 'eval_standalone_start', *ONE_EVAL * 2, 'eval_standalone_end']
     learn.get_preds()
-    one = [
-        'predict_batch_start',
-        'predict_before_forward',
-        'predict_after_forward',
-        'predict_batch_end',
-    ]
+    one = (
+        'predict_batch_start predict_before_forward predict_after_forward predict_batch_end'.split()
+    )
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
@@ -155,12 +147,10 @@ def test_validate_inside_a_fit_is_standalone_and_the_fit_continues() -> None:
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
     learn.fit(2)
     counts = Counter(cb.taken())
-    assert (counts['fit_start'], counts['epoch_start'], counts['epoch_end'], counts['fit_end']) == (
-        1,
-        2,
-        2,
-        1,
-    )
+    assert counts['fit_start'] == 1
+    assert counts['epoch_start'] == 2
+    assert counts['epoch_end'] == 2
+    assert counts['fit_end'] == 1
     assert (counts['eval_standalone_start'], counts['eval_standalone_end']) == (2, 2)
     assert (counts['eval_before_all'], counts['eval_after_all'], counts['eval_start']) == (2, 2, 8)
 
@@ -213,13 +203,7 @@ def test_only_the_events_of_the_callback_are_handled() -> None:
 
     learn = synth_learner(cbs=from_composer(EpochEnd()))
     adapter = learn.cbs[-1]
-    for event in (
-        'before_pred',
-        'after_pred',
-        'before_backward',
-        'before_step',
-        'batch_checkpoint',
-    ):
+    for event in 'before_pred after_pred before_backward before_step batch_checkpoint'.split():
         assert adapter not in learn.ordered_cbs(event, training=True)
 
 
@@ -252,14 +236,10 @@ def test_events_compare_as_in_composer() -> None:
 
     package_event = type('Event', (), {'value': 'fit_start'})()
     assert package_event == Event.FIT_START and package_event != Event.FIT_END
-    assert (
-        Event.FIT_START == 'fit_start'
-        and Event('FIT_START') is Event('fit_start') is Event.FIT_START
-    )
-    assert (
-        Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
-        and {Event.FIT_START: 1}['fit_start'] == 1
-    )
+    assert Event.FIT_START == 'fit_start'
+    assert Event('FIT_START') is Event('fit_start') is Event.FIT_START
+    assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
+    assert {Event.FIT_START: 1}['fit_start'] == 1
     assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START
     assert Event.EVAL_STANDALONE_START.is_before_event and not Event.BATCH_CHECKPOINT.is_after_event
     assert Event.EVAL_BEFORE_ALL.canonical_name == Event.EVAL_AFTER_ALL.canonical_name == 'eval_all'

@@ -57,20 +57,16 @@ def test_the_trainer_and_the_learner_come_to_the_same_weights(tmp_path: Path) ->
     trainer = transformers.Trainer(make_bert(), args, train_dataset=train, eval_dataset=valid)
     trainer.train()
 
+    dls = (DataLoader(train, 16), DataLoader(valid, 16))
+    model = make_bert()
     learn = Learner(
-        (DataLoader(train, 16), DataLoader(valid, 16)),
-        make_bert(),
-        opt_func=torch.optim.AdamW,
-        wd=0.01,
-        wd_bn_bias=False,
-        cbs=GradientClip(1.0),
+        dls, model, opt_func=torch.optim.AdamW, wd=0.01, wd_bn_bias=False, cbs=GradientClip(1.0)
     )
     with learn.no_bar(), learn.no_logging():
         learn.fit(2, cbs=ParamScheduler({'lr': SchedLin(1e-3, 0.0)}))
     assert learn.time.st == trainer.state.global_step == 16
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        trainer.evaluate()['eval_loss'], abs=1e-6
-    )
+    expected = trainer.evaluate()['eval_loss']
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, abs=1e-6)
     # the gradient of the keys' bias is zero up to rounding, which AdamW scales up
     theirs = {name: p for name, p in trainer.model.named_parameters() if 'key.bias' not in name}
     mine = dict(learn.model.named_parameters())

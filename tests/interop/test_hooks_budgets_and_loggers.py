@@ -148,16 +148,7 @@ def test_ksuit_knows_when_a_budget_ends(length: Any, end: dict[str, int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ('n_train', 'length'),
-    [
-        (8, 1),
-        (8, 2),
-        (7, 2),
-        (8, '6ba'),
-        (8, '13ba'),
-        (7, '9ba'),
-        (8, '3st'),
-    ],
+    ('n_train', 'length'), [(8, 1), (8, 2), (7, 2), (8, '6ba'), (8, '13ba'), (7, '9ba'), (8, '3st')]
 )
 def test_ksuit_counts_accumulated_batches_as_one_update(n_train: int, length: Any) -> None:
     class Look:

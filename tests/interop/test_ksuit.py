@@ -151,9 +151,8 @@ def test_best_metric_reads_what_validation_has_measured() -> None:
     learn.fit(3)
     rows = learn.history
     best = [min(range(i + 1), key=lambda j: rows[j]['day/loss']) for i in range(3)]
-    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(
-        [rows[j]['night/loss'] for j in best]
-    )
+    expected = [rows[j]['night/loss'] for j in best]
+    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(expected)
 
 
 def test_best_metric_speaks_through_its_logger(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,15 +174,11 @@ def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path
         average = 0.9 * average + 0.1 * a
     assert cb.average['a'].item() == pytest.approx(average, rel=1e-5)
     folder = tmp_path / 'checkpoints'
-    assert sorted(f.name for f in folder.iterdir()) == [
-        'net_ema_cp=E2_U6_S48_model.th',
-        'net_ema_cp=latest_model.th',
-    ]
+    expected = ['net_ema_cp=E2_U6_S48_model.th', 'net_ema_cp=latest_model.th']
+    assert sorted(f.name for f in folder.iterdir()) == expected
     stored = torch.load(folder / 'net_ema_cp=latest_model.th', weights_only=True)
-    assert (
-        stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
-        and stored['ema'] == 0.9
-    )
+    assert stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
+    assert stored['ema'] == 0.9
 
     other = Ema(0.9, every_n_epochs=2)
     learner(other, path=tmp_path / 'elsewhere').cbs[-1].resume_from_checkpoint(folder, learn.model)
@@ -222,9 +217,8 @@ def test_periodic_evaluation_of_a_loader_by_name() -> None:
     learn = learner(cb)
     learn.fit(2)
     x, y = (torch.cat(part) for part in zip(*learn.dls[2], strict=True))
-    assert learn.history[-1]['error/epoch'] == pytest.approx(
-        (learn.model(x) - y).abs().mean().item(), rel=1e-5
-    )
+    expected = (learn.model(x) - y).abs().mean().item()
+    assert learn.history[-1]['error/epoch'] == pytest.approx(expected, rel=1e-5)
     cb.dataset_key = 'nigth'
     with pytest.raises(LoaderError, match='Did you mean `night`'):
         learn.fit(1)
@@ -264,20 +258,11 @@ def test_results_of_batches_are_joined_by_their_kind() -> None:
 
 def test_order_and_number_of_hooks() -> None:
     names: list[str] = []
-    hooks = [
-        'before_training',
-        'before_epoch',
-        'before_every_update',
-        'before_every_accumulation_step',
-        'before_every_backward',
-        'track_after_accumulation_step',
-        'before_every_optim_step',
-        'track_after_update_step',
-        'after_update',
-        'after_epoch',
-        'after_training',
-        'at_eval',
-    ]
+    hooks = (
+        'before_training before_epoch before_every_update before_every_accumulation_step '
+        'before_every_backward track_after_accumulation_step before_every_optim_step '
+        'track_after_update_step after_update after_epoch after_training at_eval'
+    ).split()
     All = type('All', (), {h: lambda self, h=h, **_: names.append(h) for h in hooks})
     learn = learner(All())
     learn.fit(2)
@@ -309,10 +294,8 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
             accumulation_steps: int,
             update_counter: Any,
         ) -> None:
-            assert (
-                batch[0].shape == update_outputs['pred'].shape == (4, 1)
-                and not update_outputs['pred'].requires_grad
-            )
+            assert batch[0].shape == update_outputs['pred'].shape == (4, 1)
+            assert not update_outputs['pred'].requires_grad
             self.steps.append((accumulation_step, accumulation_steps, update_counter.update))
             self.losses.append(
                 (update_outputs['pred'] - batch[1]).square().mean().item() - losses['total'].item()
@@ -380,11 +363,9 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
             assert list(self.data_container.datasets) == ['train', 'day', 'night']
             assert self.trainer.callbacks == [self] and self.trainer.log_writer is self.writer
             assert (self.trainer.precision, self.trainer.grad_scaler) == ('fp32', None)
-            assert (
-                update_counter.epoch == 0
-                and not update_counter.is_finished
-                and not update_counter.is_full_epoch
-            )
+            assert update_counter.epoch == 0
+            assert not update_counter.is_finished
+            assert not update_counter.is_full_epoch
 
     cb = Own()
     learn = learner(cb)

@@ -206,9 +206,8 @@ def test_train_step_and_update_equal_a_plain_step() -> None:
     cb = adapter.wrapped
     assert [r.total_loss.item() for r in cb.results] == [loss.item() for loss in losses]
     assert list(cb.losses) == ['total', 'loss'] and not cb.losses['total'].requires_grad
-    assert [p.item() for p in learn.model.parameters()] == pytest.approx(
-        [p.item() for p in plain.parameters()], rel=1e-6
-    )
+    expected = [p.item() for p in plain.parameters()]
+    assert [p.item() for p in learn.model.parameters()] == pytest.approx(expected, rel=1e-6)
 
 
 def test_parts_of_the_loss_have_their_names() -> None:
@@ -228,9 +227,8 @@ def test_parts_of_the_loss_have_their_names() -> None:
     assert len(cb.losses) == 4
     for losses in cb.losses:
         assert list(losses) == ['total', 'mse', 'bias'] and not losses['mse'].requires_grad
-        assert losses['total'].item() == pytest.approx(
-            losses['mse'].item() + losses['bias'].item(), rel=1e-6
-        )
+        expected = losses['mse'].item() + losses['bias'].item()
+        assert losses['total'].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -106,19 +106,15 @@ def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
         microbatch=4,
     )
     assert (learn.dls, learn.model, learn.loss_func, learn.opt_func) == (dls, model, loss, SGD)
-    assert (learn.lr, learn.splitter, learn.path, learn.model_dir) == (
-        0.2,
-        splitter,
-        tmp_path,
-        'weights',
-    )
+    assert learn.lr == 0.2
+    assert learn.splitter == splitter
+    assert learn.path == tmp_path
+    assert learn.model_dir == 'weights'
     assert (learn.wd, learn.wd_bn_bias, learn.train_bn) == (0.1, True, False)
-    assert (learn.moms, learn.microbatch, learn.opt, len(learn.cbs)) == (
-        (0.9, 0.8, 0.9),
-        4,
-        None,
-        1,
-    )
+    assert learn.moms == (0.9, 0.8, 0.9)
+    assert learn.microbatch == 4
+    assert learn.opt is None
+    assert len(learn.cbs) == 1
     assert [m.name for m in learn.metrics] == ['mae']
 
 
@@ -132,11 +128,9 @@ def test_the_defaults() -> None:
         == defaults.callbacks
         == [TrainEvalCallback, Recorder, ProgressCallback]
     )
-    assert (
-        learn.train_eval is learn.cbs[0]
-        and learn.recorder is learn.cbs[1]
-        and learn.progress is learn.cbs[2]
-    )
+    assert learn.train_eval is learn.cbs[0]
+    assert learn.recorder is learn.cbs[1]
+    assert learn.progress is learn.cbs[2]
     assert (learn.epoch, learn.n_epoch, learn.iter, learn.train_iter) == (0, 1, 0, 0)
     assert (learn.pct_train, learn.training) == (0.0, False)
 
@@ -168,9 +162,8 @@ def test_loaders_come_in_many_forms(make: Any) -> None:
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), train))
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        F.mse_loss(model(x), y).item(), rel=1e-5
-    )
+    expected = F.mse_loss(model(x), y).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
 
 
 class Alike:
@@ -241,10 +234,8 @@ def test_the_models_attributes_are_the_learners() -> None:
 
     learn = synth_learner(model=Model())
     assert learn.a is learn.model.a and learn.word == 'hello' and learn.shout() == 'HELLO'
-    assert list(learn.parameters()) == [
-        learn.model.a,
-        learn.model.b,
-    ] and learn.state_dict().keys() == {'a', 'b'}
+    assert list(learn.parameters()) == [learn.model.a, learn.model.b]
+    assert learn.state_dict().keys() == {'a', 'b'}
     assert {'fit', 'model', 'a', 'shout', 'recorder'} <= set(dir(learn))
     assert not hasattr(learn, 'nothing_like_it')
 
@@ -341,9 +332,8 @@ def test_validation_context_fires_the_events_around(inner: bool) -> None:
         assert extra in learn.cbs and learn.create_mbar is False
         learn._do_epoch_validate()
     around = [] if inner else EVENTS_AROUND
-    assert [e for e in log.seen if e in EVENTS_AROUND] == around and log.seen.count(
-        'after_validate'
-    ) == 1
+    assert [e for e in log.seen if e in EVENTS_AROUND] == around
+    assert log.seen.count('after_validate') == 1
     assert extra not in learn.cbs and learn.logger is print and learn.create_mbar is True
 
 
@@ -389,9 +379,8 @@ def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
 
     rows_ = rows()
     (history, weights), (plain_history, plain_weights) = run(True), run(False)
-    assert history == plain_history and all(
-        torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True)
-    )
+    assert history == plain_history
+    assert all(torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True))
     assert closed == [3]
 
 
@@ -452,9 +441,8 @@ def test_an_error_in_a_with_block_comes_out_first_and_close_still_runs() -> None
     with pytest.raises(ZeroDivisionError) as e:
         with learn:
             raise ZeroDivisionError('mine')
-    assert seen == ["ZeroDivisionError('mine')", 'close'] and any(
-        'disk' in n for n in e.value.__notes__
-    )
+    assert seen == ["ZeroDivisionError('mine')", 'close']
+    assert any('disk' in n for n in e.value.__notes__)
 
 
 def test_one_failing_close_stops_no_other() -> None:
@@ -499,9 +487,8 @@ def test_the_text_of_a_learner() -> None:
 def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
     learn = synth_learner()
     t = torch.randn(2, requires_grad=True)
-    assert not learn.to_detach((t,))[0].requires_grad and torch.equal(
-        learn.to_detach(t), t.detach()
-    )
+    assert not learn.to_detach((t,))[0].requires_grad
+    assert torch.equal(learn.to_detach(t), t.detach())
     learn.dl = SimpleNamespace(to_detach=lambda b, cpu, gather: 'mine')
     assert learn.to_detach(t) == 'mine' and to_detach(t).requires_grad is False
 
@@ -548,12 +535,10 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
     learn.fit(2)
     assert same(model, by_hand(ByName(), named_loss, batches))
     whole = {k: torch.cat([b[k] for b in batches[:2]]) for k in ('ids', 'mask', 'labels')}
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        named_loss(model, whole).item(), rel=1e-5
-    )
-    assert learn.history[-1]['mae'] == pytest.approx(
-        F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item(), rel=1e-5
-    )
+    expected = named_loss(model, whole).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
+    expected = F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item()
+    assert learn.history[-1]['mae'] == pytest.approx(expected, rel=1e-5)
 
 
 @dataclass
@@ -589,9 +574,8 @@ def test_a_single_tensor_with_targets_from_a_callback() -> None:
     )
     learn.fit(2)
     assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(
-        F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item(), rel=1e-5
-    )
+    expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
+    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
 
 
 def test_nested_batches_reach_the_model_as_they_are() -> None:
@@ -684,15 +668,12 @@ def test_a_hugging_face_model_trains_unaided() -> None:
     m.eval()
     with torch.no_grad():
         logits = torch.cat([m(**b).logits for b in batches])
-    assert torch.allclose(preds, logits, atol=1e-5) and torch.equal(
-        targs, torch.cat([b['labels'] for b in batches])
-    )
-    assert learn.history[0]['accuracy'] == pytest.approx(
-        (logits.argmax(1) == targs).float().mean().item()
-    )
-    assert learn.history[0]['valid_loss'] == pytest.approx(
-        F.cross_entropy(logits, targs).item(), rel=1e-4
-    )
+    assert torch.allclose(preds, logits, atol=1e-5)
+    assert torch.equal(targs, torch.cat([b['labels'] for b in batches]))
+    expected = (logits.argmax(1) == targs).float().mean().item()
+    assert learn.history[0]['accuracy'] == pytest.approx(expected)
+    expected = F.cross_entropy(logits, targs).item()
+    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-4)
 
 
 # Loaders without a length
@@ -804,9 +785,8 @@ def test_everything_at_once_is_the_loop_by_hand() -> None:
             loss(other(x), y).backward()
             opt.step()
             opt.zero_grad()
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
-    )
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
     x, y = (torch.cat(p) for p in zip(*day, strict=True))
     assert learn.history[-1]['day/mae'] == pytest.approx(F.l1_loss(other(x), y).item(), rel=1e-5)
 
@@ -855,12 +835,9 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
     def nested(cb: Any) -> None:
         cb.learn.validate()
 
+    dls = (rows(), rows())
     learn = bare(
-        (rows(), rows()),
-        line(),
-        nn.MSELoss(),
-        Callback(after_train=nested),
-        Callback(before_validate=cancel),
+        dls, line(), nn.MSELoss(), Callback(after_train=nested), Callback(before_validate=cancel)
     )
     learn.fit(3)
     assert learn.train_iter == 9 and len(learn.history) == 3
@@ -881,9 +858,8 @@ def test_a_copy_is_a_separate_learner() -> None:
     with learn.no_bar():
         learn.fit(1)
     duplicate = deepcopy(learn)
-    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(
-        duplicate.cbs
-    ) and duplicate.recorder is not learn.recorder
+    assert [cb.learn is duplicate for cb in duplicate.cbs] == [True] * len(duplicate.cbs)
+    assert duplicate.recorder is not learn.recorder
     ends = []
     for one in (learn, duplicate):
         torch.manual_seed(1)

@@ -83,11 +83,9 @@ with learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback(before_batch=d
     learn.fit(2)
 trace""")
     html, n = output.data['text/html'], int(kernel.value('len(trace)'))
-    assert (
-        n >= 84
-        and f'... {n - 60} more ...' in html
-        and '<td style="text-align:left">xb</td>' in html
-    )
+    assert n >= 84
+    assert f'... {n - 60} more ...' in html
+    assert '<td style="text-align:left">xb</td>' in html
     assert html.count('<tr>') == 62
 
 
@@ -97,10 +95,8 @@ class Drawn(torch.nn.Linear):
     def _repr_svg_(self): return '<svg></svg>'
     def _ipython_display_(self): print('a model')
 synth_learner(model=Drawn(1, 1))""")
-    assert output.output_type == 'execute_result' and set(output.data) == {
-        'text/html',
-        'text/plain',
-    }
+    assert output.output_type == 'execute_result'
+    assert set(output.data) == {'text/html', 'text/plain'}
 
 
 # -- outputs of a fit
@@ -143,10 +139,8 @@ def test_the_graph_shows_nothing_where_nothing_is_trained(kernel: Kernel) -> Non
         kernel.run('learn = synth_learner(cbs=ShowGraph())\nlearn.fit(0)\nlearn.get_preds();') == []
     )
     outputs = kernel.run('learn.fit(1)')
-    assert [set(o.data) for o in outputs] == [
-        {'text/html', 'text/plain'},
-        {'image/png', 'text/plain'},
-    ]
+    expected = [{'text/html', 'text/plain'}, {'image/png', 'text/plain'}]
+    assert [set(o.data) for o in outputs] == expected
 
 
 # -- the stop button
@@ -171,11 +165,8 @@ def test_an_interrupted_fit_shows_how_far_it_was(stopped: list[Any]) -> None:
 def test_the_next_cell_trains_on(kernel: Kernel, stopped: list[Any]) -> None:
     assert kernel.value('learn.run.depth, learn.time.ba >= 20') == '0 True'
     table, graph = kernel.run('learn.cbs[-1].wait_s = 0\nlearn.fit(2)')
-    assert [line.split()[0] for line in table.data['text/plain'].splitlines()] == [
-        'epoch',
-        '0',
-        '1',
-    ]
+    expected = ['epoch', '0', '1']
+    assert [line.split()[0] for line in table.data['text/plain'].splitlines()] == expected
     assert graph.data['text/plain'].startswith('loss after 600 steps')
     assert kernel.value('len(learn.history)') == '2'
 

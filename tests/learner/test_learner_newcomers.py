@@ -71,9 +71,8 @@ def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     with learn.no_bar():
         learn.fit(1)
     preds = learn.model(X).detach()[:, 0]
-    assert learn.history[0]['accuracy_multi'] == pytest.approx(
-        ((preds > 0) == (LABELS == 1)).float().mean().item()
-    )
+    expected = ((preds > 0) == (LABELS == 1)).float().mean().item()
+    assert learn.history[0]['accuracy_multi'] == pytest.approx(expected)
 
 
 def test_one_output_for_other_metrics_of_classes() -> None:
@@ -134,9 +133,8 @@ def test_losses_that_would_compare_everything_with_everything(
         LossError,
         r'shapes \(16, 1\) and \(16,\) are broadcast',
     )
-    assert 'each of the 16 predictions' in str(
-        e
-    ) and '`y[:, None]`, or the loss `model(x).squeeze(1)`' in str(e)
+    assert 'each of the 16 predictions' in str(e)
+    assert '`y[:, None]`, or the loss `model(x).squeeze(1)`' in str(e)
     learn = learner((9 * Y)[:, None], loss_func=loss)
     with learn.no_bar():
         learn.fit(1)
@@ -284,12 +282,10 @@ def test_data_frames_columns_and_lists() -> None:
     parts = {'day': (frame[:2], y[:2]), 'night': (frame[2:], y[2:])}
     dls = DataLoaders.from_tensors((frame, y), parts, bs=4, shuffle=False)
     ((x, t),) = dls.train
-    assert (
-        torch.equal(x, expected)
-        and x.is_contiguous()
-        and t.tolist() == [0, 1, 1, 0]
-        and t.dtype == torch.int64
-    )
+    assert torch.equal(x, expected)
+    assert x.is_contiguous()
+    assert t.tolist() == [0, 1, 1, 0]
+    assert t.dtype == torch.int64
     assert [x.tolist() for x, _ in dls['night']] == [expected[2:].tolist()]
     one_set = DataLoaders.from_tensors({'x': frame, 'y': y}, {'x': frame, 'y': y}, bs=4)
     assert sorted(next(iter(one_set.valid))) == ['x', 'y']
@@ -336,9 +332,8 @@ def test_batches_of_arrays(batch: Any) -> None:
     with learn.no_bar():
         learn.fit(1)
     preds, targs = learn.get_preds(dl=[batch])
-    assert torch.allclose(preds, learn.model(torch.tensor(A))) and torch.equal(
-        targs, torch.tensor(B)
-    )
+    assert torch.allclose(preds, learn.model(torch.tensor(A)))
+    assert torch.equal(targs, torch.tensor(B))
     A.flags.writeable = True
     preds, targs = learn.get_preds(dl=[(A,)])
     assert torch.allclose(preds, learn.model(torch.tensor(A))) and targs is None

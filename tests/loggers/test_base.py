@@ -90,9 +90,8 @@ def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger)
     learn.fit(2)
     for column in ('epoch', 'train_loss', 'half', 'time'):
-        assert list(logged(tmp_path, f'epoch/{column}').values()) == [
-            row[column] for row in learn.history
-        ]
+        expected = [row[column] for row in learn.history]
+        assert list(logged(tmp_path, f'epoch/{column}').values()) == expected
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
 
 
@@ -196,9 +195,8 @@ def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
     again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
     learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
     learn.fit(1)
-    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(
-        plain_losses(1)[1], rel=1e-6
-    )
+    expected = plain_losses(1)[1]
+    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(expected, rel=1e-6)
     assert list(logged(tmp_path, 'valid_half')) == [10]
 
 
@@ -308,9 +306,8 @@ def test_without_a_recorder(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger)
     learn.remove_cb(Recorder)
     learn.fit(1)
-    assert read_log(tmp_path / 'metrics.jsonl') == [
-        {'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}
-    ]
+    expected = [{'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}]
+    assert read_log(tmp_path / 'metrics.jsonl') == expected
 
 
 def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
@@ -358,9 +355,8 @@ def test_no_graph_is_held(tmp_path: Path) -> None:
         for _, row in logger._rows:
             for value in row.values():
                 parts = [value.total, value.count] if hasattr(value, 'total') else [value]
-                assert not any(
-                    torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None) for v in parts
-                )
+                for v in parts:
+                    assert not (torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None))
 
     learn = learner(
         tmp_path,
@@ -379,10 +375,8 @@ def test_nan_and_infinity_are_logged(tmp_path: Path) -> None:
         Callback(after_step=lambda cb: cb.learn.log('b', torch.tensor(math.inf))),
         JSONLinesLogger,
     ).fit(1)
-    assert (
-        all(math.isnan(v) for v in logged(tmp_path, 'a').values())
-        and len(logged(tmp_path, 'a')) == 10
-    )
+    assert all(math.isnan(v) for v in logged(tmp_path, 'a').values())
+    assert len(logged(tmp_path, 'a')) == 10
     assert set(logged(tmp_path, 'b').values()) == {math.inf}
 
 
@@ -409,13 +403,8 @@ def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
     params = [line['params'] for line in lines if 'params' in line]
     assert [p['epochs'] for p in params] == [1, 2]
-    assert {k: params[0][k] for k in ('model', 'parameters', 'loss', 'batch_size', 'lr')} == {
-        'model': 'Linear',
-        'parameters': 4,
-        'loss': 'MSELoss',
-        'batch_size': 4,
-        'lr': 0.1,
-    }
+    expected = {'model': 'Linear', 'parameters': 4, 'loss': 'MSELoss', 'batch_size': 4, 'lr': 0.1}
+    assert {k: params[0][k] for k in expected} == expected
     assert params[0]['callbacks'].endswith('JSONLinesLogger, LogHalf')
     assert params[0]['callback/json_lines_logger/every'] == '10ba'
 

@@ -76,10 +76,8 @@ def test_params_come_with_the_configuration(tmp_path: Path) -> None:
     log_params(learn, {'depth': 3, 'lr': 'mine'})  # nothing is open yet
     learn.fit(1)
     file = tmp_path / 'metrics.csv.params.json'
-    assert (
-        json.loads(file.read_text())['depth'] == 3
-        and json.loads(file.read_text())['model'] == 'Linear'
-    )
+    assert json.loads(file.read_text())['depth'] == 3
+    assert json.loads(file.read_text())['model'] == 'Linear'
 
     class Late(Callback):
         def after_train(self) -> None:
@@ -87,12 +85,10 @@ def test_params_come_with_the_configuration(tmp_path: Path) -> None:
 
     learn.fit(1, cbs=Late())
     params = json.loads(file.read_text())
-    assert (params['depth'], params['width'], params['lr'], params['model']) == (
-        3,
-        7,
-        'mine',
-        'Linear',
-    )
+    assert params['depth'] == 3
+    assert params['width'] == 7
+    assert params['lr'] == 'mine'
+    assert params['model'] == 'Linear'
 
 
 @pytest.mark.parametrize(

@@ -188,15 +188,12 @@ def test_two_fits_are_one_run(tmp_path: Path, service: Any) -> None:
     learn.fit(1)
     learn.fit(1)
     learn.close()
-    assert points(tmp_path, 'loss') == [
-        (s, pytest.approx(train[s - 1], rel=1e-6)) for s in (5, 10, 15, 20)
-    ]
-    assert points(tmp_path, 'half') == [
-        (s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)
-    ]
-    assert points(tmp_path, 'valid_loss') == [
-        (10 * i, pytest.approx(v, rel=1e-6)) for i, v in enumerate(valid, 1)
-    ]
+    expected = [(s, pytest.approx(train[s - 1], rel=1e-6)) for s in (5, 10, 15, 20)]
+    assert points(tmp_path, 'loss') == expected
+    expected = [(s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)]
+    assert points(tmp_path, 'half') == expected
+    expected = [(10 * i, pytest.approx(v, rel=1e-6)) for i, v in enumerate(valid, 1)]
+    assert points(tmp_path, 'valid_loss') == expected
     assert points(tmp_path, 'epoch/epoch') == [(10, 0), (20, 0)]
 
 
@@ -204,9 +201,8 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     make, points = service
     run_and_resume(tmp_path, lambda: make(every='5ba'))
     train = plain_losses(3)[0]
-    assert points(tmp_path, 'half') == [
-        (s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)
-    ]
+    expected = [(s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)]
+    assert points(tmp_path, 'half') == expected
     assert [s for s, _ in points(tmp_path, 'loss')] == list(range(5, 31, 5))
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 

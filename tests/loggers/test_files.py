@@ -37,9 +37,8 @@ def test_numbers_are_restored_exactly(tmp_path: Path, cls: Any, name: str) -> No
     learn.fit(2)
     rows = read_log(tmp_path / name)
     assert [row['loss'] for row in rows] == [float(v) for v in learn.recorder.smooth_loss.raw]
-    assert [row['valid_loss'] for row in rows if 'valid_loss' in row] == [
-        row['valid_loss'] for row in learn.history
-    ]
+    expected = [row['valid_loss'] for row in learn.history]
+    assert [row['valid_loss'] for row in rows if 'valid_loss' in row] == expected
 
 
 def test_csv_is_a_plain_table(tmp_path: Path) -> None:
@@ -85,9 +84,8 @@ def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
     learn = learner(tmp_path, CSVLogger(every='1ba'))
     learn.fit(1)
     log = learn.csv_logger.read_log()
-    assert (
-        log.loss.dropna().tolist() == pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
-    )
+    expected = pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
+    assert log.loss.dropna().tolist() == expected
 
 
 @BOTH
@@ -139,9 +137,8 @@ def test_resume_drops_what_came_after_the_checkpoint(
     run_and_resume(tmp_path, lambda: cls(every=every))
     rows = read_log(tmp_path / name)
     assert steps(tmp_path / name) == list(range(1, 31))
-    assert [row['half'] for row in rows] == pytest.approx(
-        [v / 2 for v in plain_losses(3)[0]], rel=1e-6
-    )
+    expected = [v / 2 for v in plain_losses(3)[0]]
+    assert [row['half'] for row in rows] == pytest.approx(expected, rel=1e-6)
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
     # the checkpoint was before that of 10
     assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
@@ -241,9 +238,8 @@ def test_another_file_is_not_touched(tmp_path: Path, cls: Any, name: str, append
     weights = learn.model.weight.clone()
     with pytest.raises(OptionError, match='Logger'):
         learn.fit(1)
-    assert (tmp_path / name).read_text() == 'my,data\n1,2\n' and torch.equal(
-        weights, learn.model.weight
-    )
+    assert (tmp_path / name).read_text() == 'my,data\n1,2\n'
+    assert torch.equal(weights, learn.model.weight)
 
 
 @BOTH
@@ -289,9 +285,8 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
 
     learner(tmp_path, cls(), Callback(after_epoch=show)).fit(2)
     images = tmp_path / f'{name}.images'
-    assert sorted(p.name for p in images.iterdir()) == [
-        f'in_puts-{s}-{i}.png' for s in (10, 20) for i in (0, 1)
-    ]
+    expected = [f'in_puts-{s}-{i}.png' for s in (10, 20) for i in (0, 1)]
+    assert sorted(p.name for p in images.iterdir()) == expected
     image = pytest.importorskip('PIL.Image').open(images / 'in_puts-10-1.png')
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'

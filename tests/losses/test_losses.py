@@ -227,11 +227,9 @@ def test_the_loss_is_in_float32_for_targets_of_any_type(loss: Any) -> None:
         for t in (targ, targ.double(), targ.bool(), targ.bfloat16()):
             value = loss()(inp, t)
             value.backward()
-            assert (
-                value.dtype == torch.float32
-                and inp.grad is not None
-                and inp.grad.dtype == inp.dtype
-            )
+            assert value.dtype == torch.float32
+            assert inp.grad is not None
+            assert inp.grad.dtype == inp.dtype
 
 
 @pytest.mark.parametrize('square', [False, True])
@@ -306,9 +304,8 @@ def test_reduction_can_be_set_and_copies_are_equal(loss: Any) -> None:
 @pytest.mark.parametrize('loss', OF_CLASSES)
 def test_weights_move_and_are_copied(loss: Any) -> None:
     one = loss(weight=WEIGHT)
-    assert (
-        one.to(torch.float32).func.weight.dtype == torch.float32 and len(list(one.buffers())) == 1
-    )
+    assert one.to(torch.float32).func.weight.dtype == torch.float32
+    assert len(list(one.buffers())) == 1
     inp, targ = data((6, 4), -1)
     close(pickle.loads(pickle.dumps(one))(inp.float(), targ), one(inp.float(), targ))
 
@@ -343,10 +340,8 @@ def test_any_torch_loss_can_be_flattened() -> None:
 def test_nothing_is_broadcast(loss: Any, inp: tuple[int, ...], targ: tuple[int, ...]) -> None:
     with pytest.raises(LossError) as e:
         loss()(torch.rand(inp), torch.rand(targ))
-    assert all(
-        part in str(e.value)
-        for part in (loss.__name__, f'{list(inp)} float32', f'{list(targ)} float32')
-    )
+    for part in (loss.__name__, f'{list(inp)} float32', f'{list(targ)} float32'):
+        assert part in str(e.value)
 
 
 @pytest.mark.parametrize('loss', [*OF_CLASSES, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss])
@@ -360,9 +355,8 @@ def test_targets_that_are_not_class_numbers(loss: Any) -> None:
     for targ in (one_hot, floats, few):
         with pytest.raises(LossError, match=r'4 classes along axis -?1') as e:
             loss()(inp, targ)
-        assert 'Are the classes along another `axis`?' in str(e.value) and loss.__name__ in str(
-            e.value
-        )
+        assert 'Are the classes along another `axis`?' in str(e.value)
+        assert loss.__name__ in str(e.value)
 
 
 def test_options_that_cannot_be() -> None:
@@ -400,10 +394,8 @@ def test_in_a_learner() -> None:
             out = learn.model(x)
         torch.testing.assert_close(preds, out.softmax(1))
         assert targs.equal(y) and decoded.equal(out.argmax(1)) and losses.shape == (40,)
-        assert (
-            float(losses.mean()) == pytest.approx(learn.validate()[0], rel=1e-5)
-            and loss.reduction == 'mean'
-        )
+        assert float(losses.mean()) == pytest.approx(learn.validate()[0], rel=1e-5)
+        assert loss.reduction == 'mean'
 
 
 def test_shapes_that_do_not_fit_are_reported_before_a_weight_has_changed() -> None:

@@ -32,9 +32,8 @@ from tests.helpers.measuring import Watched, batch, devices, feed, scores, watch
 def test_avg_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
     for func, whole in ((mse, (pred - targ) ** 2), (F.l1_loss, (pred - targ).abs())):
-        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
-            float(whole.mean()), rel=1e-14
-        )
+        expected = float(whole.mean())
+        assert feed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
 
 
 def test_avg_metric_on_several_targets() -> None:
@@ -61,11 +60,9 @@ def test_avg_metric_gets_no_graph_and_builds_none() -> None:
         return float(np.mean(p.numpy() - t.numpy()))  # numpy() refuses what has a graph
 
     m = feed(AvgMetric(func), pred, torch.zeros(5))
-    assert (
-        seen == [(False, False)]
-        and torch.is_grad_enabled()
-        and m.value == pytest.approx(pred.mean().item())
-    )
+    assert seen == [(False, False)]
+    assert torch.is_grad_enabled()
+    assert m.value == pytest.approx(pred.mean().item())
 
 
 def test_averages_weigh_by_weight_func() -> None:
@@ -147,9 +144,8 @@ def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.rand(2, n, dtype=torch.float64)
     n_batches = -(-n // bs)
     m = feed(Bias(), pred, targ, bs=bs)
-    assert m.value == pytest.approx(
-        float((pred - targ).sum() / targ.sum()) * 2 * n_batches, rel=1e-12
-    )
+    expected = float((pred - targ).sum() / targ.sum()) * 2 * n_batches
+    assert m.value == pytest.approx(expected, rel=1e-12)
     assert Bias()(pred, targ) == pytest.approx(m.value / n_batches, rel=1e-12)
     m.reset()
     assert m.value is None and m.name == 'bias' and Bias('offset', on='both').name == 'offset'
@@ -159,11 +155,9 @@ def test_sum_metric_stays_exact_over_a_long_epoch() -> None:
     m, one = Bias(), torch.ones(())
     for _ in range(3):
         m.accumulate(batch(one * 2**24, one * (2**24 - 1)))  # float32 ends at 2**24
-    assert (
-        m._sums is not None
-        and m._sums.dtype == torch.float64
-        and m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
-    )
+    assert m._sums is not None
+    assert m._sums.dtype == torch.float64
+    assert m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
 
 
 def test_sum_metric_reads_nothing_per_batch() -> None:
@@ -214,12 +208,8 @@ def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
         [scaled, partial(scaled, scale=3.0), {'x': scaled}, scaled]
     )
     assert [plain.scale, threefold.scale] == [1.0, 3.0]
-    assert [m.name for m in (plain, threefold, named, other)] == [
-        'scaled',
-        'scaled_2',
-        'x',
-        'scaled_3',
-    ]
+    expected = ['scaled', 'scaled_2', 'x', 'scaled_3']
+    assert [m.name for m in (plain, threefold, named, other)] == expected
     assert plain is not other
     # something else is bound
     assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)
@@ -286,11 +276,8 @@ def test_as_metrics_takes_nothing_one_or_many() -> None:
     assert list(as_metrics(None)) == [] == list(as_metrics([]))
     assert as_metrics(own)[0] is own
     assert isinstance(as_metrics(RMSE)[0], RMSE) and isinstance(as_metrics(rmse)[0], RMSE)
-    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [
-        ElementMean,
-        ElementMean,
-        AvgLoss,
-    ]
+    expected = [ElementMean, ElementMean, AvgLoss]
+    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == expected
     assert list(as_metrics(as_metrics([mse, own]))) != [] and as_metrics(as_metrics(own))[0] is own
 
 

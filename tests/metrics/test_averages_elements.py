@@ -96,18 +96,16 @@ def test_five_of_six_tokens_are_right() -> None:
 def test_labels_are_counted_too() -> None:
     batches = [(torch.randn(2, t), torch.randint(2, (2, t))) for t in LENGTHS]
     right = sum(int(((p > 0) == (t == 1)).sum()) for p, t in batches)
-    assert of_the_set(partial(accuracy_multi, thresh=0.5), batches) == pytest.approx(
-        right / sum(2 * t for t in LENGTHS)
-    )
+    expected = right / sum(2 * t for t in LENGTHS)
+    assert of_the_set(partial(accuracy_multi, thresh=0.5), batches) == pytest.approx(expected)
 
 
 def test_a_weight_func_still_weighs_batches() -> None:
     batches = sequences()
     weights = iter([1.0, 2.0, 3.0, 4.0])
     got = of_the_set(mse, batches, weight_func=lambda xb, yb: next(weights))
-    assert got == pytest.approx(
-        sum(w * float(mse(*b)) for w, b in zip((1, 2, 3, 4), batches, strict=True)) / 10
-    )
+    expected = sum(w * float(mse(*b)) for w, b in zip((1, 2, 3, 4), batches, strict=True)) / 10
+    assert got == pytest.approx(expected)
 
 
 def test_in_a_learner() -> None:
@@ -176,16 +174,8 @@ def test_a_value_of_training_alone() -> None:
     )
     learn.logger = lambda row: None
     learn.fit(1)
-    assert set(learn.history[0]) == {
-        'fit',
-        'epoch',
-        'train_loss',
-        'train_perplexity',
-        'train_two',
-        'valid_loss',
-        'two',
-        'time',
-    }
+    expected = set('fit epoch train_loss train_perplexity train_two valid_loss two time'.split())
+    assert set(learn.history[0]) == expected
 
 
 def test_a_part_of_the_loss_still_counts_samples() -> None:

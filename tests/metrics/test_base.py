@@ -29,11 +29,9 @@ def test_mean_is_the_weighted_mean(pairs: list[tuple[float, int]]) -> None:
     expected = (
         pytest.approx(math.fsum(x * w for x, w in pairs) / n, rel=1e-12, abs=1e-6) if n else None
     )
-    assert (
-        on_host.value == expected
-        and on_device.value == expected
-        and weights_on_device.value == expected
-    )
+    assert on_host.value == expected
+    assert on_device.value == expected
+    assert weights_on_device.value == expected
 
 
 def test_mean_takes_every_kind_of_number() -> None:
@@ -117,9 +115,8 @@ def test_smooth_loss_equals_the_weighted_mean(n: int, beta: float, deferred: boo
     assert s.raw == losses.tolist() and s.latest == s.smooth[-1] and len(s.smooth) == n
     value, val = s.value, s.val
     assert value is not None and float(value) == pytest.approx(s.smooth[-1], rel=1e-6)
-    assert val.dtype == torch.float32 and float(val) == pytest.approx(
-        s.smooth[-1] * (1 - beta**n), rel=1e-6
-    )
+    assert val.dtype == torch.float32
+    assert float(val) == pytest.approx(s.smooth[-1] * (1 - beta**n), rel=1e-6)
 
 
 def test_smooth_loss_reads_between_steps_change_nothing() -> None:
@@ -136,14 +133,12 @@ def test_smooth_loss_reads_between_steps_change_nothing() -> None:
 def test_smooth_loss_before_the_first_step_and_after_reset() -> None:
     s = AvgSmoothLoss(deferred=True)
     for _ in range(2):
-        assert (s.count, s.raw, s.smooth, s.latest, s.value, float(s.val)) == (
-            0,
-            [],
-            [],
-            None,
-            None,
-            0.0,
-        )
+        assert s.count == 0
+        assert s.raw == []
+        assert s.smooth == []
+        assert s.latest is None
+        assert s.value is None
+        assert float(s.val) == 0.0
         run(s, torch.rand(70))
         kept = s.smooth
         s.reset()
@@ -249,8 +244,6 @@ def test_smooth_loss_continues_after_a_resume(deferred: bool, tmp_path: Any) -> 
     second = run(AvgSmoothLoss(deferred=deferred), losses[:5])
     second.load_state_dict(torch.load(tmp_path / 's.pth', weights_only=True))
     assert second.count == 70 and second.beta == 0.9
-    assert (
-        run(second, losses[70:]).smooth == whole.smooth
-        and second.raw == whole.raw
-        and second.val == whole.val
-    )
+    assert run(second, losses[70:]).smooth == whole.smooth
+    assert second.raw == whole.raw
+    assert second.val == whole.val

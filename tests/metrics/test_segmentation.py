@@ -42,9 +42,8 @@ def flat(pred: torch.Tensor, targ: torch.Tensor) -> tuple[np.ndarray, np.ndarray
 def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
     pred, targ = images()
     t, p = (set(np.flatnonzero(o)) for o in flat(pred, targ))
-    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(
-        2 * len(t & p) / (len(t) + len(p)), rel=1e-14
-    )
+    expected = 2 * len(t & p) / (len(t) + len(p))
+    assert feed(Dice(), pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
     assert feed(JaccardCoeff(), pred, targ[:, None], bs=bs).value == pytest.approx(
         len(t & p) / len(t | p), rel=1e-14
     )
@@ -55,12 +54,10 @@ def test_dice_and_jaccard_of_two_classes(bs: int) -> None:
 def test_dice_and_jaccard_of_many_classes_equal_sklearn(bs: int, n_classes: int) -> None:
     pred, targ = images(n_classes=n_classes)
     t, p = flat(pred, targ)
-    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(
-        skm.f1_score(t, p, average='macro')
-    )
-    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(
-        skm.jaccard_score(t, p, average='macro')
-    )
+    expected = skm.f1_score(t, p, average='macro')
+    assert feed(DiceMulti(), pred, targ, bs=bs).value == pytest.approx(expected)
+    expected = skm.jaccard_score(t, p, average='macro')
+    assert feed(JaccardCoeffMulti(), pred, targ, bs=bs).value == pytest.approx(expected)
     last = pred.movedim(1, -1)
     assert DiceMulti(axis=-1)(last, targ) == pytest.approx(skm.f1_score(t, p, average='macro'))
 
@@ -87,9 +84,8 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
 def test_targets_that_are_not_a_class_match_nothing() -> None:
     targ = torch.tensor([[[1, 0, 255]]])
     pred = torch.eye(2)[torch.tensor([[[1, 0, 1]]])].movedim(-1, 1)
-    assert Dice()(pred, targ) == pytest.approx(2 / 3) and DiceMulti()(pred, targ) == pytest.approx(
-        (1 + 2 / 3) / 2
-    )
+    assert Dice()(pred, targ) == pytest.approx(2 / 3)
+    assert DiceMulti()(pred, targ) == pytest.approx((1 + 2 / 3) / 2)
 
 
 @pytest.mark.parametrize('bs', [3, 11])
@@ -99,15 +95,12 @@ def test_foreground_accuracy_is_over_all_pixels(bs: int) -> None:
     for bkg_idx in (0, 2):
         expected = np.mean((t == p)[t != bkg_idx])
         (m,) = as_metrics(partial(foreground_acc, bkg_idx=bkg_idx))
-        assert (
-            feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
-            and m.name == 'foreground_acc'
-        )
+        assert feed(m, pred, targ, bs=bs).value == pytest.approx(expected, rel=1e-14)
+        assert m.name == 'foreground_acc'
         assert float(foreground_acc(pred, targ[:, None], bkg_idx)) == pytest.approx(expected)
     assert isinstance(as_metrics(foreground_acc)[0], ForegroundAcc)
-    assert math.isnan(foreground_acc(pred, targ * 0)) and math.isnan(
-        feed(ForegroundAcc(), pred, targ * 0).value
-    )
+    assert math.isnan(foreground_acc(pred, targ * 0))
+    assert math.isnan(feed(ForegroundAcc(), pred, targ * 0).value)
 
 
 def test_what_does_not_fit_is_reported_before_training() -> None:

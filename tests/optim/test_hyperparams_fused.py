@@ -16,10 +16,8 @@ from tests.helpers.optimizing import learner, net, weights, weights_after
 
 
 def test_adam_is_fused_and_differs_by_rounding() -> None:
-    assert (
-        Adam(weights()).param_groups[0]['fused']
-        and not Adam(weights(), fused=False).param_groups[0]['fused']
-    )
+    assert Adam(weights()).param_groups[0]['fused']
+    assert not Adam(weights(), fused=False).param_groups[0]['fused']
     for dtype, tol in ((torch.float64, 1e-15), (torch.float32, 1e-6)):
         ends = [
             weights_after(partial(Adam, lr=0.05, fused=fused), ps=weights(dtype))
@@ -123,9 +121,8 @@ def test_a_fused_group_falls_back_for_sparse_gradients_and_late_momenta() -> Non
     before = table.weight.detach().clone()
     table(torch.tensor([1])).sum().backward()
     opt.step()
-    assert torch.allclose(
-        (before - table.weight).sum(1), torch.tensor([0.0, 0.2, 0.0, 0.0, 0.0]), atol=1e-6
-    )
+    expected = torch.tensor([0.0, 0.2, 0.0, 0.0, 0.0])
+    assert torch.allclose((before - table.weight).sum(1), expected, atol=1e-6)
 
     p = nn.Parameter(torch.ones(2))
     opt = OptimWrapper(opt=torch.optim.SGD([p, late], lr=0.1, momentum=0.9, fused=True))
@@ -152,6 +149,5 @@ def test_accumulated_pieces_and_a_scaler_go_with_the_fused_step() -> None:
         scaler.step(opt)
         scaler.update()
         p.grad = None
-    assert opt.n_steps == 1 and p.tolist() == pytest.approx(
-        [0.9 * 1 + 0.1 * (1 - 0.001) - 0.1] * 3, abs=1e-3
-    )
+    assert opt.n_steps == 1
+    assert p.tolist() == pytest.approx([0.9 * 1 + 0.1 * (1 - 0.001) - 0.1] * 3, abs=1e-3)

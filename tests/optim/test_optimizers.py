@@ -85,9 +85,8 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
     ],
 )
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
-    assert torch.equal(
-        weights_after(partial(ours, lr=0.05)), weights_after(partial(torchs, lr=0.05))
-    )
+    expected = weights_after(partial(torchs, lr=0.05))
+    assert torch.equal(weights_after(partial(ours, lr=0.05)), expected)
 
 
 def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
@@ -202,10 +201,8 @@ def test_training_resumes_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -
     other.fit(2)
     # the library keeps numbers in fp32, torch loads them as the weights' fp64
     tol = 1e-7 if opt_func is QHAdam else 0.0
-    assert all(
-        torch.allclose(a, b, rtol=0, atol=tol)
-        for a, b in zip(model.parameters(), second.parameters(), strict=True)
-    )
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=tol)
 
 
 def test_a_loaded_state_is_a_copy() -> None:
@@ -242,10 +239,8 @@ def test_a_state_fits_whether_or_not_decay_had_set_groups_apart() -> None:
             for q in g['params']
             if p is q
         }
-        assert (
-            decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0.0 for name in decay}
-            and len(decay) == 6
-        )
+        assert decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0.0 for name in decay}
+        assert len(decay) == 6
 
 
 def halves(m: nn.Sequential) -> list[list[nn.Parameter]]:

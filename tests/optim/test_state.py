@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from learnkit import SGD
 from learnkit.core.errors import OptimizerError, WeightsError
-from tests.helpers.saving import digest, learner, net, same
+from tests.helpers.comparing import same
+from tests.helpers.saving import digest, learner, net
 
 
 def test_weight_decay_set_by_the_first_fit_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -40,19 +41,16 @@ def test_a_file_from_before_weight_decay_loads_where_spared_parameters_are_apart
     for other in others:
         other.create_opt()
         other.opt.set_hyper('wd', 0.1)
-        assert [len(g['params']) for g in other.opt.param_groups] == [
-            1,
-            1,
-        ] and other.opt.differences(state) == []
+        assert [len(g['params']) for g in other.opt.param_groups] == [1, 1]
+        assert other.opt.differences(state) == []
     others[0].load('a')
     others[1].opt.load_state_dict(state)
     others[1].model.load_state_dict(learn.model.state_dict())
     assert same(digest(others[0])[:2], digest(others[1])[:2])
     for it in (learn, *others):
         it.fit(1, wd=0.2)
-    assert same(digest(learn)[:2], digest(others[0])[:2]) and same(
-        digest(learn)[:2], digest(others[1])[:2]
-    )
+    assert same(digest(learn)[:2], digest(others[0])[:2])
+    assert same(digest(learn)[:2], digest(others[1])[:2])
 
 
 def test_spared_parameters_of_several_groups_are_restored_for_a_state(tmp_path: Path) -> None:

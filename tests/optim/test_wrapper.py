@@ -238,16 +238,11 @@ def test_decay_given_by_the_learner_or_fit_leaves_them_alone_too(wd: dict[str, f
 
 def test_decay_of_the_spared_is_an_exact_split_of_the_groups() -> None:
     model = net()
-    learn = learner(
-        model,
-        opt_func=torch.optim.AdamW,
-        wd_bn_bias=False,
-        splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
-    )
+    splitter = lambda m: [list(m[0].parameters()), list(m[1:].parameters())]
+    learn = learner(model, opt_func=torch.optim.AdamW, wd_bn_bias=False, splitter=splitter)
     learn.fit(1, lr=slice(1e-3, 1e-1), wd=0.1)
-    assert len(learn.opt.hypers) == 2 and [h['lr'] for h in learn.opt.hypers] == pytest.approx(
-        [1e-3, 1e-1]
-    )
+    assert len(learn.opt.hypers) == 2
+    assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-3, 1e-1])
     for g in learn.opt.param_groups:
         own = {n for n, p in model.named_parameters() for q in g['params'] if p is q}
         assert g['weight_decay'] == (0.1 if own <= {'0.weight', '3.weight'} else 0.0)
@@ -259,10 +254,8 @@ def test_norm_and_bias_parameters_are_found() -> None:
     model = net()
     spared = model[0].bias, model[1].weight, model[1].bias, model[3].bias
     assert [id(p) for p in norm_bias_params(model)] == [id(p) for p in spared]
-    assert [id(p) for p in norm_bias_params(model, with_bias=False)] == [
-        id(model[1].weight),
-        id(model[1].bias),
-    ]
+    expected = [id(model[1].weight), id(model[1].bias)]
+    assert [id(p) for p in norm_bias_params(model, with_bias=False)] == expected
 
 
 def test_decay_set_in_the_middle_of_a_run_keeps_the_momenta() -> None:
@@ -293,10 +286,8 @@ def test_hypers_read_and_write_by_either_name() -> None:
     h = opt.hypers[0]
     assert dict(h) == {'lr': 0.1, 'mom': 0.8, 'sqr_mom': 0.9, 'wd': 0.3, 'eps': 1e-8}
     h['mom'], h['weight_decay'] = 0.7, 0.2
-    assert (
-        opt.opt.param_groups[0]['betas'] == (0.7, 0.9)
-        and opt.opt.param_groups[0]['weight_decay'] == h['wd'] == 0.2
-    )
+    assert opt.opt.param_groups[0]['betas'] == (0.7, 0.9)
+    assert opt.opt.param_groups[0]['weight_decay'] == h['wd'] == 0.2
     assert opt.hypers[1]['mom'] == 0.8 and opt.hypers[-1]['weight_decay'] == 0.3
     assert 'momentum' not in h and 'nonsense' not in h and h.get('nonsense', 4) == 4
     assert split_opt(torch.optim.SGD, mom=0.9).hypers[0]['mom'] == 0.9
@@ -346,9 +337,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any,
     before = [dict(g) for g in opt.param_groups]
     with pytest.raises(OptimizerError, match=text):
         opt.set_hypers(**{name: value})
-    assert [{k: v for k, v in g.items() if k != 'params'} for g in opt.param_groups] == [
-        {k: v for k, v in g.items() if k != 'params'} for g in before
-    ]
+    expected = [{k: v for k, v in g.items() if k != 'params'} for g in before]
+    assert [{k: v for k, v in g.items() if k != 'params'} for g in opt.param_groups] == expected
 
 
 def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:
@@ -408,9 +398,8 @@ def test_a_group_that_is_added_later_trains_and_has_hypers(add: Any) -> None:
         [{'params': other[0].parameters(), 'lr': 0.01}, {'params': other[3].parameters()}], lr=0.02
     )
     by_hand(opt, other, 1)
-    assert same(weights(model), weights(other), tol=1e-15) and not torch.equal(
-        model[3].weight, before[4]
-    )
+    assert same(weights(model), weights(other), tol=1e-15)
+    assert not torch.equal(model[3].weight, before[4])
 
 
 def test_a_group_is_added_to_one_of_several_optimizers() -> None:
@@ -421,9 +410,8 @@ def test_a_group_is_added_to_one_of_several_optimizers() -> None:
     opt['a'].add_param_group({'params': [c], 'lr': 0.3})
     assert [h['lr'] for h in opt.hypers] == [0.1, 0.2, 0.3]
     opt.set_hyper('lr', [1.0, 2.0, 3.0])
-    assert [g['lr'] for g in opt['a'].param_groups] == [1.0, 3.0] and opt['b'].param_groups[0][
-        'lr'
-    ] == 2.0
+    assert [g['lr'] for g in opt['a'].param_groups] == [1.0, 3.0]
+    assert opt['b'].param_groups[0]['lr'] == 2.0
 
 
 # Making it
@@ -433,22 +421,16 @@ def test_the_optimizer_is_made_when_first_needed() -> None:
     learn = learner(net(), lr=0.3)
     assert learn.opt is None
     learn.create_opt()
-    assert learn.opt.hypers[0]['lr'] == learn.lr == 0.3 and isinstance(
-        learn.opt, torch.optim.Optimizer
-    )
+    assert learn.opt.hypers[0]['lr'] == learn.lr == 0.3
+    assert isinstance(learn.opt, torch.optim.Optimizer)
 
 
 def test_the_default_rate_and_optimizer() -> None:
     learn = Learner(data(), net(), nn.MSELoss())
     learn.create_opt()
     assert learn.lr == defaults.lr == 1e-3 and isinstance(learn.opt.opt, torch.optim.AdamW)
-    assert dict(learn.opt.hypers[0]) == {
-        'lr': 1e-3,
-        'mom': 0.9,
-        'sqr_mom': 0.99,
-        'wd': 0.01,
-        'eps': 1e-5,
-    }
+    expected = {'lr': 1e-3, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.01, 'eps': 1e-5}
+    assert dict(learn.opt.hypers[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -631,9 +613,8 @@ def test_lbfgs_is_the_hand_written_loop_bit_for_bit(options: dict[str, Any]) -> 
     learn.fit(2)
     assert same(weights(model), lbfgs_by_hand(other := net(), calls := [], **options))
     assert len(forwards) == len(calls) > 20
-    assert next(other.parameters()).grad is not None and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert next(other.parameters()).grad is not None
+    assert all(p.grad is None for p in model.parameters())
 
 
 def lbfgs_by_hand(
@@ -692,9 +673,8 @@ def test_a_training_metric_of_a_closure_step_is_that_before_it_and_counts_once(
     first = nn.functional.mse_loss(model(x), y).item()
     learn.fit(1)
     row = learn.history[0]
-    assert row['train_loss'] == pytest.approx(first, rel=1e-6) and row['mse'] == pytest.approx(
-        first, abs=1e-12
-    )
+    assert row['train_loss'] == pytest.approx(first, rel=1e-6)
+    assert row['mse'] == pytest.approx(first, abs=1e-12)
 
 
 def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:

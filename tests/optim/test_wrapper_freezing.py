@@ -67,16 +67,7 @@ def moved(learn: Learner, **fit: Any) -> list[str]:
     return [n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])]
 
 
-ALL = [
-    '0.0.weight',
-    '0.1.weight',
-    '0.1.bias',
-    '1.0.weight',
-    '1.1.weight',
-    '1.1.bias',
-    '2.weight',
-    '2.bias',
-]
+ALL = '0.0.weight 0.1.weight 0.1.bias 1.0.weight 1.1.weight 1.1.bias 2.weight 2.bias'.split()
 NORMS_0, NORMS_1, MIDDLE, HEAD = ALL[1:3], ALL[4:6], ALL[3:6], ALL[6:]
 
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
+from tests.helpers.comparing import same
 from tests.helpers.optimizing import data
 
 
@@ -23,10 +24,6 @@ def net() -> nn.Sequential:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
@@ -99,9 +96,8 @@ def test_hypers_reach_every_optimizer_by_fastais_names() -> None:
     learn.fit(2, lr=[0.05, 0.002], wd=0.0)
     assert same(weights(model), pair_by_hand(lr=0.05, head_lr=0.002))
     learn.opt.set_hyper('mom', 0.5)
-    assert learn.opt[0].param_groups[0]['momentum'] == 0.5 and learn.opt[1].param_groups[0][
-        'betas'
-    ] == (0.5, 0.999)
+    assert learn.opt[0].param_groups[0]['momentum'] == 0.5
+    assert learn.opt[1].param_groups[0]['betas'] == (0.5, 0.999)
 
 
 def test_decay_spares_biases_in_each() -> None:
@@ -315,9 +311,8 @@ def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
     for x, y in batches * 2:
         (grad,) = torch.autograd.grad(F.mse_loss(torch.tanh(x @ w.T) @ w.T, y), w)
         w = (w - 0.1 * grad).detach().requires_grad_()
-    assert (
-        torch.allclose(model.inner.weight, w, atol=1e-6) and len(list(learn.opt.parameters())) == 1
-    )
+    assert torch.allclose(model.inner.weight, w, atol=1e-6)
+    assert len(list(learn.opt.parameters())) == 1
 
 
 def test_a_callback_can_step_one_of_them_less_often() -> None:
@@ -342,7 +337,5 @@ def test_a_callback_can_step_one_of_them_less_often() -> None:
                 for p in layer.parameters():
                     p -= 0.1 * p.grad
         other.zero_grad()
-    assert all(
-        torch.allclose(a, b, atol=1e-14)
-        for a, b in zip(weights(model), weights(other), strict=True)
-    )
+    for a, b in zip(weights(model), weights(other), strict=True):
+        assert torch.allclose(a, b, atol=1e-14)

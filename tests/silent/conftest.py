@@ -9,8 +9,7 @@ import pytest
 
 @pytest.fixture
 def row(
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Callable[..., None]:
     "Return a function that reports a number as it was, as it is, and as an independent computation gives it."
     marker = request.node.get_closest_marker('silent')

@@ -28,17 +28,9 @@ from learnkit.metrics.averages import AvgMetric
 from learnkit.metrics.merge import shared_state
 
 EVALUATING_EVENTS = (
-    'before_fit',
-    'before_epoch',
-    'before_train',
-    'after_train',
-    'before_eval',
-    'before_validate',
-    'after_validate',
-    'after_eval',
-    'after_epoch',
-    'after_fit',
-)
+    'before_fit before_epoch before_train after_train before_eval before_validate after_validate '
+    'after_eval after_epoch after_fit'
+).split()
 
 
 def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -258,13 +250,8 @@ def unlabeled(form: str, n: int = 4) -> list[Any]:
 @pytest.mark.silent('loss_func(pred) on batches without targets: last training loss')
 def test_a_loss_of_the_predictions_alone(form: str, row: Callable[..., None]) -> None:
     torch.manual_seed(0)
-    learn = Learner(
-        DataLoaders(unlabeled(form), unlabeled(form, 2)),
-        Encoder(),
-        spread,
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-    )
+    dls = DataLoaders(unlabeled(form), unlabeled(form, 2))
+    learn = Learner(dls, Encoder(), spread, opt_func=torch.optim.SGD, lr=0.1)
     learn.logger = lambda r: None
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
@@ -307,13 +294,8 @@ def test_the_loss_of_the_model_itself_comes_first() -> None:
             out = super().forward(x)
             return {'loss': out.square().mean(), 'logits': out}
 
-    learn = Learner(
-        unlabeled('tensor', 1),
-        Own(),
-        lambda pred: pred.sum() * 100,
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    dls = unlabeled('tensor', 1)
+    learn = Learner(dls, Own(), lambda pred: pred.sum() * 100, opt_func=torch.optim.SGD, lr=0.0)
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     with torch.no_grad():
@@ -364,10 +346,8 @@ def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
     row(was='TypeError', now=losses[3], independent=expected[3])
     assert losses[:4] == pytest.approx(expected, rel=1e-12)
     _, targs = learn.get_preds()
-    assert (
-        torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)]))
-        and targs[1].dtype == torch.int64
-    )
+    assert torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)]))
+    assert targs[1].dtype == torch.int64
     preds, none = learn.get_preds(dl=[{'x': boxed(1)[0]['x']}])
     assert none is None and len(preds) == 2
 
@@ -451,12 +431,8 @@ def test_a_wrong_form_of_the_validation_loader_costs_no_epoch() -> None:
     x, y = points(6, 1)
     steps: list[int] = []
     dls = DataLoaders([(x, x, y)], [(x,)], n_inp=2)
-    learn = Learner(
-        dls,
-        nn.Linear(1, 1).double(),
-        nn.MSELoss(),
-        cbs=Callback(after_step=lambda cb: steps.append(1)),
-    )
+    model = nn.Linear(1, 1).double()
+    learn = Learner(dls, model, nn.MSELoss(), cbs=Callback(after_step=lambda cb: steps.append(1)))
     with pytest.raises(BatchError, match='n_inp=2'):
         learn.fit(1)
     assert not steps
@@ -552,14 +528,9 @@ class Notes(Callback):
 
 def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
     torch.manual_seed(0)
-    learn = Learner(
-        DataLoaders(dl, n_iter=n_iter),
-        nn.Linear(1, 1).double(),
-        nn.MSELoss(),
-        cbs=[Notes, *cbs],
-        opt_func=torch.optim.SGD,
-        lr=1e-3,
-    )
+    dls = DataLoaders(dl, n_iter=n_iter)
+    model = nn.Linear(1, 1).double()
+    learn = Learner(dls, model, nn.MSELoss(), cbs=[Notes, *cbs], opt_func=torch.optim.SGD, lr=1e-3)
     learn.logger = lambda row: None
     return learn
 
@@ -685,9 +656,8 @@ def test_a_loader_whose_state_dict_raises_is_resumed_by_replaying(at: int) -> No
         learn.fit(2)
     later = streaming(Shuffled(), 6)
     later.fit(2, resume=learn.notes.saved)
-    assert (
-        later.notes.seen == learn.notes.seen[2 if at == 2 else 6 :] and len(learn.notes.seen) == 12
-    )
+    assert later.notes.seen == learn.notes.seen[2 if at == 2 else 6 :]
+    assert len(learn.notes.seen) == 12
     assert torch.equal(later.model.weight, learn.model.weight)
 
 
@@ -857,20 +827,10 @@ def test_dicts_become_columns(row: Callable[..., None]) -> None:
     last = {name: learn.history[-1][name] for name in expected}
     row(was="{'min': ...} in one column", now=last['min'], independent=expected['min'])
     assert last == pytest.approx(expected, rel=1e-12)
-    names = [
-        'epoch',
-        'train_loss',
-        'valid_loss',
-        'bias',
-        'abs_mean',
-        'min',
-        'max',
-        'extremes_bias',
-        'mean_squared',
-        'tm_bias',
-        'tm_n',
-        'time',
-    ]
+    names = (
+        'epoch train_loss valid_loss bias abs_mean min max extremes_bias mean_squared tm_bias '
+        'tm_n time'
+    ).split()
     assert list(learn.recorder.metric_names) == names
     assert [len(r) for r in rows] == [len(names)] * 2
     assert list(rows[1][3:-1]) == pytest.approx([last[n] for n in names[3:-1]])
@@ -957,9 +917,8 @@ def test_dicts_merge_over_processes() -> None:
         part.accumulate(SimpleNamespace(pred=x[rows], yb=(y[rows],), xb=(x[rows],)))
     whole = AvgMetric(errors)
     whole.merge([shared_state(part) for part in parts])
-    assert whole.value == pytest.approx(
-        {'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()}
-    )
+    expected = {'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()}
+    assert whole.value == pytest.approx(expected)
 
 
 def test_bad_dicts_are_errors_before_the_first_step() -> None:

@@ -46,14 +46,8 @@ class Notes(Callback):
 
 
 def trained(batches: Any, model: nn.Module, loss: Any, *cbs: Any, **kwargs: Any) -> Learner:
-    learn = Learner(
-        DataLoaders(batches),
-        model.double(),
-        loss,
-        cbs=[*cbs, Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    dls = DataLoaders(batches)
+    learn = Learner(dls, model.double(), loss, cbs=[*cbs, Notes], opt_func=torch.optim.SGD, lr=0.0)
     learn.logger = lambda row: None
     learn.fit(1, **kwargs)
     return learn
@@ -118,14 +112,8 @@ def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
 
     torch.manual_seed(1)
     dls = DataLoaders([(x, mask, label)], n_inp=1)
-    learn = Learner(
-        dls,
-        nn.Conv2d(1, 3, 1).double(),
-        loss,
-        cbs=[CutMix(), Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-    )
+    model = nn.Conv2d(1, 3, 1).double()
+    learn = Learner(dls, model, loss, cbs=[CutMix(), Notes], opt_func=torch.optim.SGD, lr=0.0)
     learn.logger = lambda row: None
     shares: list[float] = []
     partners: list[Tensor] = []
@@ -214,9 +202,8 @@ def test_a_batch_without_the_callback_has_the_plain_loss(microbatch: int | None)
     losses: list[float] = []
     learn.fit(2, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     plain = [F.cross_entropy(learn.model(x), y).item() for x, y in vectors(3)]
-    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12) and losses[4:6] == pytest.approx(
-        plain[1:], rel=1e-12
-    )
+    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12)
+    assert losses[4:6] == pytest.approx(plain[1:], rel=1e-12)
 
 
 # -- weights and ignored targets -------------------------------------------------------------------
@@ -304,9 +291,8 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
             losses.append(cb.loss.item())
 
         learn.fit(1, cbs=Callback(after_backward=look))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and torch.allclose(
-        *grads, rtol=1e-12, atol=1e-15
-    )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert torch.allclose(*grads, rtol=1e-12, atol=1e-15)
 
 
 # -- the end of blending ---------------------------------------------------------------------------
@@ -316,13 +302,9 @@ def blended_batches(mixer: MixHandler, n_epoch: int, fits: int = 1, n: int = 5) 
     "Return for each batch whether it was blended."
     x, y = pictures('classes')[0], torch.arange(8) % 3
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
+    dls = DataLoaders([(x, y)] * n)
     learn = Learner(
-        DataLoaders([(x, y)] * n),
-        model,
-        F.cross_entropy,
-        cbs=[mixer, Notes],
-        opt_func=torch.optim.SGD,
-        lr=0.0,
+        dls, model, F.cross_entropy, cbs=[mixer, Notes], opt_func=torch.optim.SGD, lr=0.0
     )
     learn.logger = lambda row: None
     for _ in range(fits):

@@ -115,9 +115,8 @@ def test_norms_and_biases_decay_as_the_kind_or_the_user_says(
     learn.fit(1)
     decay = {p: g['weight_decay'] for g in learn.opt.param_groups for p in g['params']}
     named = dict(learn.model.named_parameters())
-    assert {n: decay[p] for n, p in named.items()} == {
-        n: 0.5 if decays or n in ('0.weight', '3.weight') else 0.0 for n in named
-    }
+    expected = {n: 0.5 if decays or n in ('0.weight', '3.weight') else 0.0 for n in named}
+    assert {n: decay[p] for n, p in named.items()} == expected
 
 
 @pytest.mark.silent('rate of an SGD instance set by hand between two fits: distance to the loop')

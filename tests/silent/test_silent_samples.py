@@ -144,13 +144,8 @@ def test_size_func(row: Row) -> None:
     def loss(pred: Any, targ: Any) -> Any:
         return (pred - targ).square()
 
-    learn = Learner(
-        DataLoaders([(Opaque(), torch.tensor(1.0))]),
-        Model(),
-        loss,
-        size_func=lambda xb, yb: len(xb[0].rows),
-        cbs=Callback(),
-    )
+    dls = DataLoaders([(Opaque(), torch.tensor(1.0))])
+    learn = Learner(dls, Model(), loss, size_func=lambda xb, yb: len(xb[0].rows), cbs=Callback())
     learn.logger, learn.create_mbar = lambda row: None, False
     learn.fit('10sp')
     row(was='TypeError', now=learn.time.sp, independent=10)
