@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# What is compiled is kept, whatever the environment says: else every process that a test starts compiles the package.
+# Write bytecode even if the environment forbids it: else every process that a test starts compiles the package.
 sys.dont_write_bytecode = False
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 

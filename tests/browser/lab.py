@@ -171,7 +171,7 @@ class Notebook:
         return int(prompt) if prompt.isdigit() else None
 
     def bar_text(self, n: int) -> str:
-        "Return what stands beside the bar of a code cell."
+        "Return the text next to the progress bar of a code cell."
         return str(self.outputs(n).locator('progress').locator('..').inner_text().strip())
 
     def faults(self) -> list[str]:

@@ -473,7 +473,7 @@ def test_the_folder_is_removed_in_the_middle(tmp_path: Path) -> None:
         ).fit(1)
 
 
-# -- beside others ---------------------------------------------------------------------------------
+# -- with other callbacks --------------------------------------------------------------------------
 
 
 def test_a_callback_may_save(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, ma
 from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place
 
-# what is there to be looked at: large, of no influence on what comes, and not in a checkpoint, as the classes say
+# large attributes for display only, which do not influence training and are documented as not checkpointed
 NOT_KEPT = {
     'FetchPredsCallback': {'preds'},
     'CollectDataCallback': {'data'},

@@ -64,7 +64,7 @@ def test_validation_losses_match_every_evaluation() -> None:
     assert [step for step, _ in expected] == [4, 8, 12, 16, 20]
     assert learn.show_graph.valid_losses == {'valid': expected}
     with learn.no_logging():
-        learn.fit(1)  # another fit begins anew
+        learn.fit(1)  # another fit starts from zero
     assert [step for step, _ in learn.show_graph.valid_losses['valid']] == [4, 8, 10]
 
 

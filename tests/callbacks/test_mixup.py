@@ -124,7 +124,7 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
         torch.arange(N * 48).view(N, 8, 6),
         torch.arange(N),
     )
-    # each sample is a class: `yb1` tells the order
+    # each sample is a class, so `yb1` is the order
     batch = x, {'table': table, 'mask': mask}, counts, torch.arange(N)
     seen = {}
     for mixer in (MixUp, CutMix):

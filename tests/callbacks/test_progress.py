@@ -253,7 +253,7 @@ def test_a_logger_of_the_users_own_keeps_its_rows(capsys: pytest.CaptureFixture[
     assert len(rows) == 3
 
 
-# -- the logger is put back ------------------------------------------------------------------------
+# -- the logger is restored ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt, CancelFitException])
@@ -561,7 +561,7 @@ def read_terminal(code: str) -> str:
             while chunk := os.read(master, 65536):
                 out.extend(chunk)
         except OSError:
-            pass  # the way Linux says that the other end was closed
+            pass  # Linux's error when the other end is closed
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -732,7 +732,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=120)
     with warnings.catch_warnings():
-        # those of the client and its sockets: the kernel is another process
+        # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
         client.execute(env=kernel_env(folder))
     nbformat.write(nb, folder / 'run.ipynb')

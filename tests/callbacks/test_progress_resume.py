@@ -141,7 +141,7 @@ def test_the_fit_shows_when_it_will_be_done(shown: list[Kept]) -> None:
 
 def test_a_terminal_counts_the_speed_of_this_run_alone() -> None:
     display = TerminalDisplay(io.StringIO())
-    # a pause of the machine is small beside so many seconds
+    # so long that a pause of the machine does not matter
     display.draw(Bar('train', 20_000, 10_060, first=60, started=perf_counter() - 5000))
     assert ' 2.00it/s' in str(display.bar)
     display.close()

@@ -203,7 +203,7 @@ def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     clock.now += 500
     learn.validate()
     learn.fit(1)
-    # neither the time between fits nor that of an evaluation of its own
+    # without the time between fits and of separate evaluations
     assert monitor._train_s == pytest.approx(60)
     assert list(seen.of('throughput/batches_per_sec').values())[-1] == pytest.approx(0.5)
 

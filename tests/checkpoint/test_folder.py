@@ -42,7 +42,7 @@ def write(
 
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[40] ^= 1  # in the digest: what the file says of itself can still be read
+    content[40] ^= 1  # in the digest: the file's metadata can still be read
     path.write_bytes(content)
 
 

@@ -12,7 +12,7 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
     "Callback classes on the given library's `Callback`."
 
     class Raiser(lib.Callback):
-        "Raise what the plan says for the place that the loop is at."
+        "Raise the plan's exception for the current place of the loop."
 
         def __init__(self, order: int, planned: dict[Place, str]) -> None:
             self.order, self.planned = order, planned

@@ -50,7 +50,7 @@ class Run:
 
 
 def same(a: Any, b: Any, tol: float = 2e-5) -> bool:
-    "Tell whether two results are alike: floats within a relative `tol`, everything else equal."
+    "Return True if floats of two results are within a relative `tol` and everything else is equal."
     if isinstance(a, (list, tuple)):
         if not isinstance(b, (list, tuple)) or len(a) != len(b):
             return False
@@ -99,7 +99,7 @@ def style_cases(library: str) -> dict[str, Any]:
 
 
 def rows_comparable(plan: Plan) -> bool:
-    "Tell whether the Recorder's rows are those of fastai: what it does for a cancelled epoch differs, see COMPAT.md."
+    "Return True if the Recorder's rows equal fastai's; rows of a cancelled epoch differ, see COMPAT.md."
     whole = all(level not in 'TEVF' for *_, level in plan['raises'])
     return (
         plan['recorder']

@@ -1,4 +1,4 @@
-"""Record what fastai does, for the tests beside this file: run it where fastai is installed.
+"""Record what fastai does, for the tests in this folder: run it where fastai is installed.
 
     python -m tests.compat.record_fastai [fastai_traces.json.gz]
 

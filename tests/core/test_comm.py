@@ -70,7 +70,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return command
 
 
-# -- what launchers say
+# -- variables of launchers
 
 
 def test_torchrun_is_read_and_what_else_it_sets_is_left_alone() -> None:

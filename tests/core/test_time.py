@@ -396,7 +396,7 @@ def test_crossings_of_shares_match_the_exact_fractions(n_batches: int, parts: in
 
 def test_crossings_that_cannot_be() -> None:
     assert count_crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
-    # no float could say
+    # a number that no float can hold
     assert count_crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62 // 3
     with pytest.raises(TimeError, match='positive'):
         count_crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))

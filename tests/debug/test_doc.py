@@ -201,7 +201,7 @@ class Mine(Callback):
         "Look at the loss."
 
     def forget(self) -> None:
-        "Begin anew."
+        "Begin again."
 
 
 def test_help_for_a_callback() -> None:

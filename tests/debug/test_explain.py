@@ -76,7 +76,7 @@ def test_one_step_in_so_many_is_measured() -> None:
     assert 'No step has been measured' in repr(learn.timings)
     learn.fit(1)
     assert learn.timings.n == len(range(FIRST - 1, 100, EVERY))
-    learn.fit(1)  # a new fit begins anew
+    learn.fit(1)  # a new fit starts from zero
     assert learn.timings.n == len(range(FIRST - 1, 100, EVERY))
 
 

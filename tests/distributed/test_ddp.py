@@ -161,7 +161,7 @@ def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
         learn.remove_cb(DistributedTraining)
         assert learn.world is SINGLE_RANK and learn.dls is not dls and len(learn.dls.train) == 13
         assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
-        learn.fit(1)  # alone, on all of its own data
+        learn.fit(1)  # alone, on all of the data
         assert learn.recorder.smooth_loss.count == 13 and not torch.distributed.is_initialized()
 
     run_ranks(job)

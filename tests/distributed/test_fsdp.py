@@ -200,7 +200,7 @@ def several_things(rank):
         if not holds:
             wrong.append(name)
 
-    for model in (Tied, WithStatistics):  # BatchNorm's batches are those of each process, in both
+    for model in (Tied, WithStatistics):  # BatchNorm sees each process's own batches, in both
         a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
         check(f'{model.__name__}: {max_difference(a[0], b[0])}', max_difference(a[0], b[0]) < 1e-5)
     # the last ones: 3 and 4 samples

@@ -326,7 +326,7 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
     class Cancel(Callback):
         def before_step(self) -> None:
             if self.iter == 0:
-                raise CancelBatchException  # its gradients are kept, as those of a whole batch
+                raise CancelBatchException  # its gradients are kept, as of a whole batch
 
         def before_pred(self) -> None:
             seen.append(self.iter)

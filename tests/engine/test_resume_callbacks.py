@@ -71,7 +71,7 @@ def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
     assert sd['best_path'] == sd['last_saved_path'] == 'models/model.pth' and sd['compared'] is True
     (tmp_path / 'before').rename(tmp_path / 'after')
     learn = make('after')
-    # the best is that of the first epoch, from before the move
+    # the first epoch is the best, from before the move
     learn.fit(2, resume=through_a_file(kept[5]))
     assert not differences(end['model'], learn.model.state_dict())
     assert learn.save_model.last_saved_path == tmp_path / 'after' / 'models' / 'model.pth'

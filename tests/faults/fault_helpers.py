@@ -19,7 +19,7 @@ from learnkit.core.errors import CancelException
 from learnkit.engine.events import LEVELS
 from learnkit.metrics.base import _Column
 
-# Those of a fit without Cancel, and those of a prediction; loading has its own rows.
+# The events of a fit without Cancel, and of a prediction; loading has its own rows.
 FIT_EVENTS = [
     e
     for e in EVENTS

@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
     options = ['-q', '-m', '', '-o', 'faulthandler_timeout=3600']  # full forms take long
     status = pytest.main([*options, *arguments, str(HERE)], plugins=[rows])
     print(f'\n{rows.table()}')
-    has_run = any(row.outcomes for row in rows.rows.values())  # not with --help, for one
+    has_run = any(row.outcomes for row in rows.rows.values())  # not with --help
     if (
         not has_run
         or rows.n_left_out

@@ -32,7 +32,7 @@ from tests.faults.run_helpers import (
     training,
 )
 
-# of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
+# of 3 batches and 2 of validation an epoch; a life ends at its point, or at the end of the batch
 SIGNAL_POINTS = [
     'before_fit',
     'train before_batch',

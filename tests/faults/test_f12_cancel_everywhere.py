@@ -275,7 +275,7 @@ def test_every_cancel_in_the_validation_of_a_fit(event: str, kind: str) -> None:
 def test_in_the_middle_of_the_other_callbacks_and_behind_them(
     event: str, order: float, kind: str
 ) -> None:
-    "An event's handlers of lower order have run, those of higher order have not: no default callback may trip."
+    "Handlers of lower order have run, and handlers of higher order have not: no default callback may fail."
     holds('fit', {(event, 1): kind}, order)
 
 

@@ -32,7 +32,7 @@ def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = write(tmp_path / 'a.ckpt')
 
     def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems say it here
+        raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems report it here
 
     monkeypatch.setattr(os, 'fsync', full)
     with pytest.raises(OSError, match='No space'):
@@ -42,7 +42,7 @@ def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
     "Save with a limit of file sizes, which fails like a full disk."
-    # a fork's generator is seeded anew, and the size of the file depends on its numbers
+    # each fork seeds its generator, and the size of the file depends on its numbers
     random.seed(0)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     found, before = [], read_state(path)[0]

@@ -113,7 +113,7 @@ def entry(shape: list[int], start: int, stop: int, dtype: str = 'F32') -> dict[s
 
 
 def lying(changes: dict[str, Any], length: int | None = None) -> Callable[[Path], Path]:
-    "A checkpoint of four floats whose header says something else."
+    "A checkpoint of four floats whose header lies about them."
 
     def make(path: Path) -> Path:
         header, data = split(write(path, {'w': torch.arange(4.0)}))

@@ -1,4 +1,4 @@
-"""Row 25: files of another format are refused, and say so. There is no older format that a release has written."""
+"""Row 25: files of another format are refused by name. No release has written an older format."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def mark_target(learn: Any) -> None:
 
 
 def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
-    "The fit fails before the step, with a message that says where and what."
+    "The fit fails before the step, with a message that names the place and the tensor."
     start_again(learn)
     learn.passes = KnownPass([40, 41, 42, 43])
     e = raised_by(lambda: learn.fit(1))

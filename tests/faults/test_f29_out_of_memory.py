@@ -105,7 +105,7 @@ class Hungry(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:microbatch='auto'")
 def test_half_the_size_and_the_same_gradients() -> None:
-    "Buffers and generators are put back: the state is that of a run with pieces of that size from the start."
+    "Buffers and generators are restored: the state equals a run with pieces of that size from the start."
 
     def trained(fits: int, microbatch: Any) -> Learner:
         g = torch.Generator().manual_seed(1)

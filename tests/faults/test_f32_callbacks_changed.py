@@ -113,7 +113,7 @@ def test_one_was_duplicated(tmp_path: Path) -> None:
 
 
 def test_others_were_reordered(tmp_path: Path) -> None:
-    "Each has its own state, by its key; of two of a class the order says which is which."
+    "Each callback has its own state, by its key; two callbacks of a class are matched by their order."
 
     def cbs() -> list[Any]:
         return [Counter(), EMA(0.9), EarlyStoppingCallback(patience=9), MixUp(0.4)]

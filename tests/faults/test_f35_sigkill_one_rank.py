@@ -1,4 +1,4 @@
-"""Row 35: SIGKILL of one of two processes. The other ends by itself, and says who is gone; a restart is exact."""
+"""Row 35: SIGKILL of one of two processes. The other ends by itself, and names the lost rank; a restart is exact."""
 
 from __future__ import annotations
 

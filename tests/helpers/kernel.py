@@ -117,7 +117,7 @@ def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
     from jupyter_client.manager import start_new_kernel
 
     with warnings.catch_warnings():
-        # those of the client and its sockets: the kernel is another process
+        # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
         manager, client = start_new_kernel(
             kernel_name=kernel_name(), env=kernel_env(folder), cwd=str(folder)

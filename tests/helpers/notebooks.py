@@ -17,7 +17,7 @@ nbclient = pytest.importorskip('nbclient')
 
 
 # First in every kernel. What is warned of at a line of the notebook or of learnkit is an error, and so is every
-# UserWarning; what libraries tell each other (deprecations) is not.
+# UserWarning; deprecations inside of libraries are not.
 SETUP = r"""
 import warnings
 warnings.filterwarnings('error', module=r'__main__|learnkit\b')
@@ -39,7 +39,7 @@ def execute(nb: Any, cwd: Path) -> None:
         nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
     )
     with warnings.catch_warnings():
-        # those of the client and its sockets: the kernel is another process
+        # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
         client.execute(env=kernel_env(cwd))
     del nb.cells[0]

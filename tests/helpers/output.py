@@ -86,7 +86,7 @@ def read_files(learn: Learner) -> dict[str, Any]:
         ):
             found[name] = [line.split()[1:] for line in path.read_text().splitlines()]
         elif 'wandb' in path.parts:
-            continue  # of its own kind
+            continue  # a binary format of wandb
         elif path.suffix == '.json':
             found[name] = json.loads(path.read_text())
         elif path.suffix == '.pth':

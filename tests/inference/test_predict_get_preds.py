@@ -32,7 +32,7 @@ from learnkit.testing import synth_learner
 from tests.helpers.fresh import output_of
 
 N = 13
-X, Y = torch.arange(2.0 * N).view(N, 2), torch.arange(N)  # the target tells which sample it is
+X, Y = torch.arange(2.0 * N).view(N, 2), torch.arange(N)  # the target is the sample's index
 DATA = TensorDataset(X, Y)
 
 
@@ -382,7 +382,7 @@ MEMORY = """
     class Wide(nn.Module):
         def forward(self, x): return x.repeat(1, 64)  # 1 MB a batch
     learn = Learner(([torch.zeros(2, 64)], Batches()), Wide(), default_cbs=False)
-    def peak():  # of this process alone: what getrusage says begins with the parent's
+    def peak():  # of this process alone: getrusage starts at the parent's peak
         return next(int(line.split()[1]) / 1024 for line in open('/proc/self/status') if line.startswith('VmHWM'))
     list(zip(learn.predict_iter(), range(3)))
     before = peak()

@@ -24,7 +24,7 @@ from learnkit.data.show import (
     draw_masks,
     find_errors,
 )
-from learnkit.data.tables import Table
+from learnkit.data.tables import Table, format_targets
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 

@@ -203,7 +203,7 @@ def test_a_column_of_the_history_is_not_an_attribute() -> None:
         with pytest.raises(AttributeError) as e:
             _ = cb.valid_loss  # type: ignore[attr-defined]
         seen.append(str(e.value))
-        assert cb.history[-1]['valid_loss'] > 0  # what the message says
+        assert cb.history[-1]['valid_loss'] > 0  # works, as the message says it does
 
     learner(cbs=Callback(after_epoch=read, order=60)).fit(1)
     assert "`history[-1]['valid_loss']`" in seen[0] and '`order` above' in seen[0]
@@ -543,7 +543,7 @@ def test_values_of_validate_have_names() -> None:
     assert values[:1] == [values[0]] and values == [values[0], values[1]]
 
 
-# ------------------------------------------------- lists that are no `list`, as those of configurations
+# ------------------------------------------------------- sequences that are no `list`, as in configurations
 
 
 def test_lists_of_a_configuration() -> None:

@@ -16,7 +16,7 @@ from learnkit.loggers import Logger
 
 N_BATCHES, BS = 10, 4
 
-# the libraries would tell their makers of each use
+# the libraries would report each use to their makers
 os.environ.update(
     DO_NOT_TRACK='true', MLFLOW_DISABLE_TELEMETRY='true', WANDB_ERROR_REPORTING='false'
 )

@@ -247,7 +247,7 @@ def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -
         cls()
 
 
-# ------------------------------------------------------------------------- what each has of its own
+# --------------------------------------------------------------------- what only one service has
 
 
 def test_tensorboard_images_text_and_configuration(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_resume_drops_what_came_after_the_checkpoint(
     expected = [v / 2 for v in plain_losses(3)[0]]
     assert [row['half'] for row in rows] == pytest.approx(expected, rel=1e-6)
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
-    # the checkpoint was before that of 10
+    # the checkpoint came before the row of step 10
     assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
 
 

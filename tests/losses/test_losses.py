@@ -173,7 +173,7 @@ def test_the_gradient_of_focal_loss_is_finite_for_a_sure_prediction(gamma: float
     inp = torch.tensor([[200.0, 0.0], [0.0, 200.0]], requires_grad=True)
     FocalLoss(gamma)(inp, torch.tensor([0, 0])).backward()
     assert inp.grad is not None and inp.grad.isfinite().all() and inp.grad[0].abs().max() < 1e-6
-    # of a miss it is that of cross-entropy
+    # for a wrong prediction it equals the gradient of cross-entropy
     assert inp.grad[1].tolist() == pytest.approx([-0.5, 0.5])
 
 

@@ -227,7 +227,7 @@ def test_smooth_loss_on_the_device() -> None:
             run(s, losses.cuda())
         finally:
             torch.cuda.set_sync_debug_mode('default')
-    run(s, losses[:3])  # from the CPU, in order behind those of the device
+    run(s, losses[:3])  # from the CPU, after the losses of the device
     run(on_cpu, losses[:3])
     assert s.smooth == on_cpu.smooth and s.count == 303
 

@@ -182,7 +182,7 @@ CASES = {
 }
 
 
-SIZES = (1, 2, 4, 13)  # of which each case has one in the ordinary form, beside 3
+SIZES = (1, 2, 4, 13)  # the quick form of a case has one of these, and 3
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def outcome(learn: Learner) -> dict[str, Any]:
     }
 
 
-# with 89 samples a last one is left, for which one process has none of its own
+# 89 samples leave a last batch that one rank does not have
 @pytest.mark.parametrize(
     ('n', 'n_train', 'options'), [(2, 95, {}), (3, 95, {}), (2, 89, {}), (2, 89, {'microbatch': 3})]
 )

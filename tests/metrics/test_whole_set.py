@@ -37,7 +37,7 @@ def test_scores_of_scikit_learn_on_the_whole_set() -> None:
     assert f1 == pytest.approx(sklearn.f1_score(Y, pred, average='macro'))
     assert kappa == pytest.approx(sklearn.cohen_kappa_score(Y, pred))
     assert [m.name for m in learn.metrics] == ['f1_score', 'cohen_kappa_score']
-    assert learn.validate()[1] == f1  # each pass starts anew
+    assert learn.validate()[1] == f1  # each pass starts from zero
 
 
 def test_labels_and_probabilities() -> None:

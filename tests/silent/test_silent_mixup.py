@@ -72,7 +72,7 @@ def pictures(kind: str) -> tuple[Tensor, Tensor]:
     "Return images with unique pixel values, and masks computed from them."
     x = torch.arange(8.0 * 6 * 4, dtype=torch.float64).view(8, 1, 6, 4)
     classes = classes_of(x)
-    assert (classes != classes.roll(1, 0)).double().mean() > 0.5  # those of two images differ
+    assert (classes != classes.roll(1, 0)).double().mean() > 0.5  # the classes of two images differ
     return x, classes if kind == 'classes' else F.one_hot(classes, 3).movedim(-1, 1).double()
 
 
