@@ -1,7 +1,5 @@
 """Training in several processes, on one machine or many, through torch.distributed."""
 
-from __future__ import annotations
+import lazy_loader
 
-from learnkit.distributed.callback import DistributedTraining
-
-__all__ = ['DistributedTraining']
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,8 +4,6 @@ The adapters `from_composer(cb)` and `from_ksuit(cb)` do not import the other pa
 installed. The functions for the Hub need huggingface_hub.
 """
 
-from learnkit.interop.composer import from_composer
-from learnkit.interop.hub import from_hub, push_to_hub, save_for_hub
-from learnkit.interop.ksuit import from_ksuit
+import lazy_loader
 
-__all__ = ['from_composer', 'from_hub', 'from_ksuit', 'push_to_hub', 'save_for_hub']
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,27 +1,5 @@
 """Loggers for files, services such as TensorBoard and Weights & Biases, and the console, with one interface."""
 
-from learnkit.loggers.aim import AimLogger
-from learnkit.loggers.api import log_images, log_params, log_text
-from learnkit.loggers.base import Logger
-from learnkit.loggers.comet import CometLogger
-from learnkit.loggers.console import ConsoleLogger
-from learnkit.loggers.files import CSVLogger, JSONLinesLogger, read_log
-from learnkit.loggers.mlflow import MlflowLogger
-from learnkit.loggers.tensorboard import TensorBoardLogger
-from learnkit.loggers.wandb import WandbLogger
+import lazy_loader
 
-__all__ = [
-    'Logger',
-    'AimLogger',
-    'CometLogger',
-    'ConsoleLogger',
-    'CSVLogger',
-    'JSONLinesLogger',
-    'MlflowLogger',
-    'TensorBoardLogger',
-    'WandbLogger',
-    'log_images',
-    'log_params',
-    'log_text',
-    'read_log',
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

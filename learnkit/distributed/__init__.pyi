@@ -1,0 +1,3 @@
+from .callback import (
+    DistributedTraining as DistributedTraining,
+)

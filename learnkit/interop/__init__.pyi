@@ -1,0 +1,11 @@
+from .composer import (
+    from_composer as from_composer,
+)
+from .hub import (
+    from_hub as from_hub,
+    push_to_hub as push_to_hub,
+    save_for_hub as save_for_hub,
+)
+from .ksuit import (
+    from_ksuit as from_ksuit,
+)
