@@ -27,7 +27,7 @@ from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import name_of, preserved_modes
+from learnkit.core.model import capture_buffers, name_of, preserved_modes
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
@@ -351,22 +351,12 @@ def layer_info(
 @contextmanager
 def restored_model(model: nn.Module) -> Iterator[None]:
     "Run a model in a context that restores random generators, modes of modules and buffers."
-    buffers = [
-        (m, name, b, b._version, b.clone())
-        for m in model.modules()
-        for name, b in m._buffers.items()
-        if b is not None and not is_lazy(b)
-    ]
+    restore_buffers = capture_buffers(model)
     with preserved_modes(model), preserved_rng(), torch.no_grad():
         try:
             yield
         finally:
-            for m, name, b, version, value in buffers:
-                now = m._buffers.get(name)
-                if now is not None and now.device != b.device:
-                    m._buffers[name] = value.to(now.device)  # the model was moved meanwhile
-                elif now is not b or b._version != version:
-                    m._buffers[name] = b.copy_(value)
+            restore_buffers()
 
 
 def dummy_eval(

@@ -4,13 +4,14 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.core.learner_type import LearnerLike, LoopLike
 
@@ -20,6 +21,7 @@ __all__ = [
     'has_weights',
     'model_device',
     'move_to_device',
+    'capture_buffers',
     'preserved_modes',
     'name_of',
     'unwrap_partial',
@@ -124,6 +126,34 @@ def takes_batches(
     """
     cls = type(bare_model(model))
     return all(callable(getattr(cls, name, None)) for name in _BATCH_METHODS)
+
+
+def capture_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copy the buffers of a model, and return a function that restores the changed ones.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> restore_buffers = capture_buffers(norm)
+    >>> _ = norm(torch.randn(4, 2))
+    >>> restore_buffers()
+    >>> norm.running_mean
+    tensor([0., 0.])
+    """
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
+    ]
+
+    def restore() -> None:
+        for module, name, buffer, version, value in buffers:
+            current = module._buffers.get(name)
+            if current is not None and current.device != buffer.device:
+                module._buffers[name] = value.to(current.device)  # the model was moved meanwhile
+            elif current is not buffer or buffer._version != version:
+                module._buffers[name] = buffer.copy_(value)
+
+    return restore
 
 
 def whole_batch(
