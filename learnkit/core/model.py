@@ -139,18 +139,19 @@ def capture_buffers(model: nn.Module) -> Callable[[], None]:
     tensor([0., 0.])
     """
     buffers = [
-        (module, name, buffer, buffer._version, buffer.clone())
+        (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and not is_lazy(buffer)
+        if buffer is not None and not is_lazy(buffer) and not buffer.is_meta
     ]
 
     def restore() -> None:
-        for module, name, buffer, version, value in buffers:
+        for module, name, buffer, value in buffers:
             current = module._buffers.get(name)
             if current is not None and current.device != buffer.device:
                 module._buffers[name] = value.to(current.device)  # the model was moved meanwhile
-            elif current is not buffer or buffer._version != version:
+            # the version does not count what batch norm writes; a copy of equal values would invalidate a graph
+            elif current is not buffer or not torch.equal(buffer, value):
                 module._buffers[name] = buffer.copy_(value)
 
     return restore

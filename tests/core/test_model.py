@@ -1,0 +1,52 @@
+"""Models: buffers are restored after a pass that is not a part of the training."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from learnkit.callbacks.model_summary import restored_model
+from learnkit.core.model import capture_buffers
+
+
+class Replacing(nn.Module):
+    "Replace a buffer in every pass."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('last', torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.sum(0)
+        return x
+
+
+def test_running_statistics_and_replaced_buffers_are_restored() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), Replacing())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    last = model[1].last
+    restore_buffers = capture_buffers(model)
+    model(torch.randn(8, 2))
+    # batch norm changes its statistics without a new version of the tensor
+    assert not torch.equal(model[0].running_mean, before['0.running_mean'])
+    restore_buffers()
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert model[1].last is last
+
+
+def test_a_pass_that_looks_for_nan_leaves_running_statistics_unchanged() -> None:
+    model = nn.BatchNorm1d(2)
+    with restored_model(model):
+        model(torch.randn(8, 2))
+    assert torch.equal(model.running_mean, torch.zeros(2)) and model.num_batches_tracked == 0
+
+
+def test_equal_buffers_are_not_written_so_that_a_graph_stays_valid() -> None:
+    model = nn.BatchNorm1d(2, affine=True).eval()
+    x = torch.randn(4, 2, requires_grad=True)
+    restore_buffers = capture_buffers(model)
+    loss = model(x).sum()
+    restore_buffers()
+    loss.backward()
+    assert x.grad is not None
