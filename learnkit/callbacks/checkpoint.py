@@ -43,7 +43,6 @@ from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
-from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import SAVE_POINTS
@@ -234,10 +233,10 @@ class Checkpoint(Callback):
         "Return the name of the monitored value and 'min' or 'max', or None if no value is monitored."
         recorder = recorder_of(self.learn)
         if self.monitor is None:
-            if recorder is None or not self.keep_best or not evaluation_loaders(self.learn.dls):
+            if recorder is None or not self.keep_best:
                 return None
-            names = [n for n in recorder.metric_names if n.endswith('loss') and n != 'train_loss']
-            return (names[0], self.mode or 'min') if names else None
+            losses = [name for name in recorder.evaluated_columns() if name.endswith('loss')]
+            return (losses[0], self.mode or 'min') if losses else None
         if isinstance(self.monitor, str):
             find_column(self, self.monitor)
         return _get_name(self.monitor), self.mode or 'min'
