@@ -43,7 +43,6 @@ from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
-from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import SAVE_POINTS
@@ -234,10 +233,10 @@ class Checkpoint(Callback):
         "Return the name of the monitored value and 'min' or 'max', or None if no value is monitored."
         recorder = recorder_of(self.learn)
         if self.monitor is None:
-            if recorder is None or not self.keep_best or not evaluation_loaders(self.learn.dls):
+            if recorder is None or not self.keep_best:
                 return None
-            names = [n for n in recorder.metric_names if n.endswith('loss') and n != 'train_loss']
-            return (names[0], self.mode or 'min') if names else None
+            losses = [name for name in recorder.evaluated_columns() if name.endswith('loss')]
+            return (losses[0], self.mode or 'min') if losses else None
         if isinstance(self.monitor, str):
             find_column(self, self.monitor)
         return _get_name(self.monitor), self.mode or 'min'
@@ -376,15 +375,18 @@ class Checkpoint(Callback):
         if not self.sharded:
             state = gather_full_state(state)
         elif mesh_of(learn.model) is not None:
-            state, places, parts = take_parts(state)
-            if self._writers is None:
-                self._writers = Writers(learn.world)
-            state['parts'] = {'places': places, 'tensors': parts}
-            if not learn.world.is_first:
-                state = {'parts': state['parts']}
+            state = self._separate_shards(state)
         elif not learn.world.is_first:
             return state
         return copy_to_host(state, self._buffers)
+
+    def _separate_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        "Return the state with this rank's shards apart, as `parts`; in other ranks than rank 0 only the shards."
+        if self._writers is None:
+            self._writers = Writers(self.learn.world)
+        state, places, tensors = take_parts(state)
+        parts = {'places': places, 'tensors': tensors}
+        return {**state, 'parts': parts} if self.learn.world.is_first else {'parts': parts}
 
     def _recreate_removed_folder(self) -> None:
         "Create and lock the folder again if it was removed during the run."
@@ -414,7 +416,7 @@ class Checkpoint(Callback):
 
     def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
         "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
-        assert self._writers is not None  # created by `_collect_state`
+        assert self._writers is not None  # created by `_separate_shards`
         parts = state['parts']
         written = self._writers.write(parts['tensors'], find_parts_folder(path))
         return {**state, 'parts': {'places': parts['places'], **written}}

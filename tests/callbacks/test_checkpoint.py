@@ -223,6 +223,17 @@ def test_a_column_of_another_callback(tmp_path: Path) -> None:
     assert [e.info['value'] for e in reversed(entries(tmp_path))] == [1.0] * 3
 
 
+def test_by_default_a_loss_of_training_decides_nothing(tmp_path: Path) -> None:
+    def far_loss(pred: torch.Tensor, targ: torch.Tensor) -> torch.Tensor:
+        return (pred - targ).abs().mean()
+
+    learn = make(Checkpoint(folder=tmp_path), metrics=far_loss)
+    learn.recorder.train_metrics = True
+    learn.fit(1)
+    assert learn.recorder.metric_names[2] == 'train_far_loss'
+    assert entries(tmp_path)[0].info['monitor'] == 'valid_loss'
+
+
 def test_without_validation_no_checkpoint_is_best(tmp_path: Path) -> None:
     x = torch.randn(8, 3)
     learn = make(Checkpoint(folder=tmp_path, keep_last=1))
