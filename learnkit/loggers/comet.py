@@ -12,7 +12,7 @@ from zipfile import ZipFile
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.core.time import Time
 from learnkit.loggers.base import RunLogger
-from learnkit.loggers.values import png
+from learnkit.loggers.values import encode_png
 
 __all__ = ['CometLogger']
 
@@ -100,7 +100,7 @@ class CometLogger(RunLogger):
             return
         for i, image in enumerate(images):
             tag = f'{name}/{i}' if len(images) > 1 else name
-            self._handle.log_image(BytesIO(png(image)), tag, step=step)
+            self._handle.log_image(BytesIO(encode_png(image)), tag, step=step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         if step > self._last_step:

@@ -15,7 +15,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
-from learnkit.loggers.values import png
+from learnkit.loggers.values import encode_png
 
 __all__ = ['CSVLogger', 'JSONLinesLogger', 'read_log']
 
@@ -112,7 +112,7 @@ class _FileLogger(Logger):
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write `<file>.images/<name>-<step>-<i>.png`."
         for i, image in enumerate(images):
-            self._make_path('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
+            self._make_path('images', f'{name}-{step}-{i}.png').write_bytes(encode_png(image))
 
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write `<file>.texts/<name>-<step>.txt`."

@@ -14,7 +14,7 @@ from typing import Any
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger
-from learnkit.loggers.values import png
+from learnkit.loggers.values import encode_png
 
 __all__ = ['MlflowLogger']
 
@@ -133,7 +133,7 @@ class MlflowLogger(RunLogger):
         with tempfile.TemporaryDirectory() as folder:
             for i, image in enumerate(images):
                 path = Path(folder, f'{clean(name).replace("/", "_")}-{step}-{i}.png')
-                path.write_bytes(png(image))
+                path.write_bytes(encode_png(image))
                 self._handle.log_artifact(self._id, str(path), 'images')
 
     def log_text(self, step: int, name: str, text: str) -> None:

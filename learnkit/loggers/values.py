@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import PurePath
 from types import CodeType, FrameType
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
+from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
@@ -33,7 +33,7 @@ __all__ = [
     'configuration',
     'as_images',
     'to_loggable',
-    'png',
+    'encode_png',
 ]
 
 PLAIN = (bool, int, float, str, type(None))
@@ -234,22 +234,11 @@ def as_images(
     return t.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
-def png(
-    image: Any,  # array (H, W, C) of bytes
+def encode_png(
+    image: Any,  # array (H, W, C) of bytes, with 1, 3 or 4 channels
 ) -> bytes:
-    "Encode an image as PNG (RFC 2083), with the standard library only."
-    height, width, channels = image.shape
-    lines = b''.join(b'\0' + line.tobytes() for line in image)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
-        )
-
-    header = struct.pack('>2I5B', width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    return (
-        b'\x89PNG\r\n\x1a\n'
-        + chunk(b'IHDR', header)
-        + chunk(b'IDAT', zlib.compress(lines))
-        + chunk(b'IEND', b'')
-    )
+    "Encode an image as PNG with Pillow; raise `MissingExtraError` without Pillow."
+    pixels = image[:, :, 0] if image.shape[2] == 1 else image
+    file = BytesIO()
+    import_library('PIL.Image', 'An image in a log').fromarray(pixels).save(file, 'PNG')
+    return file.getvalue()

@@ -16,7 +16,7 @@ import torch
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
-from learnkit.loggers.values import as_images, png
+from learnkit.loggers.values import as_images, encode_png
 from learnkit.testing.forks import start
 from tests.loggers.logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
@@ -354,7 +354,7 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
 @pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])
 def test_png_is_what_pillow_reads(tmp_path: Path, shape: tuple[int, ...]) -> None:
     images = as_images(torch.rand(shape))
-    (tmp_path / 'a.png').write_bytes(png(images[0]))
+    (tmp_path / 'a.png').write_bytes(encode_png(images[0]))
     read = np.array(pytest.importorskip('PIL.Image').open(tmp_path / 'a.png'))
     assert np.array_equal(read.reshape(images[0].shape), images[0])
 
