@@ -21,6 +21,7 @@ from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.files import atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.validation import is_count
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
@@ -99,7 +100,7 @@ class MLPerf(Callback):
                 not isinstance(name, str) or not name.strip() or set('/\\\0') & set(name)
             ):
                 raise OptionError(f'{option}={name!r}: give a name that a folder can have.')
-        if not isinstance(index, int) or index < 0:
+        if not is_count(index, 0):
             raise OptionError(f'index={index!r}: give a number, 0 or more.')
         if target is not None and isinstance(monitor, str):
             as_comparison(comp, monitor)  # raises for an unknown direction

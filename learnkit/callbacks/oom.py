@@ -21,7 +21,7 @@ from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import check_count
+from learnkit.core.validation import check_count, is_count
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
 
@@ -214,7 +214,7 @@ class MemorySnapshot(Callback):
         folder: str | Path = 'memory',  # path below `learn.path`, or an absolute path
         max_entries: int = 100_000,  # largest number of events to keep: the last ones
     ) -> None:
-        if not isinstance(skip_batches, int) or skip_batches < 0:
+        if not is_count(skip_batches, 0):
             raise OptionError(
                 f'skip_batches={skip_batches!r}: give a number of batches, 0 or more.'
             )

@@ -18,7 +18,7 @@ from learnkit.checkpoint.saving import check_weights_path, find_weights_path, re
 from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time
-from learnkit.core.validation import warn_user
+from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_takes
 from learnkit.engine.counters import counts_tokens
@@ -78,7 +78,7 @@ class TrackerCallback(Callback):
         min_delta: float = 0.0,  # least change that counts as an improvement
         reset_on_fit: bool = True,  # whether each fit resets `best`; False: `best` of all fits
     ) -> None:
-        if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
+        if not is_number(min_delta) or not 0 <= min_delta < math.inf:
             raise OptionError(
                 f'min_delta={min_delta!r}: give a number, 0 or more. `comp` decides what counts as better.'
             )
@@ -327,7 +327,7 @@ class ReduceLROnPlateau(_Patient):
             raise OptionError(
                 f'factor={factor!r} divides the rate: give a number above 1, such as 10.'
             )
-        if not isinstance(min_lr, Real) or not min_lr >= 0:
+        if not is_number(min_lr) or min_lr < 0:
             raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
         self.factor = factor
         self.min_lr = min_lr

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
-from numbers import Real
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
+from learnkit.core.validation import is_number
 from learnkit.engine.counters import Every
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 
@@ -467,8 +467,7 @@ def _has_attribute(learn: object, name: str) -> bool:
 
 def _check_options(order: object, run_in: object, **flags: object) -> None:
     "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and flags that are not bools."
-    is_number = isinstance(order, Real) and not isinstance(order, bool) and order == order
-    if order is not None and not is_number:
+    if order is not None and not is_number(order):
         raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
     for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):

@@ -13,6 +13,7 @@ from torch import nn
 from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import MissingExtraError, OptimizerError
 from learnkit.core.optional import import_library
+from learnkit.core.validation import is_count, is_number
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 
@@ -210,9 +211,9 @@ class Lookahead(OptimWrapper):
         k: int = 6,  # steps between updates of the slow weights
         alpha: float = 0.5,  # step size of the slow weights, 0 to 1
     ) -> None:
-        if not isinstance(k, int) or k < 1:
+        if not is_count(k):
             raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
-        if not 0 <= alpha <= 1:
+        if not is_number(alpha) or not 0 <= alpha <= 1:
             raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
         if isinstance(opt, OptimWrapper):
