@@ -10,14 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 from warnings import warn
 
-import torch
-
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.checkpoint.digest import digest
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
@@ -248,12 +245,12 @@ class TracedTable(HandlerTable):
 def digest_state(learn: LearnerLike) -> dict[str, Any]:
     "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
-        name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
+        name: digest_tensors(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
     }
-    found |= {f'weight {name}': digest(p) for name, p in learn.model.named_parameters()}
-    found |= {f'buffer {name}': digest(b) for name, b in learn.model.named_buffers()}
+    found |= {f'weight {name}': digest_tensors(p) for name, p in learn.model.named_parameters()}
+    found |= {f'buffer {name}': digest_tensors(b) for name, b in learn.model.named_buffers()}
     found |= {
-        f'gradient of {n}': digest(p.grad)
+        f'gradient of {n}': digest_tensors(p.grad)
         for n, p in learn.model.named_parameters()
         if p.grad is not None
     }
@@ -262,17 +259,11 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    found['random numbers'] = digest_plain(capture_rng(), leave_out=())
+    found['random numbers'] = digest(capture_rng(), leave_out=())
     return found
 
 
-def digest(o: Any) -> str:
+def digest_tensors(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
-    h = blake2b(digest_size=16)
     tensors = tensors_in(o)
-    for t in tensors:
-        h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
-        values = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
-        if t.numel():
-            h.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return h.hexdigest() if tensors else describe(o)
+    return digest(tensors, leave_out=()) if tensors else describe(o)

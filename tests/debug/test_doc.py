@@ -211,7 +211,7 @@ def test_help_for_a_callback() -> None:
         (head, runs), (methods, rows) = found.lists.items()
         assert head.endswith('uns at (order 7, not in evaluation)') and methods == 'Methods'
         assert runs == [('before_fit', 'Begin.'), ('after_loss', 'Look at the loss.')]
-        assert rows == [('forget', 'Begin anew.')]
+        assert rows == [('forget', 'Begin again.')]
     assert next(iter(doc(Mine(5)).lists)).startswith('Mine(n=5) runs at')
     learn = synth_learner(cbs=Mine)
     assert next(iter(doc(learn.mine).lists)).startswith('Mine, of a Learner, runs at')
