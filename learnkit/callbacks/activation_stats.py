@@ -300,7 +300,8 @@ class _Records:
         if not self.sent:
             return torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 3)
         if len(self.sent) > 1:
-            self.sent = [tuple(torch.cat(list(o)) for o in zip(*self.sent, strict=True))]
+            keys, numbers = zip(*self.sent, strict=True)
+            self.sent = [(torch.cat(keys), torch.cat(numbers))]
         return self.sent[0]
 
     def parts(self, layer: int) -> list[int]:

@@ -111,9 +111,9 @@ class Section:
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
         self.lines.append(self._format_line(cells))
-        self.html_rows.append(html_row('td', cells, last_style=self._last_style()))
+        self.html_rows.append(html_row('td', cells, last_style=self._style_last_cell()))
 
-    def _last_style(self) -> str:
+    def _style_last_cell(self) -> str:
         "Return CSS that keeps the column of the time in view where the page is narrower than the table."
         if self.names[-1:] != ['time']:
             return ''
@@ -139,7 +139,9 @@ class Section:
         "Return the section as an HTML table; colors and borders are left to the page's theme."
         header = ''
         if any(self.names):
-            header = f'<thead>{html_row("th", self.names, last_style=self._last_style())}</thead>'
+            header = (
+                f'<thead>{html_row("th", self.names, last_style=self._style_last_cell())}</thead>'
+            )
         note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
         rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
         return f'<table style="text-align:right">{header}<tbody>{"".join(rows)}</tbody></table>'
