@@ -22,7 +22,6 @@ __all__ = [
     'RNGState',
     'capture_rng',
     'restore_rng',
-    'same_states',
     'preserved_rng',
     'own_generators',
     'capture_own',
@@ -78,17 +77,6 @@ def restore_rng(
             torch.cuda.set_rng_state(device_state.cpu(), i)
     if 'mps' in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state['mps'].cpu())
-
-
-def same_states(a: Any, b: Any) -> bool:
-    "Return True if two captured states, or parts of states, are equal."
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
-    if isinstance(a, tuple) and a and isinstance(a[0], Tensor):
-        return all(map(same_states, a, b))
-    return bool(a == b)
 
 
 @contextmanager

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.errors import CheckpointError
+from learnkit.core.plain import are_equal
 from learnkit.core.random import (
     capture_rng,
     preserved_rng,
     restore_rng,
-    same_states,
 )
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, batch_size_of, n_batches
@@ -41,7 +41,6 @@ from learnkit.data.torch_loader import (
     get_index_sampler,
     is_worker_failure,
     rebuild_with_sampler,
-    same_batches,
     start_lists,
     workers_run,
 )
@@ -226,7 +225,7 @@ class LoaderPosition:
                 drawn_again = []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
-        if not same_batches(drawn, drawn_again):
+        if not are_equal(drawn, drawn_again, others=True):
             warn_user(
                 f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
                 'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
@@ -540,8 +539,8 @@ def _warn_of_shared_draws(
     if after_first is None:
         return
     after_last = capture_rng()
-    moved = [k for k, state in after_first.items() if not same_states(state, after_last[k])]
-    shared = [k for k in moved if k in current and not same_states(after_last[k], current[k])]
+    moved = [k for k, state in after_first.items() if not are_equal(state, after_last[k])]
+    shared = [k for k in moved if k in current and not are_equal(after_last[k], current[k])]
     if shared:
         warn_user(
             f'The {owner} of the training loader keeps drawing from the global generator of '

@@ -10,12 +10,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from learnkit.core.plain import are_equal
 from learnkit.core.random import (
     RNGState,
     capture_rng,
     own_generators,
     restore_rng,
-    same_states,
 )
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.data.torch_loader import belongs_to_sampler
@@ -66,7 +66,7 @@ class Order:
         self._own = None
         restored = {}
         for name, state in own.items():
-            was_shared = name in before and same_states(state, before[name])
+            was_shared = name in before and are_equal(state, before[name])
             restored[name] = self.state[name] if was_shared else state
         restore_rng(restored)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from learnkit.core.random import capture_rng, same_states
+from learnkit.core.plain import are_equal
+from learnkit.core.random import capture_rng
 from learnkit.distributed.shards import shard
 from tests.helpers.positions import (
     EpochCountSampler,
@@ -78,7 +79,7 @@ def test_rounds_are_the_batches_of_one_process(kind: str, size: int) -> None:
                 )
                 found = [rounds_of(ranks, ranks.epoch()) for _ in range(2)]
                 assert found == expected, (n, batch_size, drop_last)
-                assert same_states(ranks.rngs[0], rng), (n, batch_size, drop_last)
+                assert are_equal(ranks.rngs[0], rng), (n, batch_size, drop_last)
 
 
 @pytest.mark.parametrize('kind', ['tensors shuffled', 'items shuffled', 'tensors', 'list'])
@@ -197,7 +198,7 @@ def test_user_samplers(sampler: Any, workers: int) -> None:
     expected, rng = alone(make(8))
     ranks = Together(make(4), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
-    assert same_states(ranks.rngs[0], rng)
+    assert are_equal(ranks.rngs[0], rng)
 
 
 def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
@@ -213,7 +214,7 @@ def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
     expected, rng = alone(make(8))
     ranks = Together(make(4), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
-    assert same_states(ranks.rngs[0], rng)
+    assert are_equal(ranks.rngs[0], rng)
     assert ranks.shards[0].batch_size is None
 
 
@@ -224,7 +225,7 @@ def test_workers(kind: str, persistent: bool) -> None:
     expected, rng = alone(lambda s: make_by_kind(kind)(8)(s, **options), 3)
     ranks = Together(lambda s: make_by_kind(kind)(4)(s, **options), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(3)] == expected
-    assert same_states(ranks.rngs[0], rng)
+    assert are_equal(ranks.rngs[0], rng)
 
 
 @pytest.mark.parametrize('noise', OTHERS)
@@ -248,7 +249,7 @@ def test_augmentation_does_not_move_the_order() -> None:
     ranks = Together(make, 2)
     parts = [ranks.epoch() for _ in range(2)]
     assert [sorted(chain.from_iterable(p[0] + p[1])) for p in parts] == [list(range(22))] * 2
-    assert not same_states(ranks.rngs[0]['torch'], ranks.rngs[1]['torch'])
+    assert not are_equal(ranks.rngs[0]['torch'], ranks.rngs[1]['torch'])
 
 
 # ------------------------------------------------------------------------------ loaders of any kind
@@ -281,7 +282,7 @@ def test_any_iterable(make: Make, size: int) -> None:
             assert found == [
                 list(chain.from_iterable(lists[i : i + per])) for i in range(0, len(lists), per)
             ]
-        assert same_states(ranks.rngs[0], rng)
+        assert are_equal(ranks.rngs[0], rng)
 
 
 def test_ends_of_any_iterable() -> None:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from learnkit import ClassificationInterpretation, DataLoaders, Interpretation, Learner
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
-from learnkit.core.random import capture_rng, same_states
+from learnkit.core.plain import are_equal
+from learnkit.core.random import capture_rng
 from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from tests.helpers.libraries import require
@@ -271,7 +272,7 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
     assert torch.equal(losses, interp.losses[rows])
     assert torch.equal(interp[4][0], x[4:5])
     assert torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])
-    assert same_states(before, capture_rng())
+    assert are_equal(before, capture_rng())
     assert torch.equal(order, interp.learn.dls.train.generator.get_state())
     with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'):
         interp[[1, N]]

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from learnkit import Callback, ClassificationInterpretation, DataLoaders, Learner, TensorLoader
 from learnkit.core.errors import OptionError
+from learnkit.core.plain import are_equal
 from learnkit.core.plotting import WRONG
-from learnkit.core.random import capture_own, capture_rng, same_states
+from learnkit.core.random import capture_own, capture_rng
 from learnkit.data.show import (
     as_pictures,
     as_targets,
@@ -270,7 +271,7 @@ def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path:
 
     (a, before), (b, after) = trained(False), trained(True)
     assert (
-        torch.equal(a, b) and same_states(before[0], after[0]) and repr(before[1]) == repr(after[1])
+        torch.equal(a, b) and are_equal(before[0], after[0]) and repr(before[1]) == repr(after[1])
     )
 
 
