@@ -179,7 +179,7 @@ class WholeStep:
             ]
         found = [reason for reason, switch in entries if switch]
         if learn.microbatch:
-            found.append('batches are cut into microbatches')
+            found.append('batches are split into microbatches')
         if learn.run.device is not None and is_autocast_enabled(learn.run.device.type):
             found.append('autocast is active')
         return found

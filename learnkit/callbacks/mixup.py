@@ -91,7 +91,7 @@ class MixHandler(Callback):
             self.__dict__.pop(name, None)
         self._order: Tensor | None = None  # indices of the partners in the batch
         # `yb1` of a batch, and an iterator over its microbatches
-        self._pieces: tuple[Any, Iterator[Any]] = None, iter(())
+        self._targets_left: tuple[Any, Iterator[Any]] = None, iter(())
         self._reduction: tuple[Any, str] = None, ''  # loss function, and its reduction
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -153,8 +153,8 @@ class MixHandler(Callback):
             )
 
     def before_step(self) -> None:
-        "Check that the microbatches were cut from the blended batch."
-        if self._order is None or not self._blends() or self._pieces[0] is not self.yb1:
+        "Check that the microbatches were split from the blended batch."
+        if self._order is None or not self._blends() or self._targets_left[0] is not self.yb1:
             return
         n = count_samples(self.learn)
         if n != len(self._order):
@@ -179,7 +179,7 @@ class MixHandler(Callback):
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
         size: Any = learn.microbatch
-        partners = self._next_piece(size) if size else (self.yb1, self.lam)
+        partners = self._next_targets(size) if size else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try:
             yield
@@ -187,16 +187,16 @@ class MixHandler(Callback):
             learn.loss_func = plain
             self._has_blended = self._has_blended or blended._n_calls > 0
 
-    def _next_piece(self, size: int) -> tuple[Any, Any]:
+    def _next_targets(self, size: int) -> tuple[Any, Any]:
         "Return targets of partners and shares for the next microbatch; start over on a repeat."
-        targets, pieces = self._pieces
-        piece = next(pieces, None) if targets is self.yb1 else None
-        if piece is None:
+        targets, microbatches_left = self._targets_left
+        microbatch = next(microbatches_left, None) if targets is self.yb1 else None
+        if microbatch is None:
             batch = self.yb1 if self._order is None else (self._order,)
-            pieces = iter(microbatches(batch, (self.yb1, self.lam), size))
-            self._pieces = (self.yb1, pieces)
-            piece = next(pieces)
-        return piece[1]
+            microbatches_left = iter(microbatches(batch, (self.yb1, self.lam), size))
+            self._targets_left = (self.yb1, microbatches_left)
+            microbatch = next(microbatches_left)
+        return microbatch[1]
 
     def _pair(self, n: int) -> Tensor:
         "Draw the partner of each of `n` samples, and set the partners' targets."
@@ -219,7 +219,7 @@ class MixHandler(Callback):
     def _blend_targets(
         self, order: Tensor, is_cut: Callable[[Tensor], bool] = lambda t: False
     ) -> None:
-        "Blend the targets unless the loss is blended; leave out tensors that were cut."
+        "Blend the targets unless the loss is blended; leave out tensors that were split."
         if self.stack_y:
             return
         kept = [t for t in tensors_in(self.learn.yb) if is_cut(t)]

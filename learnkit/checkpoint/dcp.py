@@ -220,13 +220,16 @@ def load_parts(
 
 def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
-    pieces: dict[str, list[Tensor]] = {entry['name']: [] for entry in parts['tensors']}
+    parts_by_name: dict[str, list[Tensor]] = {entry['name']: [] for entry in parts['tensors']}
     for rank in range(len(parts['files'])):
         rows = {entry['name']: _find_rows_in_shard(entry, rank, mesh) for entry in parts['tensors']}
         names = {name for name, (start, stop) in rows.items() if start < stop}
-        for name, piece in read_entries(folder / make_rank_file_name(rank), names).items():
-            pieces[name].append(piece[slice(*rows[name])])
-    return {entry['name']: _join(entry, pieces[entry['name']], mesh) for entry in parts['tensors']}
+        for name, part in read_entries(folder / make_rank_file_name(rank), names).items():
+            parts_by_name[name].append(part[slice(*rows[name])])
+    return {
+        entry['name']: _join(entry, parts_by_name[entry['name']], mesh)
+        for entry in parts['tensors']
+    }
 
 
 def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -249,12 +252,12 @@ def _find_rows_in_shard(
     return max(0, start - first), min(length, stop - first)
 
 
-def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | None) -> Any:
+def _join(entry: Mapping[str, Any], parts: list[Tensor], mesh: DeviceMesh | None) -> Any:
     "Concatenate the rows that this rank needs; raise `ValueError` if they are incomplete."
     start, stop = _find_rows(entry, mesh)
     size = entry['size']
     dtype = getattr(torch, entry['dtype'])
-    rows = torch.cat(pieces) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
+    rows = torch.cat(parts) if parts else torch.empty([0, *size[1:]], dtype=dtype)
     if rows.dtype != dtype or [*rows.shape] != [stop - start, *size[1:]]:
         raise ValueError(f'{entry["name"]} is not there as a whole')
     if mesh is None:

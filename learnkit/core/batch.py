@@ -1,4 +1,4 @@
-"""Operations on batches: split, move, detach, count, join and cut a batch, and pass it to the model.
+"""Operations on batches: split, move, detach, count, join and split a batch, and pass it to the model.
 
 A batch is a tensor, tuple, list, named tuple, dict or other mapping, dataclass, or any nesting of these. Containers are
 rebuilt with the same type. Functions on the path of each batch check for a plain tuple or list first."""
@@ -341,11 +341,11 @@ def microbatches(
     size: int,  # maximum number of samples of a microbatch
     n: int | None = None,  # number of samples of the batch; None: `find_bs`
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each microbatch
-    """Cut a batch into microbatches of at most `size` samples, without copying.
+    """Split a batch into microbatches of at most `size` samples, without copying.
 
-    Tensors whose first dimension is the batch size are cut, and so are lists or tuples with one entry per sample.
-    Other objects are passed to every microbatch uncut. A batch of at most `size` samples is the only microbatch.
-    Raises `BatchError` for a batch that cannot be cut, see `slice_batch`.
+    Tensors whose first dimension is the batch size are split, and so are lists or tuples with one entry per sample.
+    Other objects are passed whole to every microbatch. A batch of at most `size` samples is the only microbatch.
+    Raises `BatchError` for a batch that cannot be split, see `slice_batch`.
 
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
@@ -363,11 +363,11 @@ def slice_batch(
     xb: tuple[Any, ...],  # inputs
     yb: tuple[Any, ...],  # targets
     n: int,  # number of samples of the batch
-    pieces: Sequence[slice | list[int]],  # sample indices of each piece
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
-    """Cut a batch into pieces with the given samples.
+    slices: Sequence[slice | list[int]],  # sample indices of each part
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each part
+    """Return parts of a batch with the given samples.
 
-    Raises `BatchError` for an entry that cannot be cut, such as a PackedSequence; the message has the entry's number.
+    Raises `BatchError` for an entry that cannot be split, such as a PackedSequence; the message has the entry's number.
     Also raises `BatchError` if no input has one entry per sample, or if tensor targets do not.
 
     >>> slice_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
@@ -379,14 +379,14 @@ def slice_batch(
             _slice_entries('input', xb, n, rows, listed),
             _slice_entries('target', yb, n, rows, listed),
         )
-        for rows in pieces
+        for rows in slices
     ]
     for name, whole, parts in (('inputs', xb, batches[0][0]), ('targets', yb, batches[0][1])):
-        is_cut = any(a is not b for a, b in zip(whole, parts, strict=True))
-        if not is_cut and (name == 'inputs' or next(_iter_tensor_sizes(whole), None) is not None):
+        is_split = any(a is not b for a, b in zip(whole, parts, strict=True))
+        if not is_split and (name == 'inputs' or next(_iter_tensor_sizes(whole), None) is not None):
             raise BatchError(
                 f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
-                f'for each: they cannot be cut. Give a tensor of {n} rows or a list of {n} entries.'
+                f'for each: they cannot be split. Give a tensor of {n} rows or a list of {n} entries.'
             )
     return batches
 
@@ -398,7 +398,7 @@ def _slice_entries(
     rows: slice | list[int],
     listed: bool,
 ) -> tuple[Any, ...]:
-    "Return the samples `rows` of each entry; an error names the entry that cannot be cut."
+    "Return the samples `rows` of each entry; an error names the entry that cannot be split."
     selected = []
     for i, entry in enumerate(entries):
         try:
@@ -622,7 +622,7 @@ def _holds_objects(o: Iterable[Any]) -> bool:
     return not any(isinstance(c, (Tensor, np.ndarray, tuple, list)) for c in o)
 
 
-# -- sizes and pieces ------------------------------------------------------------------------------
+# -- sizes and parts -------------------------------------------------------------------------------
 
 
 def _is_list(o: Any) -> bool:
@@ -790,7 +790,7 @@ def take_rows(
     "Return `o` with the selected samples of each tensor and list that has `n` samples; other objects are unchanged."
     if isinstance(o, PackedSequence):
         raise BatchError(
-            'A PackedSequence cannot be cut into microbatches, or shared out: pad the sequences.'
+            'A PackedSequence cannot be split into microbatches or between ranks: pad the sequences.'
         )
     if isinstance(o, (Tensor, np.ndarray)):
         return o[rows] if o.ndim and o.shape[0] == n else o
@@ -803,7 +803,7 @@ def take_rows(
     if children is None:
         if callable(getattr(o, 'to', None)):
             raise BatchError(
-                f'{type(o).__name__} holds data that cannot be cut into microbatches, or shared out: give '
+                f'{type(o).__name__} holds data that cannot be split into microbatches or between ranks: give '
                 'tensors or lists.'
             )
         return o
@@ -815,7 +815,7 @@ def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
     "Return a batch with the selected graphs."
     if not hasattr(o, 'to_data_list') or not hasattr(type(o), 'from_data_list'):
         raise BatchError(
-            f'{type(o).__name__} cannot be cut into microbatches, or shared out: it has num_graphs, but '
+            f'{type(o).__name__} cannot be split into microbatches or between ranks: it has num_graphs, but '
             'no to_data_list and from_data_list.'
         )
     graphs = o.to_data_list()

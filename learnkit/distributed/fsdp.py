@@ -209,8 +209,8 @@ class Sharded(Parallelism):
             )
         if learn.microbatch in (1, 'auto'):
             raise DistributedError(
-                f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to cut "
-                "batches into as many pieces. Give a number, 2 or more, or use strategy 'ddp'."
+                f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
+                "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
             )
         unsupported = [cb for cb in learn.cbs if getattr(cb, 'needs_whole_weights', False)]
         if unsupported:
@@ -279,11 +279,11 @@ def check_can_be_sharded(model: nn.Module) -> None:
     wrappers = wrappers_of(model)
     if wrappers:
         raise ModelError(
-            f"Strategy 'fsdp' cuts the model itself, not {type(wrappers[0]).__name__} around it. Give the "
+            f"Strategy 'fsdp' shards the model itself, not {type(wrappers[0]).__name__} around it. Give the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
         )
     if not has_weights(model):
-        raise ModelError(f'{name} has no parameters to cut.')
+        raise ModelError(f'{name} has no parameters to shard.')
     if any(map(is_lazy, tensors)):
         raise ModelError(
             f'{name} has parameters without a size yet: let one batch through it first.'
@@ -293,7 +293,7 @@ def check_can_be_sharded(model: nn.Module) -> None:
             f"{name} is on the device 'meta', where its weights have no values: make it on the CPU."
         )
     if any(map(is_dtensor, tensors)):
-        raise ModelError(f'{name} is cut into parts already.')
+        raise ModelError(f'{name} is sharded already.')
 
 
 def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
@@ -311,7 +311,7 @@ def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
         if shares_weights(m, model):
             raise OptionError(
                 f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot '
-                'be cut on its own. Leave it out of `wrap`.'
+                'be sharded on its own. Leave it out of `wrap`.'
             )
     return units[::-1]
 

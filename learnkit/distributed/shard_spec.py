@@ -26,7 +26,7 @@ def check_option(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Division of a round, the batches of all ranks, into contiguous pieces, one for each rank.
+    """Division of a round, the batches of all ranks, into contiguous parts, one for each rank.
 
     Raises `OptionError` for an unknown option.
 

@@ -64,7 +64,7 @@ def shard(
     """Return this rank's shard of a loader.
 
     A round is the batches of all ranks: the batch of a single-process run with the global batch size. Each round is
-    divided into contiguous pieces; `share(i)` returns the numbers of samples of batch `i` on this rank and on all
+    divided into contiguous parts; `share(i)` returns the numbers of samples of batch `i` on this rank and on all
     ranks. If the loader drops a last smaller batch, a last smaller round is dropped. Without `fillers`, ranks may get
     different numbers of batches, at least one.
 
@@ -300,7 +300,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
 
 class ShardSampler:
-    """Sampler of this rank's piece of each round of the index lists of a loader's own sampler.
+    """Sampler of this rank's part of each round of the index lists of a loader's own sampler.
 
     The loader's sampler runs on every rank, and draws the order of a single-process run."""
 
@@ -328,7 +328,7 @@ class ShardSampler:
         return self._begin()
 
     def _begin(self) -> Iterator[Any]:
-        "Start a pass when the first list is requested, and yield this rank's pieces."
+        "Start a pass when the first list is requested, and yield this rank's parts."
         yield from self.begin(self.source.num_workers, workers_run(self.loader()))
 
     def begin(
@@ -337,7 +337,7 @@ class ShardSampler:
         workers_ran: bool,  # whether persistent workers were running already
         first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
-        "Start a pass of the loader's sampler, and return an iterator over this rank's pieces."
+        "Start a pass of the loader's sampler, and return an iterator over this rank's parts."
         with self.order:
             lists = start_lists(self.source, workers, workers_ran)
             if first is not None:
@@ -345,7 +345,7 @@ class ShardSampler:
         return self._take_pieces(lists)
 
     def _take_pieces(self, lists: Iterator[Any]) -> Iterator[Any]:
-        "Yield this rank's piece of each round, as one index list."
+        "Yield this rank's part of each round, as one index list."
         spec = self.spec
         shares: list[tuple[int, int]] = []
         for round_lists, k in self._draw_rounds(lists):

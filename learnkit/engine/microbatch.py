@@ -85,7 +85,7 @@ def warn_of_batch_norm(learn: LoopLike) -> None:
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         warn(
             f"microbatch='auto': memory holds {learn.auto_microbatch} samples at a time. Batch norm "
-            'layers see each piece on its own, so that the training differs from one with whole '
+            'layers see each microbatch on its own, so that the training differs from one with whole '
             'batches.',
             stacklevel=2,
         )

@@ -217,11 +217,11 @@ def read_rows(
         for rank, _ in index['rows']
     }
     starts = dict.fromkeys(arrays, 0)
-    pieces = []
+    parts = []
     for rank, n in index['rows']:
-        pieces.append(arrays[rank][starts[rank] : starts[rank] + n])
+        parts.append(arrays[rank][starts[rank] : starts[rank] + n])
         starts[rank] += n
-    return np.concatenate(pieces)
+    return np.concatenate(parts)
 
 
 def _add_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any) -> None:

@@ -273,7 +273,7 @@ class AvgSmoothLoss(Metric):
         self._smooth[n:] = []
         self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
         for column in self._saved:
-            column.cut(n)
+            column.truncate(n)
         self._catch_up()
 
     def state_dict(self) -> dict[str, Any]:
@@ -375,7 +375,7 @@ class _Column:
             self.tensor = torch.cat([self.tensor, torch.tensor(new, dtype=torch.float64)])
         return self.tensor
 
-    def cut(self, n: int) -> None:
+    def truncate(self, n: int) -> None:
         self.tensor = self.tensor[:n]
 
 

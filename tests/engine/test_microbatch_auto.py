@@ -84,7 +84,7 @@ def test_random_numbers_match_pieces_of_that_size_from_the_start() -> None:
 
 def test_batch_norm_statistics_are_restored_and_inexactness_is_reported() -> None:
     found, fixed = learner(Hungry(fits=5, norm=True)), learner(Hungry(fits=16, norm=True), 4)
-    with pytest.warns(UserWarning, match='Batch norm layers see each piece'):
+    with pytest.warns(UserWarning, match='Batch norm layers see each microbatch'):
         found.fit(2)
     fixed.fit(2)
     for a, b in zip(
