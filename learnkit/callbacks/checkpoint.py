@@ -154,7 +154,7 @@ class Checkpoint(Callback):
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None  # writers of the shards, on all ranks
         self._run_id = ''
-        self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
+        self._monitored: str | None = None  # name of the monitored value
         self._run_entries: list[Entry] = []  # checkpoints of this run
         self._eval_snapshot: Snapshot | None = None  # state before the current evaluation
 
@@ -178,7 +178,7 @@ class Checkpoint(Callback):
             return
         if self._interval is not None:
             self._interval.start(learn)
-        self._monitored = self._find_monitor()
+        self._monitored = self._find_monitored_name()
         self._lock_folder()
         self._begin_run(learn.run.resume)
         self._value = None
@@ -229,17 +229,17 @@ class Checkpoint(Callback):
             )
         _run_ids.add(self._run_id)
 
-    def _find_monitor(self) -> tuple[str, str] | None:
-        "Return the name of the monitored value and 'min' or 'max', or None if no value is monitored."
+    def _find_monitored_name(self) -> str | None:
+        "Return the name of the monitored value, or None if no value is monitored."
         recorder = recorder_of(self.learn)
         if self.monitor is None:
             if recorder is None or not self.keep_best:
                 return None
             losses = [name for name in recorder.evaluated_columns() if name.endswith('loss')]
-            return (losses[0], self.mode or 'min') if losses else None
+            return losses[0] if losses else None
         if isinstance(self.monitor, str):
             find_column(self, self.monitor)
-        return _get_name(self.monitor), self.mode or 'min'
+        return _get_name(self.monitor)
 
     def _lock_folder(self) -> None:
         "Create and lock the folder in rank 0."
@@ -274,8 +274,8 @@ class Checkpoint(Callback):
         "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
-        if point == 'epoch' and self._monitored is not None and callable(self.monitor):
-            self._value = as_number(self, self._monitored[0], self.monitor(self.learn))
+        if point == 'epoch' and callable(self.monitor):
+            self._value = as_number(self, self._monitored, self.monitor(self.learn))
         self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(point)
         post = self.learn.world.post
@@ -358,9 +358,9 @@ class Checkpoint(Callback):
             'ba': self.learn.time.ba,
             'saved': datetime.now(UTC).isoformat('T', 'seconds'),
         }
-        if self._monitored:
-            name, mode = self._monitored
-            info |= {'monitor': name, 'mode': mode, 'value': self._value}
+        if self._monitored is not None:
+            mode = self.mode or 'min'
+            info |= {'monitor': self._monitored, 'mode': mode, 'value': self._value}
         return info
 
     def _collect_state(self, point: str) -> dict[str, Any]:
@@ -397,9 +397,9 @@ class Checkpoint(Callback):
 
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
         "Keep the monitored value of an evaluation, or of an epoch's row of the history; NaN counts as None."
-        if not self._run_id or self._monitored is None or callable(self.monitor):
+        name = self._monitored
+        if not self._run_id or name is None or callable(self.monitor):
             return
-        name = self._monitored[0]
         if row is not None and row.get(name) is not None:
             self._value = as_number(self, name, row[name])
 
@@ -556,16 +556,15 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, the monitored value, and the names of trained parameters."
-        monitored = self._monitored[0] if self._monitored else None
         passed = None if self._interval is None else self._interval.state_dict()
-        trained = {'trained': sorted(self._trained)} if self.trainable_only else {}
-        return {'interval': passed, 'monitor': monitored, 'value': self._value, **trained}
+        sd = {'interval': passed, 'monitor': self._monitored, 'value': self._value}
+        return {**sd, 'trained': sorted(self._trained)} if self.trainable_only else sd
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed, and the value if it is of the same name."
         if self._interval is not None and sd.get('interval'):
             self._interval.load_state_dict(sd['interval'])
-        if self._monitored is not None and sd.get('monitor') == self._monitored[0]:
+        if self._monitored is not None and sd.get('monitor') == self._monitored:
             self._value = sd['value']
         self._trained |= set(sd.get('trained', ()))
 

@@ -392,7 +392,7 @@ class RuntimeEstimator(_TimedMonitor):
     _epoch_at = 0.0  # share at the start of this epoch
     _n_last: int | None = None  # number of batches of the last complete epoch
     _eval_started = 0.0  # time when the current evaluation started
-    _position: float | None = None  # share at the last batch or evaluation
+    _position: float | None = None  # share at the last batch; None: unknown
 
     def __init__(
         self,
@@ -448,29 +448,29 @@ class RuntimeEstimator(_TimedMonitor):
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
-        self._position = self._compute_share()
         if self._skip:
             self._skip -= 1
-            if not self._skip and self._position is not None:
-                self._base = self._read_clock(), self._position
+        self._update_position()
         super().after_batch()
 
-    def _compute_share(self) -> float | None:
-        "Return the share of the fit that is done; None if unknown."
+    def _update_position(self) -> None:
+        "Set the share of the fit that is done, and measure from here if the first batches are over."
         learn = self.learn
         if learn.n_iter or learn.pct_train != self._epoch_at:
-            return min(1.0, learn.pct_train)
-        if self._n_last is None or not learn.n_epoch:
-            return None
-        return self._epoch_at + min(1.0, (learn.iter + 1) / self._n_last) / learn.n_epoch
+            self._position = min(1.0, learn.pct_train)
+        elif self._n_last is None or not learn.n_epoch:
+            self._position = None
+        else:
+            share_of_epoch = min(1.0, (learn.iter + 1) / self._n_last)
+            self._position = self._epoch_at + share_of_epoch / learn.n_epoch
+        if self._base is None and not self._skip and self._position is not None:
+            self._base = self._read_clock(), self._position
 
     def after_train(self) -> None:
         "Record the number of batches of an epoch."
         if not self.learn.n_iter:
             self._n_last = self.learn.iter + 1
-            self._position = self._compute_share()
-            if self._base is None and not self._skip and self._position is not None:
-                self._base = self._read_clock(), self._position
+            self._update_position()
         super().after_train()
 
     def before_validate(self) -> None:

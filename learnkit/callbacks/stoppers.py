@@ -137,9 +137,7 @@ class ThresholdStopper(TrackerCallback):
             return
         row = epoch_row(self)
         if row is not None:
-            self._check(
-                self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
-            )
+            self._check(self._get_value(row))
 
     def _check(self, measured: Any) -> None:
         value = self._as_number(measured)

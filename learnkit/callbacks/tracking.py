@@ -122,8 +122,7 @@ class TrackerCallback(Callback):
         row = epoch_row(self)
         if row is None:
             return
-        measured = self.monitor(self.learn) if callable(self.monitor) else self._get_value(row)
-        value = self._as_number(measured)
+        value = self._as_number(self._get_value(row))
         self.new_best = value is not None and self._is_better(value)
         if self.new_best:
             self.best = value
@@ -149,14 +148,16 @@ class TrackerCallback(Callback):
 
     def _get_value(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
+        if callable(self.monitor):
+            return self.monitor(self.learn)
         values = records(self).values[-1]
         if self.idx is not None:  # a metric that returns a dict may have added columns
-            self.idx = find_column(self, str(self.monitor))
+            self.idx = find_column(self, self.monitor)
         # the row of an interrupted epoch lacks some values
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         if is_complete and self.idx is not None:
             return values[self.idx]
-        return row.get(str(self.monitor))
+        return row.get(self.monitor)
 
     def __repr__(self) -> str:
         # `min_delta` is stored with the sign that `comp` needs
