@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -41,9 +40,7 @@ from learnkit.testing.forks import start
 from tests.helpers.clock import use_clock
 from tests.helpers.kernel import kernel_env, kernel_name
 
-ROOT = Path(__file__).parents[2]
 CLOCK = r'\d\d:\d\d'
-ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
 
 class Forgetful:
@@ -490,15 +487,6 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
 
 
 # -- for real: a pipe, a terminal, a notebook ------------------------------------------------------
-
-
-def run_python(code: str, **kwargs: Any) -> str:
-    "Run Python code in a new process and return its output."
-    process = subprocess.run(
-        [sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 SCRIPT = textwrap.dedent("""
