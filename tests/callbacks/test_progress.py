@@ -307,9 +307,8 @@ def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
     def wrap(cb: Any) -> None:
         cb.learn.logger = lambda row: None
 
-    learn = make_learner(
-        cbs=[Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
-    )
+    cbs = [Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
+    learn = make_learner(cbs=cbs)
     with pytest.raises(KeyboardInterrupt):
         learn.fit(1)
     assert learn.logger is print
