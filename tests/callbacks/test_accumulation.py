@@ -40,9 +40,8 @@ def learner(
     train: Any, model: nn.Module, *cbs: Any, loss: Any = F.mse_loss, **kwargs: Any
 ) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
-    return Learner(
-        (train, train), model, loss, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options
-    )
+    dls = (train, train)
+    return Learner(dls, model, loss, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options)
 
 
 def plain(

@@ -39,9 +39,8 @@ def mean_square(pred: Any, targ: Tensor) -> Tensor:
 def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: Any) -> Learner:
     y = torch.zeros(len(x), 1)
     batches = list(zip(x.split(bs), y.split(bs), strict=True))
-    learn = Learner(
-        DataLoaders(batches, batches[:1]), model, mean_square, lr=0.01, cbs=list(cbs), **kwargs
-    )
+    dls = DataLoaders(batches, batches[:1])
+    learn = Learner(dls, model, mean_square, lr=0.01, cbs=list(cbs), **kwargs)
     learn.logger = lambda row: None
     return learn
 

@@ -240,9 +240,8 @@ def test_an_observer_changes_no_number() -> None:
     ends = []
     for cbs in ([], [ActivationStats(with_hist=True)], [ActivationStats(is_forward=False)]):
         torch.manual_seed(0)
-        learn = synth_learner(
-            cbs=cbs, model=nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1))
-        )
+        model = nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1))
+        learn = synth_learner(cbs=cbs, model=model)
         with learn.no_bar():
             learn.fit(2)
         ends.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))

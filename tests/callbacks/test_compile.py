@@ -199,9 +199,8 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
     from torch._inductor import config as inductor
 
     def make() -> Any:
-        return learner(
-            with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=Callback(before_batch=schedule)
-        )
+        cbs = Callback(before_batch=schedule)
+        return learner(with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=cbs)
 
     plain, learn = make(), make().compile(step=True)
     # half the time: no processes, no trials
@@ -262,9 +261,8 @@ def test_the_events_around_the_step_fire_as_always() -> None:
         names = (
             'before_draw after_draw before_batch after_batch batch_checkpoint after_train'.split()
         )
-        learn.add_cb(
-            Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
-        )
+        watcher = Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
+        learn.add_cb(watcher)
         learn.fit(2)
         return events
 
@@ -479,9 +477,8 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
             [*m.used.parameters()],
             [*m.unused.parameters()],
         ]
-        return learner(
-            Partly, opt_func=opt_func, splitter=splitter, cbs=Callback(before_epoch=unfreeze)
-        )
+        cbs = Callback(before_epoch=unfreeze)
+        return learner(Partly, opt_func=opt_func, splitter=splitter, cbs=cbs)
 
     plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
     # all but the first batch of each epoch

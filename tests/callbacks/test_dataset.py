@@ -50,9 +50,8 @@ def test_the_count_follows_freezing_and_is_printed_when_it_changed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    learn = Learner(
-        [(torch.randn(4, 4), torch.randn(4, 8))], model, nn.MSELoss(), cbs=ParamCount(verbose=True)
-    )
+    dls = [(torch.randn(4, 4), torch.randn(4, 8))]
+    learn = Learner(dls, model, nn.MSELoss(), cbs=ParamCount(verbose=True))
     learn.logger = lambda row: None
     with learn.no_bar():
         learn.fit(1)

@@ -27,9 +27,8 @@ def learner(path: Path | str = '.', *cbs: Any) -> Learner:
     ]
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    learn = Learner(
-        (batches, batches[:3]), model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path
-    )
+    dls = (batches, batches[:3])
+    learn = Learner(dls, model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path)
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     return learn

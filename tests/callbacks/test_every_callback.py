@@ -35,9 +35,8 @@ def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
     own = [] if cls in DEFAULTS else [make(cls)]
     if cls.__name__ == 'RNNRegularizer':
         own.insert(0, make(next(c for c in CLASSES if c.__name__ == 'RNNCallback')))
-    learn = Learner(
-        dls, Net(returns_activations), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*own, *cbs]
-    )
+    model = Net(returns_activations)
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=[*own, *cbs])
     learn.logger = noop
     return learn
 

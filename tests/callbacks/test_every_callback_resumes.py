@@ -182,24 +182,17 @@ BY_NAME = {cls.__name__: cls for cls in CLASSES}
 
 @pytest.mark.parametrize('names', TOGETHER.values(), ids=TOGETHER)
 def test_callbacks_resume_together(names: list[str], tmp_path: Path) -> None:
-    check(
-        tmp_path,
-        lambda: [make_to_resume(BY_NAME[name]) for name in names],
-        some(1, 3, 4, 6),
-        eval_every='2ba',
-    )
+    cbs = lambda: [make_to_resume(BY_NAME[name]) for name in names]
+    check(tmp_path, cbs, some(1, 3, 4, 6), eval_every='2ba')
 
 
 def test_a_callback_of_one_fit_resumes(tmp_path: Path) -> None:
     def fit(learn: Learner, resume: Any) -> None:
-        learn.fit(
-            2,
-            cbs=[
-                make_to_resume(BY_NAME[name])
-                for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
-            ],
-            resume=resume,
-        )
+        cbs = [
+            make_to_resume(BY_NAME[name])
+            for name in ('LRMonitor', 'JSONLinesLogger', 'TrackerCallback')
+        ]
+        learn.fit(2, cbs=cbs, resume=resume)
 
     check(tmp_path, lambda: [make_to_resume(BY_NAME['EMA'])], some(1, 4), fit)
 
@@ -211,10 +204,5 @@ def test_the_second_fit_resumes(tmp_path: Path) -> None:
         learn.fit_one_cycle(2, resume=resume)
 
     names = 'JSONLinesLogger', 'MLPerf', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
-    check(
-        tmp_path,
-        lambda: [make_to_resume(BY_NAME[name]) for name in names],
-        some(6, 7),
-        fit,
-        keep_again=True,
-    )
+    cbs = lambda: [make_to_resume(BY_NAME[name]) for name in names]
+    check(tmp_path, cbs, some(6, 7), fit, keep_again=True)

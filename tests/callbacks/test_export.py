@@ -119,9 +119,8 @@ def test_batches_of_named_entries(tmp_path: Path, formats: str) -> None:
         'labels': torch.randint(3, (16,)),
     }
     dls = DataLoaders.from_tensors(data, bs=8)
-    learn = Learner(
-        dls, Named(), nn.CrossEntropyLoss(), path=tmp_path, cbs=ExportForInference(formats=formats)
-    )
+    loss_func = nn.CrossEntropyLoss()
+    learn = Learner(dls, Named(), loss_func, path=tmp_path, cbs=ExportForInference(formats=formats))
     learn.logger = noop
     learn.fit(1)
     assert learn.export_for_inference.files[0].exists()

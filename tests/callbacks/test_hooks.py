@@ -216,9 +216,8 @@ def test_hooks_on_a_batch_do_not_change_training() -> None:
 def test_every_hooks_only_some_batches_of_training(every: Any, batches: list[int]) -> None:
     counts: list[int] = []
     cb = Shapes(every=every, modules='0')
-    learn = quiet(
-        cb, Callback(before_batch=lambda cb: counts.append(n_hooks(cb.learn.model))), n_train=4
-    )
+    watcher = Callback(before_batch=lambda cb: counts.append(n_hooks(cb.learn.model)))
+    learn = quiet(cb, watcher, n_train=4)
     learn.fit(2)
     assert [i for i, training, _ in cb.seen if training] == batches and len(cb.seen) == len(batches)
     assert sum(counts) == len(batches) and set(counts) == {0, 1}
@@ -443,9 +442,8 @@ def test_a_compiled_model_runs_uncompiled_while_hooks_are_there() -> None:
 def test_the_ordinary_step_runs_while_hooks_are_there() -> None:
     learn = quiet(cb := Shapes(), n_train=4).compile(step=True, backend='eager')
     explanations: list[str] = []
-    learn.fit(
-        1, cbs=Callback(before_validate=lambda cb: explanations.append(cb.learn.explain_step()))
-    )
+    cbs = Callback(before_validate=lambda cb: explanations.append(cb.learn.explain_step()))
+    learn.fit(1, cbs=cbs)
     assert explanations == ['The ordinary step runs: module 0 has hooks; module 2 has hooks.']
     assert len([1 for _, training, _ in cb.seen if training]) == 8
 

@@ -107,9 +107,8 @@ def test_segmentations_have_the_colors_of_their_classes() -> None:
 def test_one_hot_targets_and_a_single_score() -> None:
     x, masks = torch.rand(8, 1, 4, 4), (torch.rand(8, 1, 4, 4) > 0.5).float()
     dls = DataLoaders.from_tensors((x, masks), bs=8, shuffle=False)
-    learn = Learner(
-        dls, Segmenter(1), nn.BCEWithLogitsLoss(), lr=0.0, cbs=ImageVisualizer(mode='segment')
-    )
+    model = Segmenter(1)
+    learn = Learner(dls, model, nn.BCEWithLogitsLoss(), lr=0.0, cbs=ImageVisualizer(mode='segment'))
     learn.logger = noop
     learn.fit(1)
     images = learn.image_visualizer.images

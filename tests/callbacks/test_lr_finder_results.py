@@ -78,17 +78,15 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
     learn = learner()
     learn.lr_find(num_it=100, show_plot=False)
     search = learn.lr_search
-    np.testing.assert_allclose(
-        search.lrs, [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))], rtol=1e-12
-    )
+    expected = [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))]
+    np.testing.assert_allclose(search.lrs, expected, rtol=1e-12)
     least = np.minimum.accumulate(search.losses)
     assert len(search.lrs) < 100
     assert (search.losses > 4 * least).tolist() == [False] * (len(search.lrs) - 1) + [True]
 
     learn.lr_find(1e-5, 1e-4, num_it=23, stop_div=False, show_plot=False)
-    np.testing.assert_allclose(
-        learn.lr_search.lrs, [1e-5 * 10 ** (i / 23) for i in range(23)], rtol=1e-12
-    )
+    expected = [1e-5 * 10 ** (i / 23) for i in range(23)]
+    np.testing.assert_allclose(learn.lr_search.lrs, expected, rtol=1e-12)
     learn.lr_find(num_it=2, show_plot=False)
     assert len(learn.lr_search.lrs) == 6  # at least
 
@@ -186,9 +184,8 @@ def test_groups_may_have_their_own_rates() -> None:
     seen: list[Any] = []
     learn.add_cb(Callback(before_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers])))
     learn.lr_find([1e-5, 1e-4], [1e-3, 1e-2], num_it=10, show_plot=False)
-    np.testing.assert_allclose(
-        seen, [[1e-5 * 100 ** (i / 10), 1e-4 * 100 ** (i / 10)] for i in range(10)], rtol=1e-12
-    )
+    expected = [[1e-5 * 100 ** (i / 10), 1e-4 * 100 ** (i / 10)] for i in range(10)]
+    np.testing.assert_allclose(seen, expected, rtol=1e-12)
     with pytest.raises(OptimizerError, match='3 values for 2 param groups'):
         learn.lr_find([1e-3] * 3, [1.0] * 3)
 

@@ -141,9 +141,8 @@ def test_weights_and_scale_match_a_plain_loop_bit_for_bit(makers: tuple[Maker, .
     learn = learner(
         MixedPrecision('fp16', **SCALER), opt_func=makers[0] if len(makers) == 1 else two
     )
-    learn.add_cb(
-        Callback(after_step=lambda cb: scales.append(cb.mixed_precision.scaler.get_scale()))
-    )
+    watcher = Callback(after_step=lambda cb: scales.append(cb.mixed_precision.scaler.get_scale()))
+    learn.add_cb(watcher)
     learn.fit(2)
     skipped = sum(
         a > b for a, b in zip([SCALER['init_scale'], *hand.scales], hand.scales, strict=False)

@@ -87,9 +87,8 @@ def test_the_draws_match_fastai() -> None:
     )
     cutmix = [0.5833334], [4, 0, 1, 1, 3, 0, 2, 2]
     for mixer, (lam, y1) in ((MixUp, mixup), (CutMix, cutmix)):
-        learn = learner(
-            mixer, Notes, batches=[(torch.zeros(N, 3, 8, 6).double(), torch.arange(N) % CLASSES)]
-        )
+        batches = [(torch.zeros(N, 3, 8, 6).double(), torch.arange(N) % CLASSES)]
+        learn = learner(mixer, Notes, batches=batches)
         torch.manual_seed(7)
         learn.fit(1)
         [row] = learn.notes.rows
@@ -240,9 +239,8 @@ def test_each_element_of_a_sample_gets_the_share_of_the_sample(flat: bool) -> No
         )
     ]
     model = PerPixel(flat)
-    learn = learner(
-        MixUp, Notes, batches=batches, model=model, loss_func=Flat() if flat else None, lr=0.0
-    )
+    loss_func = Flat() if flat else None
+    learn = learner(MixUp, Notes, batches=batches, model=model, loss_func=loss_func, lr=0.0)
     learn.fit(1)
     [row] = learn.notes.rows
     pred, total = PerPixel(False)(row['xb'][0]), torch.zeros(()).double()
@@ -297,12 +295,8 @@ def test_training_metrics_get_the_targets_of_the_samples_themselves(
         return accuracy(pred, y)
 
     ends: list[Any] = []
-    learn = learner(
-        mixer,
-        Callback(after_batch=lambda cb: ends.append(cb.yb)),
-        metrics=metric,
-        microbatch=microbatch,
-    )
+    watcher = Callback(after_batch=lambda cb: ends.append(cb.yb))
+    learn = learner(mixer, watcher, metrics=metric, microbatch=microbatch)
     learn.recorder.train_metrics = True
     learn.fit(1)
     expected = [y for _, y in images()]

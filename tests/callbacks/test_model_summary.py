@@ -193,9 +193,8 @@ def test_long_shapes_are_cut_to_a_readable_width() -> None:
 
 
 def test_the_summary_of_a_learner_describes_its_training() -> None:
-    learn = digits(
-        opt_func=partial(torch.optim.SGD, momentum=0.9), cbs=Callback(before_fit=lambda cb: None)
-    )
+    opt_func = partial(torch.optim.SGD, momentum=0.9)
+    learn = digits(opt_func=opt_func, cbs=Callback(before_fit=lambda cb: None))
     text = str(learn.summary())
     assert text.startswith('Sequential: 16 x 1 x 8 x 8 -> 16 x 10\n')
     assert repr(learn.summary()) == text
@@ -290,11 +289,10 @@ def test_training_continues_as_without_a_summary() -> None:
     ends = []
     for ask in (False, True):
         torch.manual_seed(2)
-        learn = digits(
-            cbs=Callback(
-                after_pred=lambda cb, ask=ask: cb.learn.summary() if ask and cb.training else None
-            )
+        cbs = Callback(
+            after_pred=lambda cb, ask=ask: cb.learn.summary() if ask and cb.training else None
         )
+        learn = digits(cbs=cbs)
         if ask:
             learn.summary()
         with learn.no_bar():

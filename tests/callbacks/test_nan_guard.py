@@ -27,9 +27,8 @@ def learner(bad_at: int | None, value: float = math.nan, cbs: Any = (), **kwargs
     if bad_at is not None:
         x[4 * bad_at + 2, 1] = value
     dls = DataLoaders.from_tensors((x, y), (x[:4], y[:4]), bs=4, shuffle=False)
-    learn = Learner(
-        dls, nn.Linear(2, 1), nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs
-    )
+    model = nn.Linear(2, 1)
+    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)
     learn.logger = noop
     return learn
 
@@ -79,9 +78,8 @@ def test_skip_is_training_without_that_batch() -> None:
 
     clean = learner(None)
     batches = [b for i, b in enumerate(clean.dls.train) if i != 3]
-    other = Learner(
-        DataLoaders(batches), clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1
-    )
+    dls = DataLoaders(batches)
+    other = Learner(dls, clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1)
     other.logger = noop
     other.fit(2)
     assert all(map(torch.equal, weights(learn), weights(other)))
@@ -115,9 +113,8 @@ def spoil(cb: Any) -> None:
 
 @pytest.mark.parametrize('policy', ['stop', 'skip', 'raise'])
 def test_gradients_are_looked_at_when_asked(policy: str) -> None:
-    learn = learner(
-        None, cbs=[GuardNonFinite(policy, grads=True), Callback(after_loss=spoil), Snapshots()]
-    )
+    cbs = [GuardNonFinite(policy, grads=True), Callback(after_loss=spoil), Snapshots()]
+    learn = learner(None, cbs=cbs)
     match = 'gradient of weight, bias is not finite at batch 4 of epoch 0'
     if policy == 'stop':
         learn.fit(1)

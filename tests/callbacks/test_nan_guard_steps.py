@@ -23,9 +23,8 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
         (torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(8)
     ]
     torch.manual_seed(4)
-    learn = Learner(
-        batches, nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs
-    )
+    model = nn.Linear(3, 2)
+    learn = Learner(batches, model, F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs)
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     return learn

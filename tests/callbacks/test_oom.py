@@ -209,9 +209,8 @@ def test_bad_options_are_refused(wrong: Any, error: type[Exception]) -> None:
 
 @pytest.mark.cuda
 def test_on_cuda_it_records_a_few_batches(tmp_path: Path) -> None:
-    learn = synth_learner(
-        n_train=10, path=tmp_path, cbs=MemorySnapshot(skip_batches=2, interval='3ba')
-    )
+    cbs = MemorySnapshot(skip_batches=2, interval='3ba')
+    learn = synth_learner(n_train=10, path=tmp_path, cbs=cbs)
     learn.logger = noop
     learn.fit(1)
     text, page = learn.memory_snapshot.files

@@ -278,9 +278,8 @@ def test_sparse_gradients() -> None:
     model = Words()
     before = model.table.weight.detach().clone()
     dls = DataLoaders([(i, y)], [(i, y)])
-    learn = Learner(
-        dls, model, nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=[OptimizerMonitor(every=1), seen]
-    )
+    cbs = [OptimizerMonitor(every=1), seen]
+    learn = Learner(dls, model, nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=cbs)
     learn.fit(1)
     grad = torch.zeros(5, 2)
     for row in (1, 1, 3):
@@ -428,9 +427,8 @@ def test_they_come_in_the_middle_of_a_fit_and_copy_with_their_learner() -> None:
 
 def test_what_is_logged_is_documented() -> None:
     seen = Seen()
-    learn = synth_learner(
-        n_train=2, cbs=[*(cls(every=1) for cls in ALL), seen], opt_func=torch.optim.Adam
-    )
+    cbs = [*(cls(every=1) for cls in ALL), seen]
+    learn = synth_learner(n_train=2, cbs=cbs, opt_func=torch.optim.Adam)
     learn.fit(1)
     known = {name.split('{')[0] for cls in ALL for name in cls.metric_names}
     for name in {name for row in seen.rows.values() for name in row}:

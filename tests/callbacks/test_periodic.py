@@ -53,9 +53,8 @@ def learner(*cbs: Any, workers: int = 0, path: Any = '.', **kwargs: Any) -> Lear
         nn.Dropout(0.4),
         nn.Linear(48, 3),
     )
-    learn = Learner(
-        data(workers), model, nn.CrossEntropyLoss(), lr=0.05, path=path, cbs=[*cbs], **kwargs
-    )
+    dls = data(workers)
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), lr=0.05, path=path, cbs=[*cbs], **kwargs)
     learn.logger = noop
     return learn
 

@@ -115,9 +115,8 @@ def test_epochs_without_an_evaluation_are_left_out() -> None:
 
 
 def test_columns_that_are_not_printed_are_drawn_when_they_are_named() -> None:
-    learn = synth_learner(
-        cbs=Callback(after_step=lambda cb: cb.learn.log('hidden', 1.0, shown=False))
-    )
+    cbs = Callback(after_step=lambda cb: cb.learn.log('hidden', 1.0, shown=False))
+    learn = synth_learner(cbs=cbs)
     fit(learn, 1)
     assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics()] == ['loss']
     (ax,) = learn.recorder.plot_metrics('hidden')

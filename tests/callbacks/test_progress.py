@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -41,9 +40,7 @@ from learnkit.testing.forks import start
 from tests.helpers.clock import use_clock
 from tests.helpers.kernel import kernel_env, kernel_name
 
-ROOT = Path(__file__).parents[2]
 CLOCK = r'\d\d:\d\d'
-ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
 
 class Forgetful:
@@ -310,9 +307,8 @@ def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
     def wrap(cb: Any) -> None:
         cb.learn.logger = lambda row: None
 
-    learn = make_learner(
-        cbs=[Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
-    )
+    cbs = [Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
+    learn = make_learner(cbs=cbs)
     with pytest.raises(KeyboardInterrupt):
         learn.fit(1)
     assert learn.logger is print
@@ -490,15 +486,6 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
 
 
 # -- for real: a pipe, a terminal, a notebook ------------------------------------------------------
-
-
-def run_python(code: str, **kwargs: Any) -> str:
-    "Run Python code in a new process and return its output."
-    process = subprocess.run(
-        [sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 SCRIPT = textwrap.dedent("""

@@ -67,9 +67,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
 
 def learner(train: Any = None, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return Learner(
-        DataLoaders(train or Sized(5), Sized(2)), nn.Linear(1, 1), loss_func=nn.MSELoss(), **kwargs
-    )
+    dls = DataLoaders(train or Sized(5), Sized(2))
+    return Learner(dls, nn.Linear(1, 1), loss_func=nn.MSELoss(), **kwargs)
 
 
 def state_after(n: int, train: Any = None, event: str = 'batch_checkpoint', **kwargs: Any) -> Any:

@@ -208,12 +208,10 @@ def test_a_torchmetrics_object_works_as_it_is() -> None:
     torch.manual_seed(1)
     batches = [(torch.randn(n, 3), torch.randint(4, (n,))) for n in (8, 8, 3)]
     f1 = torchmetrics.classification.MulticlassF1Score(4, average='macro')
+    dls = (batches, batches)
+    loss_func = nn.CrossEntropyLoss()
     learn = learner(
-        (batches, batches),
-        model=(model := nn.Linear(3, 4)),
-        loss_func=nn.CrossEntropyLoss(),
-        metrics=[f1, accuracy],
-        lr=0.0,
+        dls, model=(model := nn.Linear(3, 4)), loss_func=loss_func, metrics=[f1, accuracy], lr=0.0
     )
     learn.fit(2)
     pred, y = (
@@ -532,9 +530,8 @@ def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:
 
 
 def test_hyper_parameters_of_adam_and_of_the_last_group() -> None:
-    learn = learner(
-        (TRAIN, VALID), opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]]
-    )
+    dls = (TRAIN, VALID)
+    learn = learner(dls, opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]])
     learn.fit(1, lr=[1e-4, 1e-3])
     assert learn.recorder.lrs == [1e-3] * 5 and learn.recorder.hps['mom'] == [0.9] * 5
     assert learn.recorder.hps['sqr_mom'] == [0.999] * 5

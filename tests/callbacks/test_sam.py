@@ -124,13 +124,10 @@ def test_what_is_recorded_is_of_the_first_pass() -> None:
         after_loss=lambda cb: seen['after_loss'].append(cb.loss),
         after_batch=lambda cb: seen['after_batch'].append((cb.loss, cb.pred)),
     )
-    learn = learner(
-        model := net(0.0),
-        SAM,
-        watch,
-        Recorder,
-        Callback(before_batch=lambda cb: losses.append(F.mse_loss(model(cb.x), cb.y).detach())),
+    watcher = Callback(
+        before_batch=lambda cb: losses.append(F.mse_loss(model(cb.x), cb.y).detach())
     )
+    learn = learner(model := net(0.0), SAM, watch, Recorder, watcher)
     learn.logger = lambda row: None
     learn.fit(1)
     assert [loss for loss, _ in seen['after_batch']] == losses and len(learn.recorder.losses) == 4

@@ -216,9 +216,8 @@ def test_groups_that_are_replaced_in_the_fit_are_followed() -> None:
 
     used = Used('lr')
     learn = learner(6, opt_func=torch.optim.Adam)
-    learn.fit(
-        1, cbs=[ParamScheduler({'lr': SchedLin(6.0, 0.0)}), Callback(after_batch=reload), used]
-    )
+    cbs = [ParamScheduler({'lr': SchedLin(6.0, 0.0)}), Callback(after_batch=reload), used]
+    learn.fit(1, cbs=cbs)
     assert [v[0][0] for v in used.values] == pytest.approx([6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
 
 
@@ -230,13 +229,11 @@ def test_parameters_that_weight_decay_spares_follow_the_rate_and_keep_their_zero
     def note(cb: Any) -> None:
         seen.append([(g['lr'], g['weight_decay'], len(g['params'])) for g in cb.opt.param_groups])
 
-    learn.fit(
-        1,
-        cbs=[
-            ParamScheduler({'lr': SchedLin(1.0, 0.0), 'wd': SchedLin(0.0, 0.5)}),
-            Callback(before_step=note),
-        ],
-    )
+    cbs = [
+        ParamScheduler({'lr': SchedLin(1.0, 0.0), 'wd': SchedLin(0.0, 0.5)}),
+        Callback(before_step=note),
+    ]
+    learn.fit(1, cbs=cbs)
     assert seen == [[(1 - i / 4, i / 8, 2), (1 - i / 4, 0.0, 4)] for i in range(4)]
 
 
@@ -268,9 +265,8 @@ def test_a_bad_value_in_the_middle_names_the_place() -> None:
     for bad in (float('nan'), -1.0, np.array([float('nan')])):
         learn = learner()
         with pytest.raises(OptimizerError) as e:
-            learn.fit(
-                1, cbs=ParamScheduler({'lr': lambda pct, bad=bad: 0.1 if pct < 0.45 else bad})
-            )
+            cbs = ParamScheduler({'lr': lambda pct, bad=bad: 0.1 if pct < 0.45 else bad})
+            learn.fit(1, cbs=cbs)
         assert 'in ParamScheduler.before_batch (epoch 0, batch 5)' in e.value.__notes__
 
 
@@ -305,17 +301,15 @@ def one_cycle(
 def test_one_cycle() -> None:
     learn = learner()
     learn.fit_one_cycle(2, 0.1)
-    np.testing.assert_allclose(
-        learn.recorder.lrs, [one_cycle(i / 20, 0.1) for i in range(20)], rtol=1e-9
-    )
+    expected = [one_cycle(i / 20, 0.1) for i in range(20)]
+    np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9)
     moms = [
         cosine(0.95, 0.85, i / 5) if i < 5 else cosine(0.85, 0.95, (i - 5) / 15) for i in range(20)
     ]
     np.testing.assert_allclose(learn.recorder.hps['mom'], moms, rtol=1e-9)
     learn.fit_one_cycle(1, div=2.0, div_final=4.0, pct_start=0.5, moms=(0.5, 0.25, 0.75))
-    np.testing.assert_allclose(
-        learn.recorder.lrs, [one_cycle(i / 10, 1e-3, 2, 4, 0.5) for i in range(10)], rtol=1e-9
-    )
+    expected = [one_cycle(i / 10, 1e-3, 2, 4, 0.5) for i in range(10)]
+    np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9)
     assert learn.recorder.hps['mom'][0] == 0.5 and learn.recorder.hps['mom'][5] == 0.25
     assert learn.recorder.plot_sched() is not None
 
@@ -335,9 +329,8 @@ def test_one_cycle_over_groups(lr_max: Any, rates: list[float]) -> None:
     used = Used('lr')
     learn = learner(8, opt_func=torch.optim.Adam, splitter=lambda m: [[m.a], [m.b]])
     learn.fit_one_cycle(1, lr_max, cbs=used)
-    np.testing.assert_allclose(
-        used.values, [[[one_cycle(i / 8, r)] for r in rates] for i in range(8)], rtol=1e-6
-    )
+    expected = [[[one_cycle(i / 8, r)] for r in rates] for i in range(8)]
+    np.testing.assert_allclose(used.values, expected, rtol=1e-6)
 
 
 def test_momentum_of_zero_stays_unless_it_is_asked_for() -> None:
@@ -356,13 +349,11 @@ def test_momentum_of_zero_stays_unless_it_is_asked_for() -> None:
 def test_flat_cos() -> None:
     learn = learner()
     learn.fit_flat_cos(2, 0.1)
-    np.testing.assert_allclose(
-        learn.recorder.lrs, [0.1] * 15 + [cosine(0.1, 1e-6, i / 5) for i in range(5)], rtol=1e-9
-    )
+    expected = [0.1] * 15 + [cosine(0.1, 1e-6, i / 5) for i in range(5)]
+    np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9)
     learn.fit_flat_cos(2, 0.1, pct_start=0.5, start_epoch=1)
-    np.testing.assert_allclose(
-        learn.recorder.lrs, [cosine(0.1, 1e-6, i / 10) for i in range(10)], rtol=1e-9
-    )
+    expected = [cosine(0.1, 1e-6, i / 10) for i in range(10)]
+    np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9)
     learn.fit_flat_cos(1, 0.1, pct_start=1.0)
     assert learn.recorder.lrs == [0.1] * 10
 

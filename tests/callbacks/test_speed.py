@@ -456,9 +456,8 @@ def test_evaluations_in_the_middle_of_epochs(clock: Clock) -> None:
 
     look, seen = Callback(after_batch=evaluate), Seen()
     look.run_valid, look.order = False, 200
-    learn = synth_learner(
-        cbs=[RuntimeEstimator(time_unit='seconds', every=6), seen, look, Pass(clock, valid=1.0)]
-    )
+    cbs = [RuntimeEstimator(time_unit='seconds', every=6), seen, look, Pass(clock, valid=1.0)]
+    learn = synth_learner(cbs=cbs)
     learn.fit(2, cbs=Callback(after_train=lambda cb: skip_evaluation()))
     expected = {6: 2 * 14 + 2 * 3, 12: 2 * 8 + 2 * 2, 18: 2 * 2 + 2 * 1}
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)

@@ -232,14 +232,12 @@ def test_by_batch_it_moves_on_only_after_a_step(n_acc: int) -> None:
             raise CancelBatchException
 
     used, learn = Used(), learner(6)
-    learn.fit(
-        1,
-        cbs=[
-            LRScheduler(MAKERS['exponential'], by='batch'),
-            Callback(after_backward=accumulate),
-            used,
-        ],
-    )
+    cbs = [
+        LRScheduler(MAKERS['exponential'], by='batch'),
+        Callback(after_backward=accumulate),
+        used,
+    ]
+    learn.fit(1, cbs=cbs)
     assert used.values == plain(MAKERS['exponential'], 6 // n_acc)
 
 
@@ -247,10 +245,8 @@ def test_by_batch_it_moves_on_only_after_a_step(n_acc: int) -> None:
 def test_the_step_for_accumulated_samples_that_are_left_over_counts(n_epoch: int) -> None:
     used, learn = Used(), learner(5)
     used.order = GradientAccumulation.order + 1
-    learn.fit(
-        n_epoch,
-        cbs=[LRScheduler(MAKERS['exponential'], by='batch'), GradientAccumulation(32), used],
-    )
+    cbs = [LRScheduler(MAKERS['exponential'], by='batch'), GradientAccumulation(32), used]
+    learn.fit(n_epoch, cbs=cbs)
     assert learn.opt.n_steps == 3 * n_epoch  # of two, two and one batch of 16
     assert used.values == plain(MAKERS['exponential'], 3 * n_epoch)
     assert learn.opt.hypers[0]['lr'] == 0.5 * 0.5 ** (3 * n_epoch)

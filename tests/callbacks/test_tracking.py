@@ -148,12 +148,11 @@ def test_what_is_logged_can_be_watched_by_a_function() -> None:
     def part(learn: Learner) -> Any:
         return learn.history[-1]['part']
 
-    learn = synth_learner(
-        cbs=[
-            TrackerCallback(part, comp=np.less),
-            Callback(after_loss=lambda cb: cb.training and cb.learn.log('part', 5 - cb.epoch)),
-        ]
-    )
+    cbs = [
+        TrackerCallback(part, comp=np.less),
+        Callback(after_loss=lambda cb: cb.training and cb.learn.log('part', 5 - cb.epoch)),
+    ]
+    learn = synth_learner(cbs=cbs)
     learn.logger = noop
     learn.fit(3)
     assert learn.tracker.best == 3.0
@@ -353,9 +352,8 @@ def test_a_file_that_cannot_be_loaded_does_not_hide_the_first_error(tmp_path: Pa
         (tmp_path / 'models' / 'model.pth').unlink()
         raise ValueError('first')
 
-    learn = synth_learner(
-        path=tmp_path, cbs=[SaveModelCallback(), Callback(epoch_checkpoint=destroy)]
-    )
+    cbs = [SaveModelCallback(), Callback(epoch_checkpoint=destroy)]
+    learn = synth_learner(path=tmp_path, cbs=cbs)
     learn.logger = noop
     with pytest.raises(ValueError, match='first') as e:
         learn.fit(2)
@@ -412,13 +410,11 @@ def test_a_temporary_callback_is_found_by_name_and_speaks_above_the_table(
 ) -> None:
     found: list[Any] = []
     learn = synth_learner(path=tmp_path)
-    learn.fit(
-        1,
-        cbs=[
-            SaveModelCallback(),
-            Callback(after_fit=lambda cb: found.append(cb.learn.save_model.best)),
-        ],
-    )
+    cbs = [
+        SaveModelCallback(),
+        Callback(after_fit=lambda cb: found.append(cb.learn.save_model.best)),
+    ]
+    learn.fit(1, cbs=cbs)
     assert found == [learn.history[-1]['valid_loss']]
     assert 'Better model found at epoch 0 with valid_loss value:' in capsys.readouterr().out
 

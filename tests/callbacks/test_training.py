@@ -141,11 +141,8 @@ def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
 )
 def test_a_short_epoch_has_as_many_batches_as_in_fastai(pct: float, n: int) -> None:
     seen: list[bool] = []
-    learn = quiet(
-        ShortEpochCallback(pct),
-        Callback(before_batch=lambda cb: seen.append(cb.training)),
-        n_valid=10,
-    )
+    watcher = Callback(before_batch=lambda cb: seen.append(cb.training))
+    learn = quiet(ShortEpochCallback(pct), watcher, n_valid=10)
     learn.fit(2)
     assert [seen.count(True), seen.count(False)] == [2 * n, 2 * n] and len(learn.history) == 2
     seen.clear()

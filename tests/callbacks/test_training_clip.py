@@ -81,9 +81,8 @@ def test_only_what_the_optimizer_trains_is_clipped() -> None:
 
     after = Callback(before_step=look)
     after.order = 12
-    learn = learner(
-        batches(6), model, GradientClip(1e-3), after, splitter=lambda m: list(m[0].parameters())
-    )
+    splitter = lambda m: list(m[0].parameters())
+    learn = learner(batches(6), model, GradientClip(1e-3), after, splitter=splitter)
 
     def unclipped(cb: Any) -> None:
         norms.append(nn.utils.get_total_norm([p.grad for p in model[0].parameters()]))

@@ -320,9 +320,8 @@ def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path, background):
 
 def with_statistics(rank, folder, resume):
     "Train with averages of running statistics, which differ between processes, and of sharded weights."
-    learn = learner(
-        WithStatistics, n=40, cbs=[Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
-    )
+    cbs = [Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
+    learn = learner(WithStatistics, n=40, cbs=cbs)
     torch.manual_seed(3)
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', batch_size='global'):
         learn.fit(2, resume=resume)

@@ -61,9 +61,8 @@ def test_a_loaded_learner_predicts_validates_and_trains_on(
     assert learn.moms == (0.9, 0.8, 0.9)
     assert learn.train_bn is False
 
-    learn = load_learner(
-        path, model=Net, dls=data(tmp_path), loss_func=nn.CrossEntropyLoss(), wd=0.0
-    )
+    dls = data(tmp_path)
+    learn = load_learner(path, model=Net, dls=dls, loss_func=nn.CrossEntropyLoss(), wd=0.0)
     learn.logger = noop
     learn.fit(1, lr=0.1)
     trained.fit(1, lr=0.1, reset_opt=True, wd=0.0)

@@ -278,11 +278,8 @@ def test_a_hostile_pickle_runs_nothing(
     learn, sentinel = learner(tmp_path), tmp_path / 'ran'
     hostile = wrap(Hostile(sentinel), learn.model.state_dict())
     torch.save(hostile, tmp_path / 'a.pth', _use_new_zipfile_serialization=new_format)
-    refused(
-        learn,
-        tmp_path / 'a.pth',
-        'would run code .*open' if new_format else 'more than plain weights',
-    )
+    path = tmp_path / 'a.pth'
+    refused(learn, path, 'would run code .*open' if new_format else 'more than plain weights')
     assert not sentinel.exists()
 
 

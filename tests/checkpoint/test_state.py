@@ -38,9 +38,8 @@ def dls() -> DataLoaders:
 
 def make(*cbs: Any, **kwargs: Any) -> Learner:
     torch.manual_seed(0)
-    return Learner(
-        dls(), net(), nn.CrossEntropyLoss(), metrics=accuracy, cbs=list(cbs), lr=0.05, **kwargs
-    )
+    loss_func = nn.CrossEntropyLoss()
+    return Learner(dls(), net(), loss_func, metrics=accuracy, cbs=list(cbs), lr=0.05, **kwargs)
 
 
 CBS: dict[str, Any] = {

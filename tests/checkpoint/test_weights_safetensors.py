@@ -42,9 +42,8 @@ def net() -> nn.Module:
 def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     x, y = torch.randn(8, 3), torch.randn(8, 4)
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, device='cpu')
-    learn = Learner(
-        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
-    )
+    loss_func = nn.MSELoss()
+    learn = Learner(dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs)
     learn.logger = noop
     return learn
 

@@ -226,9 +226,8 @@ def test_a_resumed_fit_counts_the_same(tmp_path: Path) -> None:
     whole.fit(2)
 
     def with_checkpoints() -> Learner:
-        return detection(
-            n=12, bs=4, cbs=[GradientAccumulation(8), Checkpoint('1ba', folder=tmp_path)]
-        )
+        cbs = [GradientAccumulation(8), Checkpoint('1ba', folder=tmp_path)]
+        return detection(n=12, bs=4, cbs=cbs)
 
     def fail(cb: Callback) -> None:
         if cb.learn.train_iter >= 3:

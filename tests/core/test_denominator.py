@@ -203,9 +203,8 @@ def test_a_model_that_computes_its_own_loss_of_tokens_is_warned_of() -> None:
             return {'loss': F.cross_entropy(self.net(x), labels)}
 
     batches = [{'x': pred, 'labels': targ} for pred, targ in ONE_EACH]
-    learn = Learner(
-        batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=[TrainEvalCallback, Recorder]
-    )
+    cbs = [TrainEvalCallback, Recorder]
+    learn = Learner(batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs)
     learn.logger = lambda row: None
     with pytest.warns(UserWarning, match="Own.*weight_func='tokens'"):
         learn.fit(1)
@@ -216,9 +215,8 @@ def test_a_resume_within_an_epoch_has_its_mean(weight: Tensor | None, tmp_path: 
     batches = [(scores(n, 3, seed=n), classes(n, seed=n)) for n in (3, 8, 2, 5, 7)]
 
     def fit(*cbs: Any, **kwargs: Any) -> Learner:
-        learn = make_learner(
-            nn.CrossEntropyLoss(weight), Checkpoint('1ba', folder=tmp_path), *cbs, train=batches
-        )
+        loss_func = nn.CrossEntropyLoss(weight)
+        learn = make_learner(loss_func, Checkpoint('1ba', folder=tmp_path), *cbs, train=batches)
         learn.fit(2, **kwargs)
         return learn
 

@@ -19,9 +19,8 @@ from learnkit.testing import synth_learner
 
 def interpret() -> ClassificationInterpretation:
     scores, targets = torch.eye(3), torch.arange(3)
-    learn = synth_learner(
-        dls=([(scores, targets)],) * 2, model=nn.Identity(), loss_func=nn.CrossEntropyLoss()
-    )
+    dls = ([(scores, targets)],) * 2
+    learn = synth_learner(dls=dls, model=nn.Identity(), loss_func=nn.CrossEntropyLoss())
     return ClassificationInterpretation.from_learner(learn)
 
 

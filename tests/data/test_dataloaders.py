@@ -319,9 +319,8 @@ def test_repr_has_a_line_for_each_loader() -> None:
 def test_from_datasets_is_torchs_loader() -> None:
     ds = TensorDataset(X, Y)
     dls = DataLoaders.from_datasets(ds, ds, 4, seed=3, drop_last=True, device='cpu', n_inp=1)
-    expected = DataLoader(
-        ds, 4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(3)
-    )
+    generator = torch.Generator().manual_seed(3)
+    expected = DataLoader(ds, 4, shuffle=True, drop_last=True, generator=generator)
     assert [targets(dls.train), targets(dls.train)] == [targets(expected), targets(expected)]
     assert targets(dls.valid) == list(range(10)) and len(dls.valid) == 3
     assert dls.train.pin_memory == torch.cuda.is_available()
@@ -339,9 +338,8 @@ def test_from_datasets_takes_sequences_dicts_streams_and_options() -> None:
     assert targets(dls.train) == list(range(10)) and targets(dls['night']) == list(range(4, 10))
     stream = DataLoaders.from_datasets(Stream(), bs=4)
     assert [b.tolist() for b in stream.train] == [[0, 1, 2, 3], [4, 5]]
-    chosen = DataLoaders.from_datasets(
-        samples, samples, 5, sampler=SubsetRandomSampler([1, 2]), collate_fn=len
-    )
+    sampler = SubsetRandomSampler([1, 2])
+    chosen = DataLoaders.from_datasets(samples, samples, 5, sampler=sampler, collate_fn=len)
     assert list(chosen.train) == [2] and list(chosen.valid) == [5, 5]
 
 

@@ -47,9 +47,8 @@ def images(bs: int = 8, **kwargs: Any) -> DataLoaders:
 def classifier(path: Path, *cbs: Any) -> Learner:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(36, 3))
-    learn = Learner(
-        images(), model, nn.CrossEntropyLoss(), metrics=accuracy, lr=0.1, path=path, cbs=cbs
-    )
+    dls = images()
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, lr=0.1, path=path, cbs=cbs)
     learn.logger = lambda row: None
     return learn
 

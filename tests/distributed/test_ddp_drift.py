@@ -59,9 +59,8 @@ def with_dicts(bs: int) -> Learner:
     train, valid = (
         [{'input_ids': x, 'labels': y} for x, y in zip(*make_data(n), strict=True)] for n in (51, 9)
     )
-    learn = Learner(
-        DataLoaders(DataLoader(train, bs), DataLoader(valid, bs), device='cpu'), Reader(), None
-    )
+    dls = DataLoaders(DataLoader(train, bs), DataLoader(valid, bs), device='cpu')
+    learn = Learner(dls, Reader(), None)
     learn.logger = lambda row: None
     learn.remove_cb(learn.progress)
     return learn

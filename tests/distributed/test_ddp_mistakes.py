@@ -160,12 +160,10 @@ def test_an_optimizer_that_has_trained_alone_has_the_state_of_the_first() -> Non
         learn = make()
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            learn.fit(
-                1,
-                cbs=Callback(
-                    after_loss=lambda cb: setattr(cb.learn, 'loss_grad', cb.loss_grad * (1 + rank))
-                ),
+            cbs = Callback(
+                after_loss=lambda cb: setattr(cb.learn, 'loss_grad', cb.loss_grad * (1 + rank))
             )
+            learn.fit(1, cbs=cbs)
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
             learn.check_replicas()

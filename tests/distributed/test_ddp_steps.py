@@ -239,9 +239,8 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(
             if cb.training:
                 sent.append((n_sent(), cb.world.control._get_sequence_number_for_group()))
 
-        learn = make_learner(
-            make_dls(101, 4), loss_func=left_out(), metrics=None, cbs=Callback(after_batch=count)
-        )
+        cbs = Callback(after_batch=count)
+        learn = make_learner(make_dls(101, 4), loss_func=left_out(), metrics=None, cbs=cbs)
         with learn.distributed('ddp', timeout='20s', agree_every=100, **wrapper_options):
             learn.fit(2)
         (first, own), (last, own_last) = sent[-12], sent[-2]  # the last batch is followed by others

@@ -35,9 +35,8 @@ starts_processes = pytest.mark.dist
 def line() -> Learner:
     torch.manual_seed(3)
     halved = lambda params, lr: SGD(params, lr=lr / 2, mom=0.9)  # a notebook's function
-    return synth_learner(
-        n_train=6, lr=0.05, opt_func=halved, cbs=EMA(0.9), metrics=[mae, lambda p, y: (p - y).sum()]
-    )
+    metrics = [mae, lambda p, y: (p - y).sum()]
+    return synth_learner(n_train=6, lr=0.05, opt_func=halved, cbs=EMA(0.9), metrics=metrics)
 
 
 def alive(pid: int) -> bool:

@@ -188,9 +188,8 @@ def test_seconds_end_soon_after_they_are_over(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize('lengthless', [False, True])
 def test_pct_train_is_the_share_used(budget: str, lengthless: bool) -> None:
     shares: list[float] = []
-    learn = learner(
-        lengthless=lengthless, cbs=Callback(before_backward=lambda cb: shares.append(cb.pct_train))
-    )
+    cbs = Callback(before_backward=lambda cb: shares.append(cb.pct_train))
+    learn = learner(lengthless=lengthless, cbs=cbs)
     learn.fit(budget)
     assert shares == pytest.approx([i / 25 for i in range(25)])
 

@@ -126,14 +126,10 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
 def test_an_unknown_column_raises_when_the_callback_is_added() -> None:
     learn = quiet(synth_learner(lr=0.02))
     with pytest.raises(MetricError, match='Did you mean `valid_loss`'):
-        learn.fit(
-            2,
-            cbs=at(
-                'before_epoch',
-                1,
-                lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less')),
-            ),
+        cbs = at(
+            'before_epoch', 1, lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less'))
         )
+        learn.fit(2, cbs=cbs)
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,13 @@ def test_intervals_continue_over_fits() -> None:
 
 
 def test_each_loader_has_its_own_interval_and_metrics() -> None:
-    learn = learner(
-        metrics=mse,
-        cbs=(seen := Seen()),
-        valid=lambda dl: {
-            'day': dl,
-            'night': Evaluator(dl, '2ep', [mae]),
-            'dusk': Evaluator(dl, '4ba'),
-            'never': Evaluator(dl, None),
-        },
-    )
+    valid = lambda dl: {
+        'day': dl,
+        'night': Evaluator(dl, '2ep', [mae]),
+        'dusk': Evaluator(dl, '4ba'),
+        'never': Evaluator(dl, None),
+    }
+    learn = learner(metrics=mse, cbs=(seen := Seen()), valid=valid)
     learn.fit(3)
     at = {
         name: [ba for n, ba in seen.at if n == name] for name in ('day', 'night', 'dusk', 'never')

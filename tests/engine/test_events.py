@@ -126,9 +126,8 @@ def test_names_may_be_of_an_enum() -> None:
         def run_event(self, event_name: str) -> None:
             seen.append(f'{event_name} {type(event_name).__name__}')
 
-    learn = synth_learner(
-        default_cbs=False, cbs=Callback(before_fit=lambda cb: seen.append('function'))
-    )
+    cbs = Callback(before_fit=lambda cb: seen.append('function'))
+    learn = synth_learner(default_cbs=False, cbs=cbs)
     learn.add_cb(Journal())
     learn(Names.FIT)
     learn([Names.CANCEL, Names.FIT])

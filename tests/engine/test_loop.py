@@ -176,9 +176,8 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
         return o.phase, o.dl_name, o.fitting, o.training
 
     log = Journal(where, 'before_train after_batch before_validate')
-    learn = Learner(
-        named_dls(), RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False
-    )
+    dls = named_dls()
+    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False)
     learn.fit(1)
     assert [w for _, w in log.seen] == [
         *[('train', 'train', True, w) for w in (True, True, True, True)],
@@ -356,9 +355,8 @@ def test_full_state_at_each_event_of_one_batch() -> None:
                 start if not reached('after_step') else pytest.approx(moved, abs=1e-6)
             ), at
 
-    learn = Learner(
-        [(x, y)], model, nn.MSELoss(), opt_func=SGD, lr=lr, cbs=Check(), default_cbs=False
-    )
+    dls = [(x, y)]
+    learn = Learner(dls, model, nn.MSELoss(), opt_func=SGD, lr=lr, cbs=Check(), default_cbs=False)
     learn.create_opt()
     learn.training = True
     before = learn.loss
@@ -457,9 +455,8 @@ def test_a_loss_function_that_works_in_place_cannot_change_what_was_logged() -> 
         before_backward=lambda cb: cb.loss_grad.mul_(3),
         after_batch=lambda cb: kept.append(cb.loss.item()),
     )
-    learn = bare(
-        cb, n_train=1, n_valid=1, loss_func=lambda pred, y: (pred - y).square().mean(), lr=0.0
-    )
+    loss_func = lambda pred, y: (pred - y).square().mean()
+    learn = bare(cb, n_train=1, n_valid=1, loss_func=loss_func, lr=0.0)
     learn.fit(1)
     x, y = next(iter(learn.dls.train))
     assert kept[0] == pytest.approx(((learn.model(x) - y) ** 2).mean().item(), rel=1e-5)
@@ -579,9 +576,8 @@ def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come
 
         dls = DataLoaders(make(ds))
         cbs = [TrainEvalCallback, Callback(before_batch=note)]
-        learn = Learner(
-            dls, RegModel(), nn.MSELoss(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs
-        )
+        model = RegModel()
+        learn = Learner(dls, model, nn.MSELoss(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=cbs)
         learn.fit(1)
         if evaluates:
             evaluate(learn)

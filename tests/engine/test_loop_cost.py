@@ -290,9 +290,8 @@ def test_a_default_epoch_reads_nothing_between_its_batches(
 ) -> None:
     monkeypatch.setattr(progress, 'make_display', Drawing)
     monkeypatch.setattr(Drawing, 'n_drawn', 0)
-    learn = remote_learner(
-        150, metrics=[AvgMetric(accuracy, on='both'), AvgMetric(F.cross_entropy, 'ce', on='both')]
-    )
+    metrics = [AvgMetric(accuracy, on='both'), AvgMetric(F.cross_entropy, 'ce', on='both')]
+    learn = remote_learner(150, metrics=metrics)
     learn.fit(2)
 
     assert [dl.n_passes for dl in learn.dls] == [2, 2, 2]
@@ -375,9 +374,8 @@ def test_a_wait_for_the_device_is_an_error(capsys: pytest.CaptureFixture[str]) -
             self.loss.item()
 
     batches = [(torch.randn(8, 4), torch.randint(3, (8,)))]
-    learn = Learner(
-        DataLoaders(batches, device='cuda'), nn.Linear(4, 3), F.cross_entropy, cbs=[NoSync, Reads]
-    )
+    dls = DataLoaders(batches, device='cuda')
+    learn = Learner(dls, nn.Linear(4, 3), F.cross_entropy, cbs=[NoSync, Reads])
     with pytest.raises(RuntimeError, match='synchronizing'):
         learn.fit(1)
     assert torch.cuda.get_sync_debug_mode() == 0

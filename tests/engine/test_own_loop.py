@@ -713,10 +713,8 @@ def test_canceled_batches_raise_no_warning() -> None:
 
 def test_later_batches_read_the_loops_own_tables() -> None:
     kinds: list[str] = []
-    learn = make_classifier_learner(
-        Ordinary,
-        Callback(after_batch=lambda cb: kinds.append(type(cb.learn.tables[True]).__name__)),
-    )
+    watcher = Callback(after_batch=lambda cb: kinds.append(type(cb.learn.tables[True]).__name__))
+    learn = make_classifier_learner(Ordinary, watcher)
     fit(learn)
     assert kinds == ['RecordingTable', *['HandlerTable'] * 3]
 
@@ -752,12 +750,8 @@ def test_one_cycle_by_optimizer() -> None:
     learn = make_duel(n=8)
     seen: list[list[float]] = []
     with learn.no_logging():
-        learn.fit_one_cycle(
-            1,
-            {'critic': 0.1, 'generator': 0.4},
-            pct_start=0.5,
-            cbs=Callback(after_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers])),
-        )
+        cbs = Callback(after_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers]))
+        learn.fit_one_cycle(1, {'critic': 0.1, 'generator': 0.4}, pct_start=0.5, cbs=cbs)
     assert [max(column) for column in zip(*seen, strict=True)] == pytest.approx([0.1, 0.4])
     assert seen[0] == pytest.approx([0.1 / 25, 0.4 / 25])
 

@@ -128,11 +128,8 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     loaded: list[float] = []
 
     def make(at: str) -> Learner:
-        return learner(
-            tmp_path,
-            LoadWeights(file, at),
-            Callback(after_load=lambda cb: loaded.append(cb.learn.time.ba)),
-        )
+        watcher = Callback(after_load=lambda cb: loaded.append(cb.learn.time.ba))
+        return learner(tmp_path, LoadWeights(file, at), watcher)
 
     learn = make('before_fit')
     kept = saved(learn, 2)
@@ -199,12 +196,8 @@ def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None
     steps: list[int] = []
 
     def make() -> Learner:
-        return learner(
-            tmp_path,
-            GradientAccumulation(30),
-            EMA(),
-            Callback(after_step=lambda cb: steps.append(cb.learn.opt.n_steps)),
-        )
+        watcher = Callback(after_step=lambda cb: steps.append(cb.learn.opt.n_steps))
+        return learner(tmp_path, GradientAccumulation(30), EMA(), watcher)
 
     kept = check_every_place(make)
     steps.clear()

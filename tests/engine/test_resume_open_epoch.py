@@ -204,9 +204,8 @@ def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> No
     other.fit(2, cbs=watch(), resume=take.states[0])
     assert timeless(other.history) == timeless(straight.history)
     with pytest.raises(MetricError, match='no such value is recorded'):
-        learner(Callback(after_loss=log)).fit(
-            2, cbs=EarlyStoppingCallback(monitor='extr'), resume=take.states[0]
-        )
+        cbs = EarlyStoppingCallback(monitor='extr')
+        learner(Callback(after_loss=log)).fit(2, cbs=cbs, resume=take.states[0])
 
 
 # --------------------------------------------------------------------------- another set of metrics

@@ -107,12 +107,6 @@ def weights(learn: Learner) -> list[Tensor]:
     return [t.clone() for t in learn.model.state_dict().values()]
 
 
-def same_weights(learn: Learner, before: list[Tensor]) -> bool:
-    return all(
-        torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), before, strict=True)
-    )
-
-
 _fresh: dict[str, Any] = {}
 
 

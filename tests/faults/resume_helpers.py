@@ -95,11 +95,8 @@ def train(make: Make, folder: Path, resume: Any = False, seed: int = 0) -> Any:
     if seed:
         for other in (torch.manual_seed, random.seed, np.random.seed):
             other(seed)
-    learn.fit(
-        N_EPOCH,
-        resume=resume,
-        cbs=[Checkpoint('1ba', folder, keep_last=None, background=False), AtEpochEnds()],
-    )
+    cbs = [Checkpoint('1ba', folder, keep_last=None, background=False), AtEpochEnds()]
+    learn.fit(N_EPOCH, resume=resume, cbs=cbs)
     return learn.checkpoint_state()
 
 

@@ -75,9 +75,8 @@ def training(
             scramble(id(learn) % 1000)
         before(learn)
         learn.add_cb(Reach(order))
-        learn.fit(
-            n_epoch, resume=True, cbs=Checkpoint(**{'every': None, 'folder': folder, **options})
-        )
+        cbs = Checkpoint(**{'every': None, 'folder': folder, **options})
+        learn.fit(n_epoch, resume=True, cbs=cbs)
         learn.remove_cbs(Reach)
         return learn.checkpoint_state()
 

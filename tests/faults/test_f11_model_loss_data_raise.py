@@ -334,9 +334,8 @@ def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
                 next(iter([]))
             return torch.zeros(3), torch.zeros(1)
 
-    learn = make_learner(
-        dls=DataLoaders(DataLoader(Samples(), batch_size=4), None, device='cpu'), metrics=None
-    )
+    dls = DataLoaders(DataLoader(Samples(), batch_size=4), None, device='cpu')
+    learn = make_learner(dls=dls, metrics=None)
     e = raised_by(lambda: learn.fit(1))
     assert not isinstance(e, StopIteration) and ('3' in str(e) or 'StopIteration' in str(e))
 

@@ -1,4 +1,4 @@
-"""Row 19: with TMPDIR on another file system, a temporary file is in its target's folder, so that it can be renamed."""
+"""Row 19: with TMPDIR on another file system the temporary is in its target's folder, so that it can be renamed."""
 
 from __future__ import annotations
 

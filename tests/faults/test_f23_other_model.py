@@ -80,9 +80,8 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
     n, expected_lines = MODELS[model]
     state, trained = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
-        learn = checkpointed(tmp_path)(
-            Callback(before_batch=lambda cb: trained.append(cb.iter)), model=model()
-        )
+        watcher = Callback(before_batch=lambda cb: trained.append(cb.iter))
+        learn = checkpointed(tmp_path)(watcher, model=model())
         learn.create_opt()
         before = content(learn)
         with pytest.raises(WeightsError) as caught:
@@ -108,9 +107,8 @@ def test_a_loss_with_weights_counts_too(tmp_path: Path) -> None:
         return quiet(make_learner(loss_func=Weighted()))
 
     kept: list[Any] = []
-    make(2).fit(
-        1, cbs=Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
-    )
+    cbs = Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
+    make(2).fit(1, cbs=cbs)
     learn = make(3)
     with pytest.raises(WeightsError, match=r'loss_func: shape: w .*\[3\], .*\[2\]'):
         learn.fit(1, resume=kept[1])

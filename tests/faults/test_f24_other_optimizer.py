@@ -46,9 +46,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_loaded(kind: str, path: Path, tmp_path: Path) -> None:
     state, steps = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
-        learn = checkpointed(tmp_path)(
-            Callback(before_batch=lambda cb: steps.append(cb.iter)), **OTHERS[kind]
-        )
+        watcher = Callback(before_batch=lambda cb: steps.append(cb.iter))
+        learn = checkpointed(tmp_path)(watcher, **OTHERS[kind])
         learn.create_opt()
         before, groups = content(learn), len(learn.opt.param_groups)
         with pytest.raises(LearnkitError, match=r'ptimizer|param group') as caught:

@@ -27,9 +27,8 @@ def drifting(rank: int, what: str) -> str:
         if cb.epoch == 1:
             cb.learn.check_replicas()
 
-    learn = make_learner(
-        make_dls(), cbs=[Callback(after_train=drift), Callback(after_epoch=compare)]
-    )
+    cbs = [Callback(after_train=drift), Callback(after_epoch=compare)]
+    learn = make_learner(make_dls(), cbs=cbs)
     with learn.distributed('ddp', timeout='20s'):
         learn.check_replicas()
         with pytest.raises(DistributedError) as e:

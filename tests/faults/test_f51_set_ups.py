@@ -575,10 +575,8 @@ def lost() -> dict[str, SetUp]:
         )
         for cls in LOST_SAMPLERS[:1]
     }
-    made['persistent workers, noise'] = SetUp(
-        train=torch_loader(Noisy, num_workers=2, persistent_workers=True),
-        warns='persistent workers',
-    )
+    train = torch_loader(Noisy, num_workers=2, persistent_workers=True)
+    made['persistent workers, noise'] = SetUp(train=train, warns='persistent workers')
     made['workers out of order'] = SetUp(
         train=torch_loader(num_workers=2, in_order=False), warns='in_order=False'
     )

@@ -151,6 +151,5 @@ def learner(path: Path, *cbs: Any, rnn: bool = False, **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
     dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=12)
-    return Learner(
-        dls, Net(rnn), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs
-    )
+    model = Net(rnn)
+    return Learner(dls, model, nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs)

@@ -42,9 +42,8 @@ def learner(model=Net, n=33, **kwargs):
     x, y = torch.randn(n + 17, 5, generator=g), torch.randn(n + 17, 1, generator=g)
     torch.manual_seed(1)
     options = {'loss_func': nn.MSELoss(), 'lr': 0.01, **kwargs}
-    return Learner(
-        DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8), model(), **options
-    )
+    dls = DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8)
+    return Learner(dls, model(), **options)
 
 
 def state_values(learn):

@@ -24,9 +24,8 @@ def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learne
     dls = DataLoaders.from_tensors(
         (x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False
     )
-    learn = Learner(
-        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
-    )
+    loss_func = nn.MSELoss()
+    learn = Learner(dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs)
     learn.logger = noop
     return learn
 

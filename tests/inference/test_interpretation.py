@@ -96,10 +96,8 @@ def test_two_classes_of_a_single_score(
     ).all()
     assert interp.confusion_matrix().sum() == N and interp.losses.shape == (N,)
     logits = x.logit() if cut else x
-    torch.testing.assert_close(
-        interp.losses,
-        F.binary_cross_entropy_with_logits(logits, y.float(), reduction='none').flatten(),
-    )
+    expected = F.binary_cross_entropy_with_logits(logits, y.float(), reduction='none').flatten()
+    torch.testing.assert_close(interp.losses, expected)
 
 
 def test_the_representation_has_the_number_of_samples_and_the_mean_loss() -> None:

@@ -111,9 +111,8 @@ def test_validate_after_a_fit_is_the_last_row(xy: Any) -> None:
 
 def test_validate_without_a_loss_function_gives_the_metrics(xy: Any) -> None:
     x, y = xy
-    learn = Learner(
-        DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])]), nn.Linear(3, 2), metrics=[mae]
-    )
+    dls = DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])])
+    learn = Learner(dls, nn.Linear(3, 2), metrics=[mae])
     learn.remove_cb(learn.progress)
     assert learn.validate()[-1] == pytest.approx(F.l1_loss(learn.model(x), y).item(), rel=1e-5)
 
@@ -403,9 +402,8 @@ class Classes(nn.CrossEntropyLoss):
 
 
 def test_one_sample_with_and_without_names_of_classes(xy: Any) -> None:
-    learn = learner(
-        TensorLoader(*xy, bs=4), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes()
-    )
+    valid = TensorLoader(*xy, bs=4)
+    learn = learner(valid, nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes())
     before = torch.get_rng_state()
     with torch.no_grad():
         probs = learn.model[0](xy[0][5]).softmax(-1)

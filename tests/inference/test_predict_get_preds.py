@@ -403,9 +403,8 @@ def test_memory_stays_where_it_is_over_200_batches_of_a_megabyte(tmp_path: Path)
 @pytest.mark.cuda
 def test_what_comes_from_a_gpu_one_batch_late_is_all_there() -> None:
     x = torch.randn(1000, 32)
-    learn = Learner(
-        ([x], TensorLoader(x, torch.arange(1000), bs=7)), nn.Linear(32, 2048), default_cbs=False
-    )
+    dls = ([x], TensorLoader(x, torch.arange(1000), bs=7))
+    learn = Learner(dls, nn.Linear(32, 2048), default_cbs=False)
     inputs, preds, targs = learn.get_preds(with_input=True)
     with torch.no_grad():
         expected = learn.model(x.cuda()).cpu()

@@ -255,9 +255,8 @@ def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path:
         torch.manual_seed(0)
         np.random.seed(0)
         dl = kinds()[kind]()
-        learn = Learner(
-            DataLoaders(dl, dl), nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1, default_cbs=False
-        )
+        dls = DataLoaders(dl, dl)
+        learn = Learner(dls, nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1, default_cbs=False)
 
         def looks(*_: Any) -> None:
             learn.dls.show_batch()

@@ -105,9 +105,8 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
     )
     torch.testing.assert_close(res['a'], want(plain['a'], aug['a']))
     torch.testing.assert_close(res['b'][0], want(plain['b'][0], aug['b'][0]))
-    torch.testing.assert_close(
-        res['b'][1].float(), want(plain['b'][1].float(), aug['b'][1].float())
-    )
+    expected = want(plain['b'][1].float(), aug['b'][1].float())
+    torch.testing.assert_close(res['b'][1].float(), expected)
 
 
 # -- several processes -----------------------------------------------------------------------------
@@ -118,9 +117,8 @@ def catch_error(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str
     learn = make_learner()
     with learn.distributed('ddp', timeout='20s'):
         try:
-            learn.get_preds(
-                sink=sink, cbs=at_the_end and Callback(after_validate=lambda cb: at_the_end())
-            )
+            cbs = at_the_end and Callback(after_validate=lambda cb: at_the_end())
+            learn.get_preds(sink=sink, cbs=cbs)
         except (DistributedError, OSError) as e:
             return type(e).__name__, str(e)
     return 'nothing', ''

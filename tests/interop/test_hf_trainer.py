@@ -59,9 +59,8 @@ def test_the_trainer_and_the_learner_come_to_the_same_weights(tmp_path: Path) ->
 
     dls = (DataLoader(train, 16), DataLoader(valid, 16))
     model = make_bert()
-    learn = Learner(
-        dls, model, opt_func=torch.optim.AdamW, wd=0.01, wd_bn_bias=False, cbs=GradientClip(1.0)
-    )
+    cbs = GradientClip(1.0)
+    learn = Learner(dls, model, opt_func=torch.optim.AdamW, wd=0.01, wd_bn_bias=False, cbs=cbs)
     with learn.no_bar(), learn.no_logging():
         learn.fit(2, cbs=ParamScheduler({'lr': SchedLin(1e-3, 0.0)}))
     assert learn.time.st == trainer.state.global_step == 16

@@ -157,9 +157,8 @@ def test_ksuit_counts_accumulated_batches_as_one_update(n_train: int, length: An
             self.per, self.end = update_counter.updates_per_epoch, update_counter.end_iteration
 
     look = Look()
-    learn = synth_learner(
-        n_train=n_train, n_valid=1, cbs=[from_ksuit(look), GradientAccumulation(64)]
-    )
+    cbs = [from_ksuit(look), GradientAccumulation(64)]
+    learn = synth_learner(n_train=n_train, n_valid=1, cbs=cbs)
     with learn.no_bar():
         learn.fit(length)
     assert (look.per, look.end.update) == (2, learn.time.st)

@@ -341,9 +341,8 @@ def test_hooks_run_without_gradients_and_in_evaluation_mode_and_change_nothing()
 
     def trained(*cbs: Any) -> list[float]:
         torch.manual_seed(1)
-        learn = learner(
-            *cbs, model=nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        )
+        model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        learn = learner(*cbs, model=model)
         learn.fit(2)
         return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).tolist()
 

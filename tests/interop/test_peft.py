@@ -50,9 +50,8 @@ def make(path: Path, base: Any = None, **options: Any) -> Learner:
     model = add_lora(load_base() if base is None else base)
     saver = Checkpoint('1ba', keep_last=None, **options)
     opt_func = torch.optim.SGD
-    learn = Learner(
-        DataLoaders(rows(), rows()), model, opt_func=opt_func, lr=0.1, path=path, cbs=saver
-    )
+    dls = DataLoaders(rows(), rows())
+    learn = Learner(dls, model, opt_func=opt_func, lr=0.1, path=path, cbs=saver)
     learn.logger = noop
     return learn
 

@@ -56,6 +56,10 @@ def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any)
     return learn
 
 
+def mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
 def by_hand(model: nn.Module, loss_of: Any, batches: list[Any], n_epoch: int = 2) -> list[Tensor]:
     "Return the weights after a plain loop with `loss_of(model, batch)`."
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +152,7 @@ def test_the_first_arguments_go_by_position() -> None:
         wd_bn_bias=True,
     )
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
+    assert same(model, by_hand(line(), mean_square, batches))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_loaders_come_in_many_forms(make: Any) -> None:
     train, valid = rows(), rows(2)
     learn = bare(make(train, valid), model := line(), nn.MSELoss())
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), train))
+    assert same(model, by_hand(line(), mean_square, train))
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
     expected = F.mse_loss(model(x), y).item()
     assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
@@ -181,14 +185,8 @@ def test_torch_data_loaders_work_as_they_are() -> None:
     ds = TensorDataset(x, y)
     learn = bare((DataLoader(ds, 4), DataLoader(ds, 3)), model := line(), nn.MSELoss())
     learn.fit(2)
-    assert same(
-        model,
-        by_hand(
-            line(),
-            lambda m, b: F.mse_loss(m(b[0]), b[1]),
-            [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)],
-        ),
-    )
+    expected = by_hand(line(), mean_square, [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)])
+    assert same(model, expected)
     assert learn.n_iter is not None and learn.train_iter == 6
 
 
@@ -244,7 +242,7 @@ def test_the_model_can_be_replaced() -> None:
     learn = bare(rows(), line(), nn.MSELoss())
     learn.model = model = nn.Sequential(line())
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), learn.dls.train))
+    assert same(model, by_hand(line(), mean_square, learn.dls.train))
     assert learn.opt is not None
 
 
@@ -359,13 +357,8 @@ def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
     closed: list[int] = []
 
     def run(block: bool) -> tuple[list[Any], list[Tensor]]:
-        learn = bare(
-            (rows_, rows_),
-            model := line(),
-            nn.MSELoss(),
-            Callback(close=lambda cb: closed.append(len(cb.learn.history))),
-            metrics=mae,
-        )
+        watcher = Callback(close=lambda cb: closed.append(len(cb.learn.history)))
+        learn = bare((rows_, rows_), model := line(), nn.MSELoss(), watcher, metrics=mae)
         if block:
             with learn:
                 learn.fit(2)
@@ -569,9 +562,8 @@ def test_a_single_tensor_with_targets_from_a_callback() -> None:
     def rebuild(cb: Any) -> None:
         cb.learn.yb = (cb.x,)
 
-    learn = bare(
-        (batches, batches), model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild)
-    )
+    dls = (batches, batches)
+    learn = bare(dls, model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild))
     learn.fit(2)
     assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
     expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
@@ -697,14 +689,10 @@ class Stream:
 def test_a_loader_without_length() -> None:
     seen: list[Any] = []
     batches = rows(3)
-    learn = bare(
-        (Stream(batches), Stream(batches)),
-        model := line(),
-        nn.MSELoss(),
-        Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))),
-    )
+    watcher = Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train)))
+    learn = bare((Stream(batches), Stream(batches)), model := line(), nn.MSELoss(), watcher)
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
+    assert same(model, by_hand(line(), mean_square, batches))
     assert seen == [(None, 0.0)] * 6 + [(None, 0.5)] * 6 and learn.train_iter == 6
 
 
@@ -712,16 +700,11 @@ def test_an_endless_loader_with_n_iter() -> None:
     seen: list[Any] = []
     batches, stream = rows(3), Stream(rows(3), endless=True)
     stream.batches = batches
-    learn = bare(
-        DataLoaders(stream, n_iter=2),
-        model := line(),
-        nn.MSELoss(),
-        Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))),
-    )
+    watcher = Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train)))
+    learn = bare(DataLoaders(stream, n_iter=2), model := line(), nn.MSELoss(), watcher)
     learn.fit(2)
-    assert same(
-        model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [*batches, batches[0]], 1)
-    )
+    expected = by_hand(line(), mean_square, [*batches, batches[0]], 1)
+    assert same(model, expected)
     assert seen == [(2, pytest.approx(p)) for p in (0.25, 0.5, 0.75, 1.0)] and stream.drawn == 4
 
 
@@ -729,7 +712,7 @@ def test_a_generator_continues_where_it_was() -> None:
     batches = rows(4)
     learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches, 1))
+    assert same(model, by_hand(line(), mean_square, batches, 1))
     with pytest.raises(EmptyLoaderError, match='used up'):
         learn.fit(1)
 
@@ -741,14 +724,10 @@ def test_an_iterable_dataset() -> None:
             for _ in range(6):
                 yield torch.randn(3, generator=gen), torch.randn(1, generator=gen)
 
-    learn = bare(
-        (DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)), model := line(), nn.MSELoss()
-    )
+    dls = (DataLoader(Numbers(), 4), DataLoader(Numbers(), 4))
+    learn = bare(dls, model := line(), nn.MSELoss())
     learn.fit(2)
-    assert same(
-        model,
-        by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), list(DataLoader(Numbers(), 4))),
-    )
+    assert same(model, by_hand(line(), mean_square, list(DataLoader(Numbers(), 4))))
     assert learn.history[0]['valid_loss'] is not None
 
 
@@ -852,9 +831,8 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
 def test_a_copy_is_a_separate_learner() -> None:
     "`copy.deepcopy` copies callbacks, metrics, optimizer and history; the copy trains like the original."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
-    learn = synth_learner(
-        metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic]
-    )
+    cbs = [Callback(after_batch=lambda cb: None), periodic]
+    learn = synth_learner(metrics=mae, wd=0.1, cbs=cbs)
     with learn.no_bar():
         learn.fit(1)
     duplicate = deepcopy(learn)

@@ -63,9 +63,8 @@ def notes(e: BaseException) -> str:
 def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     with pytest.raises(MetricError, match=r'axis -1: .*`accuracy_multi`'):
         metric(torch.randn(8, 1), torch.ones(8).long())
-    learn = learner(
-        LABELS[:, None].float(), loss_func=F.binary_cross_entropy_with_logits, metrics=metric
-    )
+    y = LABELS[:, None].float()
+    learn = learner(y, loss_func=F.binary_cross_entropy_with_logits, metrics=metric)
     untouched(learn, MetricError, 'one output')
     learn.metrics = accuracy_multi
     with learn.no_bar():

@@ -258,9 +258,8 @@ def test_tensorboard_images_text_and_configuration(tmp_path: Path) -> None:
     (event,) = read.Images('pic')
     (tmp_path / 'a.png').write_bytes(event.encoded_image_string)
     assert event.step == 10
-    assert np.array_equal(
-        np.array(image.open(tmp_path / 'a.png')), PIXELS[0].permute(1, 2, 0).numpy()
-    )
+    expected = PIXELS[0].permute(1, 2, 0).numpy()
+    assert np.array_equal(np.array(image.open(tmp_path / 'a.png')), expected)
     (event,) = read.Images('grid')
     (tmp_path / 'b.png').write_bytes(event.encoded_image_string)
     assert np.array_equal(np.array(image.open(tmp_path / 'b.png')), GRID.permute(1, 2, 0).numpy())

@@ -170,9 +170,8 @@ class InArrays(M.Metric):
 
 def test_arrays_are_sent() -> None:
     def make() -> Learner:
-        learn = Learner(
-            make_dls(), AsOutput(), lambda p, y: F.cross_entropy(p.scores, y), metrics=InArrays
-        )
+        loss_func = lambda p, y: F.cross_entropy(p.scores, y)
+        learn = Learner(make_dls(), AsOutput(), loss_func, metrics=InArrays)
         learn.remove_cb(learn.progress)
         return learn
 
@@ -269,9 +268,8 @@ def test_predictions_of_all_come_in_the_order_of_the_data(kind: str) -> None:
 
 def test_three_processes_and_nested_outputs() -> None:
     def make() -> Learner:
-        return Learner(
-            make_dls(30, bs=4, n_valid=31), Nested(), lambda p, y: F.cross_entropy(p['scores'], y)
-        )
+        dls = make_dls(30, bs=4, n_valid=31)
+        return Learner(dls, Nested(), lambda p, y: F.cross_entropy(p['scores'], y))
 
     def ask(learn: Learner) -> Any:
         with learn.no_bar():

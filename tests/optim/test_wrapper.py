@@ -443,12 +443,8 @@ def test_the_default_rate_and_optimizer() -> None:
 )
 def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
     used = []
-    learn = learner(
-        net(),
-        Callback(before_step=lambda cb: used.append(cb.opt.hypers[0]['lr'])),
-        opt_func=opt_func,
-        lr=1e-3,
-    )
+    watcher = Callback(before_step=lambda cb: used.append(cb.opt.hypers[0]['lr']))
+    learn = learner(net(), watcher, opt_func=opt_func, lr=1e-3)
     learn.fit(1)
     assert set(used) == {0.25} and learn.lr == 0.25
     learn.fit(1, lr=0.5)
@@ -480,9 +476,8 @@ def test_a_ready_optimizer_is_used_as_it_is() -> None:
     learn = learner(model, opt_func=opt, lr=1e-3)
     learn.fit(2)
     other = net()
-    assert same(
-        weights(model), by_hand(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), other)
-    )
+    expected = by_hand(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), other)
+    assert same(weights(model), expected)
     assert learn.opt.opt is opt and learn.lr == 0.05
 
 
@@ -491,9 +486,8 @@ def test_an_optimizer_may_be_assigned() -> None:
     learn.opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     learn.fit(2)
     other = net()
-    assert same(
-        weights(model), by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5), other)
-    )
+    expected = by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5), other)
+    assert same(weights(model), expected)
 
 
 def test_reset_opt_starts_with_fresh_momenta() -> None:
@@ -506,20 +500,15 @@ def test_reset_opt_starts_with_fresh_momenta() -> None:
     assert learn.opt is not first
     other = net()
     by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 2)
-    assert same(
-        weights(model), by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1)
-    )
+    expected = by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1)
+    assert same(weights(model), expected)
     assert learn.time.st == 15  # steps of both optimizers
 
 
 def test_torchs_schedulers_take_it() -> None:
     rates: list[float] = []
-    learn = learner(
-        net(),
-        Callback(before_step=lambda cb: rates.append(cb.opt.hypers[0]['lr'])),
-        wd_bn_bias=False,
-        wd=0.1,
-    )
+    watcher = Callback(before_step=lambda cb: rates.append(cb.opt.hypers[0]['lr']))
+    learn = learner(net(), watcher, wd_bn_bias=False, wd=0.1)
     learn.create_opt()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(learn.opt, gamma=0.5)
     learn.add_cb(Callback(after_step=lambda cb: scheduler.step()))
@@ -604,12 +593,8 @@ def test_clearing_the_state_forgets_the_momenta() -> None:
 @pytest.mark.parametrize('options', [{}, {'line_search_fn': 'strong_wolfe', 'max_iter': 8}])
 def test_lbfgs_is_the_hand_written_loop_bit_for_bit(options: dict[str, Any]) -> None:
     forwards = []
-    learn = learner(
-        model := net(),
-        Callback(before_pred=lambda cb: forwards.append(1)),
-        opt_func=partial(torch.optim.LBFGS, **options),
-        lr=0.5,
-    )
+    watcher = Callback(before_pred=lambda cb: forwards.append(1))
+    learn = learner(model := net(), watcher, opt_func=partial(torch.optim.LBFGS, **options), lr=0.5)
     learn.fit(2)
     assert same(weights(model), lbfgs_by_hand(other := net(), calls := [], **options))
     assert len(forwards) == len(calls) > 20
@@ -635,21 +620,16 @@ def lbfgs_by_hand(
 
 
 def test_lbfgs_in_pieces_is_lbfgs_of_the_whole_batch() -> None:
-    learn = learner(
-        model := net(), opt_func=partial(torch.optim.LBFGS, max_iter=4), lr=0.5, microbatch=3
-    )
+    opt_func = partial(torch.optim.LBFGS, max_iter=4)
+    learn = learner(model := net(), opt_func=opt_func, lr=0.5, microbatch=3)
     learn.fit(1)
     assert same(weights(model), lbfgs_by_hand(net(), [], n_epoch=1, max_iter=4), tol=1e-10)
 
 
 def test_the_loss_of_a_closure_step_is_that_before_it() -> None:
     losses = []
-    learn = learner(
-        model := net(),
-        Callback(after_batch=lambda cb: losses.append(cb.loss.item())),
-        opt_func=torch.optim.LBFGS,
-        lr=0.5,
-    )
+    watcher = Callback(after_batch=lambda cb: losses.append(cb.loss.item()))
+    learn = learner(model := net(), watcher, opt_func=torch.optim.LBFGS, lr=0.5)
     x, y = learn.dls.one_batch()
     first = nn.functional.mse_loss(model(x), y).item()
     learn.fit(1)

@@ -249,14 +249,10 @@ def test_an_alternating_gan_by_step() -> None:
 
     real = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
     model = Chain()
+    opt_func = lambda params, lr: duel_opts(model)
+    cbs = [TrainEvalCallback, EMA(0.5)]
     learn = Alternating(
-        real,
-        model,
-        loss,
-        opt_func=lambda params, lr: duel_opts(model),
-        wd_bn_bias=True,
-        cbs=[TrainEvalCallback, EMA(0.5)],
-        default_cbs=False,
+        real, model, loss, opt_func=opt_func, wd_bn_bias=True, cbs=cbs, default_cbs=False
     )
     learn.fit(2)
     assert learn.time.st == learn.opt.n_steps == learn.ema.state_dict()['n_steps'] == 8

@@ -878,9 +878,8 @@ def test_dicts_of_several_loaders_and_of_training() -> None:
 @pytest.mark.parametrize('column', ['bias', 'max', 'tm_n', 'valid_loss', 'mean_squared'])
 def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
     tracker = TrackerCallback(column, comp=np.less)
-    learn = regression(
-        metrics=[errors, Extremes, {'mean_squared': squared}, make_several()], cbs=tracker
-    )
+    metrics = [errors, Extremes, {'mean_squared': squared}, make_several()]
+    learn = regression(metrics=metrics, cbs=tracker)
     best_metric = BestMetric('valid_loss', targets=[column])
     learn.fit(4, cbs=best_metric)
     assert tracker.best == pytest.approx(min(r[column] for r in learn.history), rel=1e-12)
@@ -973,9 +972,8 @@ def test_cross_entropy_of_one_class_is_refused(row: Any, whole: bool) -> None:
     x, y = points(8, 1)
     targets = torch.zeros(8, dtype=torch.long) if whole else y
     for loss in CROSS_ENTROPIES:
-        learn = Learner(
-            DataLoaders.from_tensors((x, targets), bs=4), nn.Linear(1, 1).double(), loss
-        )
+        dls = DataLoaders.from_tensors((x, targets), bs=4)
+        learn = Learner(dls, nn.Linear(1, 1).double(), loss)
         before = learn.model.weight.clone()
         with pytest.raises(LossError, match=r'\(4, 1\) have one class.*`MSELoss\(\)`'):
             learn.fit(1)

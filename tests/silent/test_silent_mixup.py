@@ -141,9 +141,8 @@ def test_mixup_of_masks_blends_the_loss_of_each_pixel(weight: Tensor | None) -> 
     look = Callback(
         after_loss=lambda cb: seen.append((cb.learn.mix_up.lam.double(), cb.learn.mix_up.yb1[0]))
     )
-    learn = trained(
-        [(x / 200, mask)], nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(weight), MixUp(), look
-    )
+    batches = [(x / 200, mask)]
+    learn = trained(batches, nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(weight), MixUp(), look)
     [note], [(lam, mask1)] = learn.notes.rows, seen
     log_p = note['pred'].log_softmax(1)
     w = torch.ones(3, dtype=torch.float64) if weight is None else weight
@@ -281,9 +280,8 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
     grads, losses = [], []
     for loss in (own_loss, nn.CrossEntropyLoss(WEIGHT)):
         torch.manual_seed(4)
-        learn = Learner(
-            DataLoaders([(x / 200, y)]), model, loss, cbs=CutMix(), opt_func=torch.optim.SGD, lr=0.0
-        )
+        dls = DataLoaders([(x / 200, y)])
+        learn = Learner(dls, model, loss, cbs=CutMix(), opt_func=torch.optim.SGD, lr=0.0)
         learn.logger = lambda row: None
 
         def look(cb: Any) -> None:
@@ -303,9 +301,8 @@ def blended_batches(mixer: MixHandler, n_epoch: int, fits: int = 1, n: int = 5) 
     x, y = pictures('classes')[0], torch.arange(8) % 3
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
     dls = DataLoaders([(x, y)] * n)
-    learn = Learner(
-        dls, model, F.cross_entropy, cbs=[mixer, Notes], opt_func=torch.optim.SGD, lr=0.0
-    )
+    cbs = [mixer, Notes]
+    learn = Learner(dls, model, F.cross_entropy, cbs=cbs, opt_func=torch.optim.SGD, lr=0.0)
     learn.logger = lambda row: None
     for _ in range(fits):
         learn.fit(n_epoch)

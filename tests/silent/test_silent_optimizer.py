@@ -554,7 +554,6 @@ def train_with_closure(model: nn.Module, opt: Any, first: bool) -> None:
 
 
 sam = partial(library.SAM, base_optimizer=torch.optim.SGD, momentum=0.9)
-wsam = lambda p, lr, model: library.WSAM(p, model=model, base_optimizer=torch.optim.SGD, lr=lr)
 
 
 @pytest.mark.parametrize(
