@@ -253,7 +253,8 @@ class Checkpoint(Callback):
         folder = self.checkpoint_folder().absolute()
         lock = FolderLock(folder)
         try:
-            check_writable(folder / 'checkpoint')  # creates the folder
+            folder.mkdir(parents=True, exist_ok=True)  # raises for a link to nowhere
+            check_writable(folder / 'checkpoint')
             self._lock = lock  # first, so that it is released also if this is interrupted
             lock.acquire()
         except OSError as e:

@@ -12,7 +12,7 @@ from learnkit.engine.counters import Every
 
 
 def at(position: float) -> Any:
-    return SimpleNamespace(pct_train=position, finished=lambda unit: position)
+    return SimpleNamespace(fitting=False, pct_train=position, finished=lambda unit: position)
 
 
 @pytest.mark.parametrize(
