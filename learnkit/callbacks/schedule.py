@@ -310,7 +310,7 @@ def _prepare_rates(
     if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
         warn_user(
             'The training loader has no length, so how much of an epoch is done is not known: the '
-            'schedule moves from epoch to epoch only. Tell its length by '
+            'schedule moves from epoch to epoch only. Give its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
     prepare_opt(learn, lr, wd, reset_opt)

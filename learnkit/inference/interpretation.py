@@ -372,7 +372,7 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
         _check_whole('targets', targs)
     if not are_tensors or decoded.shape != targs.shape:
         raise OptionError(
-            f'These are no classes of one target: predictions {describe(decoded)}, targets '
+            f'These are not classes of one target: predictions {describe(decoded)}, targets '
             f'{describe(targs)}. Give `act=`, whose largest score, or value above 0.5, is the class; for '
             'anything else `Interpretation` has the losses.'
         )

@@ -307,7 +307,7 @@ def tta(
                 )
             if describe(preds) != describe(plain) or not _are_averageable(plain, preds):
                 raise BatchError(
-                    f'tta: predictions {describe(preds)} are no tensors of one shape, which could be '
+                    f'tta: predictions {describe(preds)} are not tensors of one shape, which could be '
                     'averaged. Predict with `get_preds`, and combine them by a function of your own.'
                 )
             augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)

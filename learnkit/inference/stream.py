@@ -65,7 +65,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
     def __next__(self) -> tuple[Any, ...]:
         if self._is_invalid:
             raise FitError(
-                'This stream of predictions was ended when its Learner went on to something else (a fit, a '
+                'This stream of predictions was ended when its Learner started something else (a fit, a '
                 'validation, the rest of the fit it was in). Use it up before, or write the predictions '
                 'with get_preds(sink=...).'
             )

@@ -344,7 +344,7 @@ class BrierScore(SumMetric):
         if not n_unknown:
             return total / n if n else math.nan
         raise MetricError(
-            f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are no class numbers, from 0 to the '
+            f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are not class numbers, from 0 to the '
             'number of classes - 1. Leave out what is not to count, in `before_batch`.'
         )
 

@@ -253,7 +253,7 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
 def as_groups(params: Any) -> list[dict[str, Any]]:
     "Convert parameters, lists of parameters, or torch's dicts to torch's param groups."
     if not isinstance(params, Iterable):
-        raise OptimizerError(f'{params!r} is no list of parameters or groups.{SPLIT}')
+        raise OptimizerError(f'{params!r} is not a list of parameters or groups.{SPLIT}')
     groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     if not groups:
         raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
@@ -271,7 +271,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         for p in res[-1]['params']:
             if not isinstance(p, (torch.Tensor, tuple)):
                 raise OptimizerError(
-                    f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
+                    f'A param group has a {type(p).__name__}, which is not a parameter.{SPLIT}'
                 )
     return res
 
@@ -281,7 +281,7 @@ def check_maker(opt: Any) -> None:
     cls = unwrap_partial(opt)
     if isinstance(cls, type) and not issubclass(cls, torch.optim.Optimizer):
         raise OptimizerError(
-            f'{cls.__name__} is no torch.optim.Optimizer: give one of their classes, or a function of '
+            f'{cls.__name__} is not a torch.optim.Optimizer: give one of their classes, or a function of '
             '(params, lr) that returns one.'
         )
 

@@ -379,7 +379,7 @@ class OptimWrapper(torch.optim.Optimizer):
             if all(find_group_key(name, group) is None for group in own_groups):
                 known = Hypers(own_groups, self.exempt)
                 raise OptimizerError(
-                    f'{name} is no hyperparameter of {self.class_names()}: it has {", ".join(known)}.'
+                    f'{name} is not a hyperparameter of {self.class_names()}: it has {", ".join(known)}.'
                     f'{did_you_mean(name, known)}'
                 )
         return values
@@ -742,13 +742,13 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
             continue
         if name and callable(o):
             raise OptimizerError(
-                f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, no ready optimizer. '
+                f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, not a ready optimizer. '
                 'A list holds ready optimizers, each for its own parameters, for example '
                 '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
                 'optimizer goes without a list, and metrics go as `metrics=`.'
             )
         raise OptimizerError(
-            f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
+            f'opt_func{f"[{name}]" if name else ""} gave {o!r}, not a torch.optim.Optimizer. '
             'It is called with the parameters and `lr=`, and returns an optimizer or several.'
         )
     if not named:

@@ -248,7 +248,7 @@ def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
 @pytest.mark.parametrize(
     ('scheds', 'message'),
     [
-        ({'speed': SchedNo(1.0, 1.0)}, 'speed is no hyperparameter'),
+        ({'speed': SchedNo(1.0, 1.0)}, 'speed is not a hyperparameter'),
         ({'lr': lambda pct: [1.0, 2.0, 3.0]}, '3 values for 1 param'),
         ({'lr': SchedNo(-1.0, -1.0)}, '0 or more'),
         ({'lr': lambda pct: None}, 'lr=None'),
@@ -342,7 +342,7 @@ def test_momentum_of_zero_stays_unless_it_is_asked_for() -> None:
     without = learner(opt_func=torch.optim.Adagrad)
     without.fit_one_cycle(1, 0.01)
     assert one_cycle(0.1, 0.01) == pytest.approx(without.recorder.lrs[1])
-    with pytest.raises(OptimizerError, match='mom is no hyperparameter'):
+    with pytest.raises(OptimizerError, match='mom is not a hyperparameter'):
         without.fit_one_cycle(1, moms=(0.9,) * 3)
 
 

@@ -82,7 +82,7 @@ def no_lr(params: Any) -> Any:
     ('opt_func', 'expected_text'),
     [
         (torch.optim.Muon, 'opt_func=MuonAdamW'),
-        ([torch.optim.SGD], 'opt_func[0] is SGD, no ready optimizer'),
+        ([torch.optim.SGD], 'opt_func[0] is SGD, not a ready optimizer'),
         ([partial(SGD, mom=0.9)], 'opt_func[0] is SGD'),
         ([accuracy], 'metrics go as `metrics=`'),
         (Lookahead, '`opt_func=lambda p, lr: Lookahead(Adam(p, lr))`'),
@@ -111,7 +111,7 @@ def test_wrappers_around_what_is_not_an_optimizer_yet() -> None:
 
 def test_a_splitter_that_is_none() -> None:
     assert 'splitter=5 cannot be called' in message(make(splitter=5), OptimizerError)
-    assert 'is no list of parameters' in message(make(splitter=lambda m: 3), OptimizerError)
+    assert 'is not a list of parameters' in message(make(splitter=lambda m: 3), OptimizerError)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_optimizer_shows_itself_in_a_line() -> None:
         repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
         == 'OptimWrapper(SGD, 1 group, lr=0.5)'
     )
-    with pytest.raises(OptimizerError, match='no hyperparameter of Adam: '):
+    with pytest.raises(OptimizerError, match='not a hyperparameter of Adam: '):
         learn.opt.set_hyper('alpha', 0.1)
     learn = make(opt_func=MuonAdamW)
     learn.create_opt()

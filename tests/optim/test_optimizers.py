@@ -362,7 +362,7 @@ class Tied(nn.Module):
         (net, {'lr': slice(None)}, r'slice\(lowest, highest\)'),
         (net, {'lr': slice(-1e-3, 1e-2)}, 'above 0'),
         (net, {'lr': [1.0, 2.0, 3.0], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
-        (net, {'opt_func': nn.Linear}, r'Linear is no torch\.optim\.Optimizer'),
+        (net, {'opt_func': nn.Linear}, r'Linear is not a torch\.optim\.Optimizer'),
         (net, {'opt_func': partial(nn.Linear, 3)}, 'Linear is no'),
         (net, {'opt_func': 'adam'}, "'adam' cannot be called"),
         (
@@ -377,7 +377,7 @@ class Tied(nn.Module):
         (
             net,
             {'splitter': lambda m: [m[0], m[3]]},
-            'has a Linear, which is no parameter.*splitter',
+            'has a Linear, which is not a parameter.*splitter',
         ),
         (net, {'splitter': lambda m: []}, 'no parameters to optimize.*splitter'),
         (
