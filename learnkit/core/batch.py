@@ -48,6 +48,7 @@ __all__ = [
     'unpack_output',
     'map_tensors',
     'tensors_in',
+    'are_equal',
     'describe',
     'short_repr',
     'children_of',
@@ -608,6 +609,31 @@ def tensors_in(b: Any) -> list[Tensor]:
     if isinstance(b, Tensor):
         return [b]
     return [t for o in children_of(b) or () for t in tensors_in(o)]
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return True if two nested structures have the same types and equal values; NaN equals NaN.
+
+    Objects that are no tensors, arrays, numbers, strings or containers of these count as equal.
+
+    >>> nan = float('nan')
+    >>> are_equal([torch.tensor(nan), nan, 'a'], [torch.tensor(nan), nan, 'a']), are_equal([nan], [1.0])
+    (True, False)
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        b = b.to(a.device)
+        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+    if isinstance(a, (np.ndarray, np.generic)):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(are_equal(a[k], b[k]) for k in a)
+    a_children = children_of(a)
+    if a_children is not None:
+        b_children = children_of(b) or []
+        return len(a_children) == len(b_children) and all(map(are_equal, a_children, b_children))
+    return not isinstance(a, (int, float, complex, str, bytes)) or a == b or (a != a and b != b)
 
 
 def _read_fields(o: Any) -> Mapping[Any, Any] | None:

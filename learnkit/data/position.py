@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
 from learnkit.core.random import (
     capture_rng,
@@ -41,7 +42,6 @@ from learnkit.data.torch_loader import (
     get_index_sampler,
     is_worker_failure,
     rebuild_with_sampler,
-    same_batches,
     start_lists,
     workers_run,
 )
@@ -226,7 +226,7 @@ class LoaderPosition:
                 drawn_again = []
             if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
                 _warn_of_shared_draws('sampler', after_first, current)
-        if not same_batches(drawn, drawn_again):
+        if not are_equal(drawn, drawn_again):
             warn_user(
                 f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
                 'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '

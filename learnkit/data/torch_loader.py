@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from traceback import walk_tb
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from learnkit.core.batch import are_equal
 from learnkit.core.random import RNGState, capture_rng, own_generators, preserved_rng, same_states
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     'belongs_to_sampler',
     'workers_run',
     'fetching_is_random',
-    'same_batches',
     'is_worker_failure',
     'end_workers',
     'forget_workers',
@@ -246,25 +245,4 @@ class _GeneratorWatch:
             self.batches.append(batch)
         if before is None:
             return False
-        return not same_states(before, self.state) or not same_batches(*self.batches)
-
-
-def same_batches(a: Any, b: Any) -> bool:
-    """Return True if two batches, or two lists of indices, are equal; NaN equals NaN.
-
-    >>> nan = float('nan')
-    >>> same_batches([torch.tensor(nan), nan, 'a'], [torch.tensor(nan), nan, 'a']), same_batches([nan], [1.0])
-    (True, False)
-    """
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same_batches(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same_batches, a, b))
-    if isinstance(a, (np.ndarray, np.generic)):
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
-    # other objects are equal as far as is known
-    return not isinstance(a, (int, float, str, bytes)) or a == b or (a != a and b != b)
+        return not same_states(before, self.state) or not are_equal(*self.batches)

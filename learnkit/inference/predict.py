@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
+    are_equal,
     children_of,
     describe,
     detuplify,
@@ -300,7 +301,7 @@ def tta(
         augmented: Any = None
         for _ in range(n):
             preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)
-            if describe(new_targs) != describe(targs) or not _are_equal(new_targs, targs):
+            if not are_equal(new_targs, targs):
                 raise LoaderError(
                     'tta: this loader gives other samples each time. Pass `dl=` one that does not '
                     'shuffle.'
@@ -486,13 +487,6 @@ def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> A
     "Apply `f` to each pair of corresponding tensors of two nested structures."
     b_iter = iter(tensors_in(b))
     return map_tensors(a, lambda t: f(t, next(b_iter)))
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    "Return True if two nested structures hold equal tensors."
-    a_tensors = tensors_in(a)
-    b_tensors = tensors_in(b)
-    return len(a_tensors) == len(b_tensors) and all(map(torch.equal, a_tensors, b_tensors))
 
 
 def _are_averageable(a: Any, b: Any) -> bool:

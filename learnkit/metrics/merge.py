@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import map_tensors, to_device
+from learnkit.core.batch import are_equal, map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
 from learnkit.metrics.state import (
@@ -165,7 +165,7 @@ def _merge_sum_reduced(o: Any, states: list[dict[str, Any]]) -> None:
             merge_states(vars(o)[name[:-1]], values)
         elif name in sum_reduced:
             setattr(o, name, _add_up(values, f'{type(o).__name__}.{name}'))
-        elif name not in initial or not all(_are_equal(v, initial[name]) for v in values):
+        elif name not in initial or not all(are_equal(v, initial[name]) for v in values):
             raise MetricError(
                 f'{type(o).__name__}.{name} has changed since the metric was reset, and it is not known '
                 'how to merge what several processes have in it. Name it in `sum_reduced`, a tuple in the '
@@ -202,19 +202,6 @@ def _add_up(
             f'{names}. Define `merge(self, states)`.'
         )
     return sum(values[1:], start=values[0])
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    "Return True if two nested values are equal; NaN equals NaN."
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return torch.equal(a.cpu(), b.cpu())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_are_equal(v, b[k]) for k, v in a.items())
-    return bool(a == b or (a != a and b != b))
 
 
 # -- kept predictions ------------------------------------------------------------------------------
