@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LoopLike
+from learnkit.core.plain import ATOMS
 
 __all__ = [
     'TARGET_NAMES',
@@ -48,6 +49,7 @@ __all__ = [
     'unpack_output',
     'map_tensors',
     'tensors_in',
+    'are_equal',
     'describe',
     'short_repr',
     'children_of',
@@ -608,6 +610,40 @@ def tensors_in(b: Any) -> list[Tensor]:
     if isinstance(b, Tensor):
         return [b]
     return [t for o in children_of(b) or () for t in tensors_in(o)]
+
+
+def are_equal(
+    a: Any,
+    b: Any,
+    others: bool | None = None,  # result for objects of other types; None: compare these by ==
+) -> bool:
+    """Return True if two nested structures have equal types and equal numbers, strings, tensors and arrays.
+
+    NaN equals NaN. Tensors may be on different devices.
+
+    >>> nan = float('nan')
+    >>> are_equal([torch.tensor(nan), {'a': nan}], [torch.tensor(nan), {'a': nan}]), are_equal([nan], [1.0])
+    (True, False)
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        b = b.to(a.device)
+        return bool(((a == b) | (a != a) & (b != b)).all())
+    if isinstance(a, (np.ndarray, np.generic)):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(are_equal(a[k], b[k], others) for k in a)
+    a_children = children_of(a)
+    if a_children is not None:
+        b_children = children_of(b) or []
+        pairs = zip(a_children, b_children, strict=False)
+        return len(a_children) == len(b_children) and all(are_equal(v, w, others) for v, w in pairs)
+    if others is not None and not isinstance(a, ATOMS):
+        return others
+    return bool(a == b or (a != a and b != b))
 
 
 def _read_fields(o: Any) -> Mapping[Any, Any] | None:

@@ -16,7 +16,6 @@ from learnkit.core.errors import OptionError
 __all__ = [
     'ATOMS',
     'as_atom',
-    'are_equal',
     'as_plain',
     'clone_view',
     'identify_memory',
@@ -48,37 +47,6 @@ def as_atom(value: Any) -> Any:
         if isinstance(value, kind):
             return value if type(value) is kind else convert(value)
     return value
-
-
-def are_equal(
-    a: Any,
-    b: Any,
-    others: bool | None = None,  # result for objects of other types; None: compare these by ==
-) -> bool:
-    """Return True if two nested values have equal types and equal numbers, strings, tensors and arrays.
-
-    NaN equals NaN. Tensors may be on different devices.
-
-    >>> nan = float('nan')
-    >>> are_equal([torch.tensor(nan), {'a': nan}], [torch.tensor(nan), {'a': nan}]), are_equal([nan], [1.0])
-    (True, False)
-    """
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return False
-        b = b.to(a.device)
-        return bool(((a == b) | (a != a) & (b != b)).all())
-    if isinstance(a, (np.ndarray, np.generic)):
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in 'fc')
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(are_equal(a[k], b[k], others) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(are_equal(v, w, others) for v, w in zip(a, b, strict=True))
-    if others is not None and not isinstance(a, ATOMS):
-        return others
-    return bool(a == b or (a != a and b != b))
 
 
 def to_plain(

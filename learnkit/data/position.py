@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
-from learnkit.core.plain import are_equal
 from learnkit.core.random import (
     capture_rng,
     preserved_rng,

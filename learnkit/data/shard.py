@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import (
     RNGState,
     capture_rng,

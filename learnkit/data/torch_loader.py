@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import RNGState, capture_rng, own_generators, preserved_rng
 
 __all__ = [

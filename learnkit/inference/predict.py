@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
+    are_equal,
     children_of,
     describe,
     detuplify,
@@ -125,17 +126,14 @@ def get_preds(
         _run_predictions, learn, inner=inner, with_loss=with_loss, loader_name=loader_name
     )
     if sink is not None:
-        if others := [name for name in kwargs if name != 'with_targs']:
+        others = [name for name in kwargs if name != 'with_targs']
+        if others:
             raise OptionError(f'A sink goes without {", ".join(others)}.')
         entries = PredictionSink(
             learn, noop, with_decoded=with_decoded, act=act, transfer=AsyncToCPU(), **options
         )
         dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
-        dl, world = shard_loader(learn, dl)
-        check_sink(sink, entries.names, world)
-        with open_sink(sink, entries.names, world, lambda: entries.iter) as entries.give:
-            run(dl, [*new_cbs, entries.callback()])
-            world.run_on_all(entries.finish)
+        _write_predictions(entries, sink, dl, run, new_cbs)
         return sink
 
     dl, order = plan_loader(learn, ds_idx, dl, reorder)
@@ -151,6 +149,21 @@ def get_preds(
             decode = find_decoder(learn.loss_func)
             res.insert(i + 2, _apply_to_samples(decode, res[i]))
     return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
+
+
+def _write_predictions(
+    entries: PredictionSink,
+    sink: Any,  # folder, path, array or function
+    dl: Any,  # loader, before it is sharded
+    run: Callable[[Any, list[Any]], None],  # f(loader, callbacks), which predicts on the loader
+    cbs: list[Any],
+) -> None:
+    "Predict on a loader, and write the entries of each batch to a sink."
+    dl, world = shard_loader(entries.learn, dl)
+    check_sink(sink, entries.names, world)
+    with open_sink(sink, entries.names, world, lambda: entries.iter) as entries.give:
+        run(dl, [*cbs, entries.callback()])
+        world.run_on_all(entries.finish)
 
 
 def _apply_to_samples(
@@ -300,16 +313,7 @@ def tta(
         augmented: Any = None
         for _ in range(n):
             preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)
-            if describe(new_targs) != describe(targs) or not _are_equal(new_targs, targs):
-                raise LoaderError(
-                    'tta: this loader gives other samples each time. Pass `dl=` one that does not '
-                    'shuffle.'
-                )
-            if describe(preds) != describe(plain) or not _are_averageable(plain, preds):
-                raise BatchError(
-                    f'tta: predictions {describe(preds)} are not tensors of one shape, which could be '
-                    'averaged. Predict with `get_preds`, and combine them by a function of your own.'
-                )
+            _check_same_samples(plain, targs, preds, new_targs)
             augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)
     if use_max:
         return _combine_tensors(torch.maximum, plain, augmented), targs
@@ -317,6 +321,19 @@ def tta(
     if beta is None:
         return (augmented, plain), targs
     return _combine_tensors(lambda a, b: torch.lerp(a, b.to(a), beta), augmented, plain), targs
+
+
+def _check_same_samples(plain: Any, targs: Any, preds: Any, new_targs: Any) -> None:
+    "Raise an error if predictions cannot be averaged with the plain predictions, or belong to other samples."
+    if not are_equal(new_targs, targs, others=True):
+        raise LoaderError(
+            'tta: this loader gives other samples each time. Pass `dl=` one that does not shuffle.'
+        )
+    if describe(preds) != describe(plain) or not _are_averageable(plain, preds):
+        raise BatchError(
+            f'tta: predictions {describe(preds)} are not tensors of one shape, which could be '
+            'averaged. Predict with `get_preds`, and combine them by a function of your own.'
+        )
 
 
 def _predict_augmented(
@@ -486,13 +503,6 @@ def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> A
     "Apply `f` to each pair of corresponding tensors of two nested structures."
     b_iter = iter(tensors_in(b))
     return map_tensors(a, lambda t: f(t, next(b_iter)))
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    "Return True if two nested structures hold equal tensors."
-    a_tensors = tensors_in(a)
-    b_tensors = tensors_in(b)
-    return len(a_tensors) == len(b_tensors) and all(map(torch.equal, a_tensors, b_tensors))
 
 
 def _are_averageable(a: Any, b: Any) -> bool:

@@ -52,7 +52,8 @@ def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
             f'sink={describe(sink)}: give a folder, the path of a .npy file, a numpy array or memory '
             'map, or a function that is called with the entries of each batch.'
         )
-    if others := [name for name in names if name not in ('preds', 'targs')]:
+    others = [name for name in names if name not in ('preds', 'targs')]
+    if others:
         raise OptionError(
             f'An array holds predictions alone, not {", ".join(others)}: give a folder as the sink.'
         )
@@ -127,24 +128,33 @@ def open_sink(
                 part / f'{number() * world.size + world.rank:06}.pt',
             )
     else:
-        path = _rank_path(Path(sink), world)
-        part = _part_path(path)
-        index = []
-        # fail on every rank before the first prediction if a disk is not writable
-        world.run_on_all(partial(_create_empty, part))
-        with open(part, 'wb') as file:
-            rows = _NpyFile(file)
-
-            def add(array: np.ndarray) -> None:
-                n_before = rows.n
-                rows.add(array)
-                index.append((number(), world.rank, rows.n - n_before))
-
+        with _open_npy(Path(sink), world, number) as add:
             yield partial(_add_preds, names, add)
-        indices = world.gather(index)  # waits until all ranks have written
-        world.run_on_all(partial(os.replace, part, path))
-        if world.size > 1:
-            world.run_on_all(partial(_write_index, Path(sink), world, indices))
+
+
+@contextmanager
+def _open_npy(
+    sink: Path, world: Comm, number: Callable[[], int]
+) -> Iterator[Callable[[np.ndarray], None]]:
+    "Yield a function that appends rows to this rank's `.part` file, and rename the file at the end."
+    path = _rank_path(sink, world)
+    part = _part_path(path)
+    index = []
+    # fail on every rank before the first prediction if a disk is not writable
+    world.run_on_all(partial(_create_empty, part))
+    with open(part, 'wb') as file:
+        rows = _NpyFile(file)
+
+        def add(array: np.ndarray) -> None:
+            n_before = rows.n
+            rows.add(array)
+            index.append((number(), world.rank, rows.n - n_before))
+
+        yield add
+    indices = world.gather(index)  # waits until all ranks have written
+    world.run_on_all(partial(os.replace, part, path))
+    if world.size > 1:
+        world.run_on_all(partial(_write_index, sink, world, indices))
 
 
 def _create_empty(path: Path) -> None:

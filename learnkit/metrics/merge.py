@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import map_tensors, to_device
+from learnkit.core.batch import are_equal, map_tensors, to_device
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.core.plain import are_equal
 from learnkit.metrics.state import (
     Pairs,
     collect_accumulated,

@@ -166,8 +166,8 @@ def skm_to_fastai(
         axis if is_class and not of_labels else None,
         activation or ('sigmoid' if of_labels else 'no'),
         thresh,
-        True,
-        True,
+        to_np=True,
+        invert_arg=True,
         **kwargs,
     )
 
@@ -213,11 +213,14 @@ def LossMetrics(
     >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
     ['kl', 'rec']
     """
-    attrs, nms = (
-        s.split(',') if isinstance(s, str) else s for s in (attrs, attrs if nms is None else nms)
-    )
+    attrs = _split_names(attrs)
+    nms = attrs if nms is None else _split_names(nms)
     if len(attrs) != len(nms):
         raise MetricError(
             f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names: give each attribute one.'
         )
     return [LossMetric(attr, nm, on) for attr, nm in zip(attrs, nms, strict=True)]
+
+
+def _split_names(names: str | Sequence[str]) -> Sequence[str]:
+    return names.split(',') if isinstance(names, str) else names

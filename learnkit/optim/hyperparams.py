@@ -90,12 +90,14 @@ class Hypers(MutableMapping[str, Any]):
         with_exempt: bool = False,  # include the weight decay of exempt parameters, which stays 0
     ) -> list[tuple[dict[str, Any], str, int | None]]:
         "Return the param groups that have a hyperparameter, each with the key and index in it."
-        return [
-            (group, *group_key)
-            for group in self.groups
-            if (group_key := find_group_key(name, group))
-            and (with_exempt or group_key[0] != 'weight_decay' or not self._is_exempt(group))
-        ]
+        found = []
+        for group in self.groups:
+            group_key = find_group_key(name, group)
+            if group_key is None:
+                continue
+            if with_exempt or group_key[0] != 'weight_decay' or not self._is_exempt(group):
+                found.append((group, *group_key))
+        return found
 
     def _is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])

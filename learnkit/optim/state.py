@@ -101,37 +101,45 @@ def compare_state(
     "Return a line for each reason why one optimizer cannot load a state."
     label = f'optimizer {name or opt.class_names()}'
     groups = state['param_groups']
-    sizes = [len(g['params']) for g in groups]
-    params = next((ps for ps in layouts(opt, o).values() if [*map(len, ps)] == sizes), None)
+    _, params = find_layout(opt, o, groups)
     if params is None:
         here = [len(g['params']) for g in o.param_groups]
+        sizes = [len(g['params']) for g in groups]
         return [
             f'{label}: param groups of {here} parameters, in the file {sizes}: another model, splitter or '
             '`wd_bn_bias`'
         ]
     lines = []
     for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
-        unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
-        if unshared:
-            side = 'here' if unshared[0] in own else 'in the file'
-            lines.append(f'{label}: group {i} has {", ".join(unshared)} only {side}')
-        lines += [
-            f'{label}: group {i} has {n}={saved[n]!r} in the file'
-            for n in OPTIONS
-            if n in saved and not holds_numbers(saved[n])
-        ]
+        lines += [f'{label}: group {i} has {line}' for line in _compare_options(own, saved)]
     for group_params, group in zip(params, groups, strict=True):
         for p, i in zip(group_params, group['params'], strict=True):
             param_name = names.get(p, f'parameter {i}')
+            shapes = _find_wrong_shapes(p, state['state'].get(i, {}))
             lines += [
-                f'{label}: {k} of {param_name} is {[*p.shape]}, in the file {[*v.shape]}'
-                for k, v in state['state'].get(i, {}).items()
-                if k in PARAM_SHAPED
-                and isinstance(v, Tensor)
-                and not is_lazy(p)
-                and v.shape != p.shape
+                f'{label}: {k} of {param_name} is {[*p.shape]}, in the file {[*shape]}'
+                for k, shape in shapes.items()
             ]
     return lines
+
+
+def _compare_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    "Return a line for each option of a saved param group that cannot be loaded."
+    lines = []
+    unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
+    if unshared:
+        side = 'here' if unshared[0] in own else 'in the file'
+        lines.append(f'{", ".join(unshared)} only {side}')
+    known = [n for n in OPTIONS if n in saved]
+    return lines + [f'{n}={saved[n]!r} in the file' for n in known if not holds_numbers(saved[n])]
+
+
+def _find_wrong_shapes(p: Any, state: Mapping[str, Any]) -> dict[str, torch.Size]:
+    "Return the shapes of the saved tensors that differ from their parameter's shape."
+    if is_lazy(p):
+        return {}
+    tensors = {k: v for k, v in state.items() if k in PARAM_SHAPED and isinstance(v, Tensor)}
+    return {k: t.shape for k, t in tensors.items() if t.shape != p.shape}
 
 
 def holds_numbers(value: Any) -> bool:
@@ -140,6 +148,17 @@ def holds_numbers(value: Any) -> bool:
         return isinstance(value, (Real, Tensor))
     # the first `eps` of Adafactor may be None
     return all(v is None or isinstance(v, (Real, Tensor)) for v in value)
+
+
+def find_layout(
+    opt: Optimizers, o: torch.optim.Optimizer, groups: list[Any]
+) -> tuple[str, list[list[Any]] | None]:
+    "Return the name and the parameters of the layout with the sizes of saved param groups, or ('', None)."
+    sizes = [len(g['params']) for g in groups]
+    for name, params in layouts(opt, o).items():
+        if [*map(len, params)] == sizes:
+            return name, params
+    return '', None
 
 
 def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
@@ -171,18 +190,15 @@ def load_state(opt: Optimizers, state: Any) -> None:
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
-        sizes = [len(g['params']) for g in groups]
-        layout = next(key for key, ps in layouts(opt, o).items() if [*map(len, ps)] == sizes)
+        layout, _ = find_layout(opt, o, groups)
         if layout == 'split':
             opt.split_groups(o)
         if layout == 'joined':
             opt.join_groups(o)
         own = o.param_groups
-        params = {
-            i: p
-            for group, saved in zip(own, groups, strict=True)
-            for i, p in zip(saved['params'], group['params'], strict=True)
-        }
+        params: dict[Any, Any] = {}
+        for group, saved in zip(own, groups, strict=True):
+            params.update(zip(saved['params'], group['params'], strict=True))
         # torch would keep references to the tensors of the state
         copies = {i: _copy_state(s, params.get(i)) for i, s in states[name]['state'].items()}
         merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]

@@ -30,7 +30,7 @@ from learnkit import (
 )
 from learnkit.callbacks.oom import OOMObserver
 from learnkit.checkpoint.digest import differences
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
 from learnkit.testing.forks import start

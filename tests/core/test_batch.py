@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from learnkit.core.batch import (
     apply_model,
+    are_equal,
     concat,
     describe,
     detuplify,
@@ -569,3 +570,31 @@ def test_subclass_of_tensor_is_a_tensor() -> None:
     p = nn.Parameter(torch.zeros(3))
     assert describe(p) == 'Parameter[3] float32' and find_bs((p,)) == 3
     assert isinstance(to_device((p,), 'meta')[0], Tensor)
+
+
+@pytest.mark.parametrize(
+    ('a', 'b', 'expected'),
+    [
+        (Pair(1, [torch.eye(2)]), Pair(1, [torch.eye(2)]), True),
+        (Pair(1, 2), (1, 2), False),
+        ({'a': 1, 'b': 2}, {'b': 2, 'a': 1}, True),
+        ({'a': 1}, OrderedDict(a=1), False),
+        (Frozen(torch.ones(2)), Frozen(torch.ones(2)), True),
+        (Frozen(torch.ones(2)), Frozen(torch.zeros(2)), False),
+        (np.array(np.nan), np.array(np.nan), True),
+        (np.array(1.0), 1.0, False),
+        (np.array(['a']), np.array(['b']), False),
+        (torch.tensor([torch.nan, 1]), torch.tensor([torch.nan, 1]), True),
+        (torch.ones(2), torch.ones(1), False),
+        ([1], [1, 2], False),
+        (None, None, True),
+        ({1, 2}, {3}, True),  # of sets and other objects, only the types are compared
+    ],
+)
+def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
+    assert are_equal(a, b, others=True) is expected
+
+
+def test_equal_objects_of_other_types() -> None:
+    assert are_equal([{1}], [{1}]) and not are_equal([{1}], [{2}])
+    assert not are_equal(torch.ones(2), torch.ones(2, dtype=torch.int64))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import (
     capture_own,
     capture_rng,

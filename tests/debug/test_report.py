@@ -15,7 +15,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, OptionError, TensorLoader, accuracy
 from learnkit.checkpoint.digest import differences
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
 from tests.helpers.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from learnkit.core.plain import are_equal
+from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.distributed.shards import shard
 from tests.helpers.positions import (

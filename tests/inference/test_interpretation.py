@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from learnkit import ClassificationInterpretation, DataLoaders, Interpretation, Learner
+from learnkit.core.batch import are_equal
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
-from learnkit.core.plain import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat

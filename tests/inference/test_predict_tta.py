@@ -146,6 +146,13 @@ def test_a_loader_that_gives_other_samples_each_time_is_refused() -> None:
         make().tta(dl=weighted, augment=abs)
 
 
+def test_targets_with_nan_are_equal_each_time() -> None:
+    y = torch.where(Y % 2 == 0, torch.nan, 1.0)
+    learn = Learner(([(X, y)], [(X, y)]), nn.Linear(2, 1), default_cbs=False)
+    _, targs = learn.tta(n=1, augment=abs)
+    assert torch.equal(targs.isnan(), y.isnan())
+
+
 def test_an_error_in_the_augmentation_comes_out() -> None:
     learn = make()
 

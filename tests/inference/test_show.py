@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from learnkit import Callback, ClassificationInterpretation, DataLoaders, Learner, TensorLoader
+from learnkit.core.batch import are_equal
 from learnkit.core.errors import OptionError
-from learnkit.core.plain import are_equal
 from learnkit.core.plotting import WRONG
 from learnkit.core.random import capture_own, capture_rng
 from learnkit.data.show import (

@@ -392,6 +392,22 @@ def test_what_is_found_out_later_is_named() -> None:
         of_all(lambda: Hidden(M.mse), data, 2)
 
 
+class Unseen(M.AvgMetric):
+    "It has an attribute without a value, which is NaN."
+
+    sum_reduced = M.AvgMetric.sum_reduced
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen = torch.tensor(torch.nan)
+
+
+def test_an_attribute_that_stays_nan_has_not_changed() -> None:
+    data = batches('regression')
+    expected = of_all(lambda: M.AvgMetric(M.mse), data, 1)[0][0]
+    assert same(of_all(lambda: Unseen(M.mse), data, 2)[0][0], expected, 2e-6)
+
+
 def test_an_object_with_the_methods_of_torchmetrics() -> None:
     assert [
         v for v, _ in of_all(lambda: as_metrics(SummedCounter())[0], batches('regression'), 3)
