@@ -340,7 +340,7 @@ class OwnStep(Learner):
             {'opt_func': lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]},
             'are 5 optimizers',
         ),
-        ({'microbatch': 4}, 'cut into microbatches'),
+        ({'microbatch': 4}, 'split into microbatches'),
         ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
         ({'make_model': lambda: nn.DataParallel(mlp())}, 'the model is a DataParallel'),
     ],

@@ -300,7 +300,7 @@ def test_a_fit_after_it_was_ended_is_the_fit_without_it() -> None:
 
 def test_two_streams_at_once_are_kept_apart() -> None:
     learn = make()
-    with pytest.raises(FitError, match='went on'):
+    with pytest.raises(FitError, match='started something else'):
         for _ in zip(learn.predict_iter(), learn.predict_iter(ds_idx=0), strict=True):
             pass
     assert learn.run.depth == 0

@@ -119,7 +119,7 @@ def test_in_a_learner() -> None:
     assert acc == pytest.approx(right / 34) and err == pytest.approx(1 - right / 34)
 
 
-# -- targets that are no class ---------------------------------------------------------------------
+# -- targets that are not a class ---------------------------------------------------------------------
 
 
 @devices
@@ -128,7 +128,7 @@ def test_brier_score_names_targets_that_are_not_a_class(device: str, bad: int) -
     pred, targ = torch.randn(4, 3, device=device), torch.tensor([0, 2, bad, 1], device=device)
     metric = BrierScore()
     metric.accumulate(batch(pred, targ))
-    with pytest.raises(MetricError, match='1 of 4 targets are no class'):
+    with pytest.raises(MetricError, match='1 of 4 targets are not class numbers'):
         _ = metric.value
     metric.reset()
     metric.accumulate(batch(pred[:2], targ[:2]))
