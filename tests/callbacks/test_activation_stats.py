@@ -115,11 +115,9 @@ def test_layers_with_several_outputs_or_none() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn, self.head, self.idle = (
-                nn.LSTM(2, 3, batch_first=True),
-                nn.Linear(3, 1),
-                nn.Linear(1, 1),
-            )
+            self.rnn = nn.LSTM(2, 3, batch_first=True)
+            self.head = nn.Linear(3, 1)
+            self.idle = nn.Linear(1, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.rnn(x)[0][:, -1])

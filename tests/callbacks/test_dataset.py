@@ -27,10 +27,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.body, self.head = (
-            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)),
-            nn.Linear(4, 8, bias=False),
-        )
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.body[0].weight
         self.body[1].requires_grad_(False)
 

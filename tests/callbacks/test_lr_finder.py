@@ -34,11 +34,9 @@ class Ema(Callback):
         self.shadow: dict[str, Tensor] = {}
         self.average = nn.Linear(2, 2)
         self.calls, self.seen, self.array = 0, [0], np.zeros(3)
-        self.random, self.generator, self.numpy = (
-            random.Random(1),
-            torch.Generator(),
-            np.random.default_rng(0),
-        )
+        self.random = random.Random(1)
+        self.generator = torch.Generator()
+        self.numpy = np.random.default_rng(0)
 
     def after_batch(self) -> None:
         for name, p in self.learn.model.named_parameters():

@@ -250,10 +250,8 @@ def test_times_are_written_out() -> None:
 
 
 def test_a_resume_check_lists_what_differs() -> None:
-    exact, other = (
-        ResumeCheck(8, 4, 'ab' * 32),
-        ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint']),
-    )
+    exact = ResumeCheck(8, 4, 'ab' * 32)
+    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
     assert dict(rows_of(exact)) == {
         'resumes': 'exactly, to the last bit',
         'batches': '8',

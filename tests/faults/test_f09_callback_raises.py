@@ -410,10 +410,8 @@ def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) 
         start_again(one)
         one.fit(N_EPOCH)
     assert digest(learn) == digest(plain) and rows(learn) == rows(plain)
-    values, preds = (
-        [[round(v, 6) for v in one.validate()] for one in (learn, plain)],
-        [one.get_preds()[0] for one in (learn, plain)],
-    )
+    values = [[round(v, 6) for v in one.validate()] for one in (learn, plain)]
+    preds = [one.get_preds()[0] for one in (learn, plain)]
     assert values[0] == values[1]
     assert preds[0].equal(preds[1])
 
