@@ -400,7 +400,6 @@ def test_two_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         t.start()
     for t in threads:
         t.join()
-    assert [
-        [*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners
-    ] == before
+    found = [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners]
+    assert found == before
     assert all(len(learn.lr_search.lrs) > 2 for learn in learners) and not list(tmp_path.rglob('*'))

@@ -102,9 +102,8 @@ def test_methods_of_the_parts_of_the_learner_are_shown_as_its_own() -> None:
     assert doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
     assert doc(Learner.smooth_loss).parameters is None
     assert doc(DataLoaders.from_tensors).title == 'DataLoaders.from_tensors'
-    assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {
-        name for name, _ in doc(Learner).lists['Methods']
-    }
+    expected = {'fit', 'lr_find', 'get_preds', 'save', 'explain'}
+    assert expected <= {name for name, _ in doc(Learner).lists['Methods']}
 
 
 def test_help_for_what_is_made_of_something() -> None:
@@ -211,7 +210,7 @@ def test_help_for_a_callback() -> None:
         (head, runs), (methods, rows) = found.lists.items()
         assert head.endswith('uns at (order 7, not in evaluation)') and methods == 'Methods'
         assert runs == [('before_fit', 'Begin.'), ('after_loss', 'Look at the loss.')]
-        assert rows == [('forget', 'Begin anew.')]
+        assert rows == [('forget', 'Begin again.')]
     assert next(iter(doc(Mine(5)).lists)).startswith('Mine(n=5) runs at')
     learn = synth_learner(cbs=Mine)
     assert next(iter(doc(learn.mine).lists)).startswith('Mine, of a Learner, runs at')

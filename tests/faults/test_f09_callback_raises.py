@@ -152,9 +152,8 @@ def test_a_note_of_its_own_does_not_take_the_place_of_ours() -> None:
     learn.loss_func = lambda pred, y: (_ for _ in ()).throw(error)
     e = raised_by(lambda: learn.fit(1))
     assert e is error and notes(e)[0] == 'mine' and notes(e)[-1] == 'in train (epoch 0, batch 0)'
-    assert (
-        notes(e)[1] == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
-    )
+    found = notes(e)[1]
+    assert found == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
 
 
 def test_recursion_in_a_handler() -> None:

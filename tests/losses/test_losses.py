@@ -314,10 +314,8 @@ def test_reprs() -> None:
     assert repr(CrossEntropyLossFlat(WEIGHT.float())) == (
         "CrossEntropyLossFlat(axis=-1, ignore_index=-100, reduction='mean', label_smoothing=0.0, weight [4] float32)"
     )
-    assert (
-        repr(LabelSmoothingCrossEntropy())
-        == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
-    )
+    found = repr(LabelSmoothingCrossEntropy())
+    assert found == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
 
 
 def test_any_torch_loss_can_be_flattened() -> None:
