@@ -115,11 +115,9 @@ def test_layers_with_several_outputs_or_none() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn, self.head, self.idle = (
-                nn.LSTM(2, 3, batch_first=True),
-                nn.Linear(3, 1),
-                nn.Linear(1, 1),
-            )
+            self.rnn = nn.LSTM(2, 3, batch_first=True)
+            self.head = nn.Linear(3, 1)
+            self.idle = nn.Linear(1, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.rnn(x)[0][:, -1])
@@ -130,9 +128,8 @@ def test_layers_with_several_outputs_or_none() -> None:
         expected = [model.rnn(x) for x, _ in learn.dls.train]
     for part, t in ((0, lambda out, h, c: out), (1, lambda out, h, c: h), (2, lambda out, h, c: c)):
         tensors = [t(out, h, c) for out, (h, c) in expected]
-        assert list(cb.layer_stats('rnn', part)[1]) == pytest.approx(
-            [t.std().item() for t in tensors], rel=1e-5
-        )
+        found = list(cb.layer_stats('rnn', part)[1])
+        assert found == pytest.approx([t.std().item() for t in tensors], rel=1e-5)
     assert len(cb.stats[0][0]) == 3 and cb.stats[0][2] is None and isinstance(cb.stats[0][1], dict)
     with pytest.raises(OptionError, match=r"layer 2 \('idle'\) was measured"):
         cb.layer_stats('idle')

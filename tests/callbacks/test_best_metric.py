@@ -43,11 +43,8 @@ def test_the_columns_match_the_best_evaluation_so_far() -> None:
     assert losses.index(min(losses)) < 7
     for i, row in enumerate(rows):
         best = min(rows[: i + 1], key=lambda r: r['valid_loss'])
-        assert [row[f'best/{n}'] for n in ('valid_loss', 'test/loss', 'test/mae')] == [
-            best['valid_loss'],
-            best['test/loss'],
-            best['test/mae'],
-        ]
+        found = [row[f'best/{n}'] for n in ('valid_loss', 'test/loss', 'test/mae')]
+        assert found == [best['valid_loss'], best['test/loss'], best['test/mae']]
     best = min(rows, key=lambda r: r['valid_loss'])
     expected = {n: best[n] for n in ('valid_loss', 'test/loss', 'test/mae')}
     assert learn.best_metric.at_best == expected

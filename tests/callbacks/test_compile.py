@@ -766,9 +766,8 @@ def test_compiling_the_model_keeps_keys_and_survives_new_callbacks() -> None:
     plain, learn = learner(), learner()
     keys = [*learn.model.state_dict()]
     assert learn.compile(backend=backend) is learn and [*learn.model.state_dict()] == keys
-    assert (
-        learn.explain_step() == 'The ordinary step runs: `learn.compile(step=True)` was not called.'
-    )
+    found = learn.explain_step()
+    assert found == 'The ordinary step runs: `learn.compile(step=True)` was not called.'
     learn.fit(1)
     graphs = backend.graphs
     learn.fit(1, cbs=[Clip(), Callback(after_pred=lambda cb: None), TrainEvalCallback()])
@@ -793,10 +792,8 @@ def test_many_learners_do_not_use_up_each_others_limit() -> None:
 
 def test_the_first_step_is_not_compiled_and_bad_options_are_refused_at_once() -> None:
     learn = learner().compile(step=True, backend='eager')
-    assert (
-        learn.explain_step()
-        == 'The ordinary step runs: compiling comes after the next training batch.'
-    )
+    found = learn.explain_step()
+    assert found == 'The ordinary step runs: compiling comes after the next training batch.'
     with pytest.raises(RuntimeError, match='fastest'):
         learner().compile(step=True, mode='fastest')
     with pytest.raises(TypeError, match='modus'):

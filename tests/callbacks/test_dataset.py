@@ -27,10 +27,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.body, self.head = (
-            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)),
-            nn.Linear(4, 8, bias=False),
-        )
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.body[0].weight
         self.body[1].requires_grad_(False)
 
@@ -136,12 +134,8 @@ def test_what_knows_no_length_is_not_guessed_and_an_iterator_keeps_its_batches()
     assert (stats['samples'], stats['batches'], stats['seen']) == (None, None, 8)
     drawn = iter([(torch.zeros(2), torch.zeros(2))] * 3)
     assert loader_stats(drawn)['entries'] == {} and len(list(drawn)) == 3
-    assert (
-        loader_stats(DataLoader([(torch.zeros(1), 0)] * 10, batch_size=4, drop_last=True), 0)[
-            'samples'
-        ]
-        == 8
-    )
+    dropping = DataLoader([(torch.zeros(1), 0)] * 10, batch_size=4, drop_last=True)
+    assert loader_stats(dropping, 0)['samples'] == 8
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

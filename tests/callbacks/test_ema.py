@@ -257,11 +257,9 @@ def test_tied_frozen_and_half_weights_and_masks() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(3, 3, bias=False)
-            self.b, self.frozen, self.low = (
-                self.a,
-                nn.Linear(3, 3).requires_grad_(False),
-                nn.Linear(3, 2).bfloat16(),
-            )
+            self.b = self.a
+            self.frozen = nn.Linear(3, 3).requires_grad_(False)
+            self.low = nn.Linear(3, 2).bfloat16()
             self.register_buffer('mask', torch.tensor([0.0, -torch.inf]))
             self.register_buffer('cache', torch.zeros(2), persistent=False)
 
@@ -297,11 +295,9 @@ def test_a_replaced_layer_starts_over_and_the_rest_continues() -> None:
 def test_its_state_continues_in_another_process_and_refuses_another_model() -> None:
     whole = learner(net(), EMA(0.7, every=3, warmup=0.5))
     whole.fit(1)
-    sd, weights, opt = (
-        deepcopy(whole.ema.state_dict()),
-        state(whole.model),
-        deepcopy(whole.opt.state_dict()),
-    )
+    sd = deepcopy(whole.ema.state_dict())
+    weights = state(whole.model)
+    opt = deepcopy(whole.opt.state_dict())
     whole.fit(1)
     part = learner(net(), EMA(0.7, every=3, warmup=0.5))
     part.model.load_state_dict(weights)

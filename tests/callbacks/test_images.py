@@ -136,10 +136,8 @@ def test_loggers_get_bytes_at_their_steps() -> None:
 
     learn = learner(ImageVisualizer('4ba', n=2), Kept())
     learn.fit(1)
-    assert [got[:2] for got in learn.kept.got[:2]] == [
-        (1, 'images/train/input'),
-        (5, 'images/train/input'),
-    ]
+    expected = [(1, 'images/train/input'), (5, 'images/train/input')]
+    assert [got[:2] for got in learn.kept.got[:2]] == expected
     image = learn.kept.got[0][2]
     assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
     expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()

@@ -34,11 +34,9 @@ class Ema(Callback):
         self.shadow: dict[str, Tensor] = {}
         self.average = nn.Linear(2, 2)
         self.calls, self.seen, self.array = 0, [0], np.zeros(3)
-        self.random, self.generator, self.numpy = (
-            random.Random(1),
-            torch.Generator(),
-            np.random.default_rng(0),
-        )
+        self.random = random.Random(1)
+        self.generator = torch.Generator()
+        self.numpy = np.random.default_rng(0)
 
     def after_batch(self) -> None:
         for name, p in self.learn.model.named_parameters():
@@ -402,7 +400,6 @@ def test_two_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         t.start()
     for t in threads:
         t.join()
-    assert [
-        [*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners
-    ] == before
+    found = [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners]
+    assert found == before
     assert all(len(learn.lr_search.lrs) > 2 for learn in learners) and not list(tmp_path.rglob('*'))

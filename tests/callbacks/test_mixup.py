@@ -118,11 +118,9 @@ class Several(nn.Module):
 def test_several_inputs_are_blended_where_they_can_be() -> None:
     gen = torch.Generator().manual_seed(0)
     [(x, _)] = images(1)
-    table, mask, counts = (
-        torch.rand(N, 4, generator=gen).double(),
-        torch.arange(N * 48).view(N, 8, 6),
-        torch.arange(N),
-    )
+    table = torch.rand(N, 4, generator=gen).double()
+    mask = torch.arange(N * 48).view(N, 8, 6)
+    counts = torch.arange(N)
     # each sample is a class, so `yb1` is the order
     batch = x, {'table': table, 'mask': mask}, counts, torch.arange(N)
     seen = {}

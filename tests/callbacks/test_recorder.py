@@ -115,14 +115,8 @@ def test_values_match_a_loop_by_hand() -> None:
     means = [sum(losses[5 * i : 5 * i + 5]) / 5 for i in range(3)]
     expected = [pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)]
     assert [list(v) for v in learn.recorder.values] == expected
-    assert learn.recorder.metric_names == [
-        'epoch',
-        'train_loss',
-        'valid_loss',
-        'mae',
-        'mse',
-        'time',
-    ]
+    expected = ['epoch', 'train_loss', 'valid_loss', 'mae', 'mse', 'time']
+    assert learn.recorder.metric_names == expected
     assert learn.smooth_loss.item() == pytest.approx(smooth[-1], rel=1e-5)
     assert learn.final_record == learn.recorder.values[-1]
     assert list(learn.recorder.iters) == [5, 10, 15]
@@ -374,9 +368,8 @@ def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluati
     weighted = lambda n: sum(i * i for i in range(n)) / sum(range(n))
     for row in learn.history:
         assert (row['half'], row['day/half'], row['night/half']) == pytest.approx((1, 0.5, 0.25))
-        assert (row['weighted'], row['day/weighted'], row['night/weighted']) == pytest.approx(
-            (weighted(5), weighted(3), weighted(2))
-        )
+        found = (row['weighted'], row['day/weighted'], row['night/weighted'])
+        assert found == pytest.approx((weighted(5), weighted(3), weighted(2)))
     assert {'half', 'day/half', 'night/half', 'weighted'} <= set(learn.recorder.metric_names)
 
 

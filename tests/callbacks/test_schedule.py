@@ -63,10 +63,8 @@ def test_annealing_follows_its_formula(make: Any) -> None:
     torch.testing.assert_close(as_tensor, torch.tensor(several, dtype=torch.float32))
     positions = np.linspace(0, 1, 7)
     np.testing.assert_allclose(make(0.5, 2.0)(positions), [f(p) for p in positions], rtol=1e-12)
-    torch.testing.assert_close(
-        torch.as_tensor(make(0.5, 2.0)(torch.linspace(0, 1, 7))).expand(7),
-        torch.tensor([f(p) for p in positions], dtype=torch.float32),
-    )
+    found = torch.as_tensor(make(0.5, 2.0)(torch.linspace(0, 1, 7))).expand(7)
+    torch.testing.assert_close(found, torch.tensor([f(p) for p in positions], dtype=torch.float32))
 
 
 SCHEDULES = [
@@ -119,10 +117,8 @@ def test_combined_schedules_follow_each_piece_in_its_place() -> None:
     at = {0.0: 0.0, 0.125: 0.5, 0.25: 5.0, 0.49: 5.0, 0.5: 3.0, 0.75: 2.0, 1.0: 1.0}
     assert {p: f(p) for p in at} == pytest.approx(at, abs=1e-12)
     assert f(torch.tensor(0.75)) == 2.0
-    assert (
-        combine_scheds([0.0, 1.0, 0.0], [SchedNo(9, 9), SchedLin(0.0, 1.0), SchedNo(9, 9)])(1.0)
-        == 1.0
-    )
+    found = combine_scheds([0.0, 1.0, 0.0], [SchedNo(9, 9), SchedLin(0.0, 1.0), SchedNo(9, 9)])(1.0)
+    assert found == 1.0
     many = combine_scheds([0.1] * 10, [SchedNo(i, i) for i in range(10)])  # 0.1 * 10 is not quite 1
     assert [many(i / 10 + 0.05) for i in range(10)] == list(range(10)) and many(1.0) == 9
 
@@ -139,9 +135,8 @@ def test_combined_cos_matches_fastai() -> None:
         1.0: 0.0,
     }
     assert {p: f(p) for p in theirs} == pytest.approx(theirs, abs=1e-7)
-    np.testing.assert_allclose(
-        combined_cos(0.5, *map(np.array, ([1.0, 2.0], [2.0, 4.0], [0.0, 0.0])))(0.75), [1.0, 2.0]
-    )
+    found = combined_cos(0.5, *map(np.array, ([1.0, 2.0], [2.0, 4.0], [0.0, 0.0])))(0.75)
+    np.testing.assert_allclose(found, [1.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -365,9 +360,8 @@ def test_sgdr() -> None:
     expected = [cosine(0.1, 0.0, i / n) for n in (4, 8, 16) for i in range(n)]
     np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9, atol=1e-15)
     learn.fit_sgdr(2, 1, 0.1, cycle_mult=1)
-    np.testing.assert_allclose(
-        learn.recorder.lrs, [cosine(0.1, 0.0, i / 4) for i in range(4)] * 2, rtol=1e-9
-    )
+    expected = [cosine(0.1, 0.0, i / 4) for i in range(4)] * 2
+    np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9)
 
 
 def test_fine_tune() -> None:

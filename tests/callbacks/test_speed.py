@@ -161,9 +161,8 @@ def test_rates_over_a_sliding_window(clock: Clock) -> None:
         last = range(max(2, n - 2), n + 1)
         expected[n] = len(last) / sum(seconds[i] for i in last)
     assert seen.of('throughput/batches_per_sec') == pytest.approx(expected)
-    assert seen.of('throughput/samples_per_sec') == pytest.approx(
-        {n: 16 * v for n, v in expected.items()}
-    )
+    found = seen.of('throughput/samples_per_sec')
+    assert found == pytest.approx({n: 16 * v for n, v in expected.items()})
     assert seen.of('throughput/device/samples_per_sec') == seen.of('throughput/samples_per_sec')
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 

@@ -188,10 +188,8 @@ def test_the_rate_of_the_fit_is_where_it_starts() -> None:
 @pytest.mark.parametrize('of', ['wrapper', 'torch'])
 def test_a_ready_scheduler_continues_over_fits(of: str, wd: float | None) -> None:
     model = nn.Linear(1, 1)
-    used, learn = (
-        Used(),
-        learner(1, model=model, opt_func=partial(torch.optim.AdamW, weight_decay=0)),
-    )
+    used = Used()
+    learn = learner(1, model=model, opt_func=partial(torch.optim.AdamW, weight_decay=0))
     learn.create_opt()
     scheduler = MAKERS['cosine'](learn.opt if of == 'wrapper' else learn.opt[0])
     own = scheduler.optimizer

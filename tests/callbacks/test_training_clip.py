@@ -129,10 +129,8 @@ def test_accumulation_clipping_averaging_and_a_schedule_together() -> None:
     learn.fit(n_epoch)
 
     model = net()
-    opt, average = (
-        AdamW(model.parameters(), lr=0.05),
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)),
-    )
+    opt = AdamW(model.parameters(), lr=0.05)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     average.update_parameters(model)
     for epoch in range(n_epoch):
         for group in ((0, 1), (2, 3), (4,)):

@@ -81,12 +81,10 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     expected = ['0.safetensors', '1.safetensors']
     assert sorted(p.name for p in find_parts_folder(path).iterdir()) == expected
     state = load_parts(read_state(path)[0], path)
-    assert (
-        max_difference(
-            [state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])]
-        )
-        == 0
+    found = max_difference(
+        [state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])]
     )
+    assert found == 0
 
     name = next(
         e['name']

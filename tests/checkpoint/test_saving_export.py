@@ -70,10 +70,8 @@ def test_inputs_in_a_dict_go_by_name_and_an_activation_is_added_when_asked(tmp_p
     model = Masked()
     batch = {'ids': torch.randint(10, (6, 5)), 'mask': torch.ones(6, 5)}
     learn = Learner(DataLoaders.from_tensors(batch, bs=4), model, path=tmp_path)
-    plain, soft = (
-        learn.export('plain.pt2'),
-        learn.export(tmp_path / 'sub' / 'soft.pt2', act=nn.Softmax(-1)),
-    )
+    plain = learn.export('plain.pt2')
+    soft = learn.export(tmp_path / 'sub' / 'soft.pt2', act=nn.Softmax(-1))
     for n in (1, 6):
         x = {k: v[:n] for k, v in batch.items()}
         torch.testing.assert_close(loaded(plain)(**x), model(**x))

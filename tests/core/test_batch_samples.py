@@ -264,9 +264,8 @@ def test_lists_of_inputs_are_cut_inside() -> None:
     expected = [[[0, 1], [0, 10]], [[2, 3], [20, 30]]]
     assert [[t.tolist() for t in a] for (a,), _ in pieces] == expected
     pair = [torch.arange(2), torch.arange(2) * 10]  # as many inputs as samples
-    assert [
-        [t.tolist() for t in a] for (a,), _ in microbatches((pair,), (torch.arange(2),), 1)
-    ] == [[[0], [0]], [[1], [10]]]
+    found = [[t.tolist() for t in a] for (a,), _ in microbatches((pair,), (torch.arange(2),), 1)]
+    assert found == [[[0], [0]], [[1], [10]]]
 
 
 def test_graphs_are_cut_where_they_can_be_taken_apart() -> None:

@@ -229,10 +229,8 @@ def test_values_of_every_size_arrive() -> None:
 
 def _sums(rank: int) -> list[Any]:
     world = join_ranks(20.0)
-    whole, mine = (
-        torch.arange(6.0).view(2, 3),
-        (torch.arange(6, dtype=torch.float64) * (rank + 1)).view(2, 3),
-    )
+    whole = torch.arange(6.0).view(2, 3)
+    mine = (torch.arange(6, dtype=torch.float64) * (rank + 1)).view(2, 3)
     wait = world.start_sum(mine)
     total = world.sum(whole * (rank + 1))
     found = [

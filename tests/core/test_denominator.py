@@ -283,10 +283,8 @@ def test_evaluation_records_the_reported_loss() -> None:
         if not cb.training:
             cb.learn.loss = cb.loss * 2
 
-    learn, plain = (
-        make_learner(F.cross_entropy, Callback(after_loss=double)),
-        make_learner(F.cross_entropy),
-    )
+    learn = make_learner(F.cross_entropy, Callback(after_loss=double))
+    plain = make_learner(F.cross_entropy)
     learn.fit(1)
     plain.fit(1)
     expected = 2 * plain.history[0]['valid_loss']

@@ -121,13 +121,13 @@ def test_momenta_are_shares(name: str, value: float) -> None:
     learn = make()
     learn.create_opt()
     before = dict(learn.opt.hypers[0])
-    assert f'{name}={value}' in message(
+    expected = f'{name}={value}'
+    assert expected in message(
         learn, OptimizerError, lambda learn: learn.opt.set_hyper(name, value)
     )
     sched = ParamScheduler({name: lambda pct: value})
-    assert f'{name}={value}' in message(
-        learn, OptimizerError, lambda learn: learn.fit(1, cbs=sched)
-    )
+    expected = f'{name}={value}'
+    assert expected in message(learn, OptimizerError, lambda learn: learn.fit(1, cbs=sched))
     assert dict(learn.opt.hypers[0]) == before
     learn.opt.set_hyper('lr', 2.0)
 
@@ -137,10 +137,8 @@ def test_an_optimizer_shows_itself_in_a_line() -> None:
     learn.create_opt()
     learn.opt.set_hyper('lr', slice(1e-3, 1e-1))
     assert repr(learn.opt) == 'OptimWrapper(Adam, 2 groups, lr=[0.001, 0.1])'
-    assert (
-        repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
-        == 'OptimWrapper(SGD, 1 group, lr=0.5)'
-    )
+    found = repr(OptimWrapper([torch.zeros(2)], opt=torch.optim.SGD, lr=0.5))
+    assert found == 'OptimWrapper(SGD, 1 group, lr=0.5)'
     with pytest.raises(OptimizerError, match='not a hyperparameter of Adam: '):
         learn.opt.set_hyper('alpha', 0.1)
     learn = make(opt_func=MuonAdamW)
@@ -251,18 +249,12 @@ def test_callbacks_show_the_options_that_were_changed() -> None:
 
     assert repr(Mine()) == 'Mine'
     assert repr(Mine(2, 'b', torch.zeros(3))) == "Mine(depth=2, name_of_it='b')"
-    assert (
-        repr(EarlyStoppingCallback(patience=3, min_delta=0.1))
-        == 'EarlyStoppingCallback(min_delta=0.1, patience=3)'
-    )
-    assert (
-        repr(EarlyStoppingCallback(two_args.__get__(1)))
-        == 'EarlyStoppingCallback(monitor=two_args)'
-    )
-    assert (
-        repr(ParamScheduler({'lr': SchedCos(1.0, 0.0)}))
-        == "ParamScheduler({'lr': SchedCos(1.0, 0.0)})"
-    )
+    found = repr(EarlyStoppingCallback(patience=3, min_delta=0.1))
+    assert found == 'EarlyStoppingCallback(min_delta=0.1, patience=3)'
+    found = repr(EarlyStoppingCallback(two_args.__get__(1)))
+    assert found == 'EarlyStoppingCallback(monitor=two_args)'
+    found = repr(ParamScheduler({'lr': SchedCos(1.0, 0.0)}))
+    assert found == "ParamScheduler({'lr': SchedCos(1.0, 0.0)})"
 
 
 # -- losses and metrics ----------------------------------------------------------------------------
@@ -272,9 +264,8 @@ LOSSES = [CrossEntropyLossFlat(axis=5), CrossEntropyLossFlat(axis=-3), DiceLoss(
 
 @pytest.mark.parametrize('loss', LOSSES, ids=str)
 def test_an_axis_that_predictions_do_not_have(loss: Any) -> None:
-    assert f'(axis={loss.axis}): predictions [8, 3] float32 have no such axis' in message(
-        make(loss), LossError
-    )
+    expected = f'(axis={loss.axis}): predictions [8, 3] float32 have no such axis'
+    assert expected in message(make(loss), LossError)
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,8 @@ def test_the_error_names_the_library(
 
 
 def test_several_libraries_are_one_command() -> None:
-    assert (
-        describe_missing('Exporting to ONNX', 'onnx', 'onnxscript')
-        == 'Exporting to ONNX needs onnx and onnxscript: pip install onnx onnxscript'
-    )
+    found = describe_missing('Exporting to ONNX', 'onnx', 'onnxscript')
+    assert found == 'Exporting to ONNX needs onnx and onnxscript: pip install onnx onnxscript'
 
 
 def test_libraries_that_are_there() -> None:

@@ -175,11 +175,9 @@ class Module(torch.nn.Module):
 class Samples:
     def __init__(self) -> None:
         self.rows, self.transform = list(range(1000)), Module()
-        self.legacy, self._private, self.system = (
-            np.random.RandomState(7),
-            torch.Generator(),
-            random.SystemRandom(),
-        )
+        self.legacy = np.random.RandomState(7)
+        self._private = torch.Generator()
+        self.system = random.SystemRandom()
         self.me, self.kind = self, Augment
 
     def __len__(self) -> int:

@@ -160,11 +160,9 @@ def test_any_other_worker_ends_at_once() -> None:
 
 
 def test_loaders_are_as_they_were_afterwards() -> None:
-    fork, default, alone = (
-        loader('fork'),
-        DataLoader(Pids(), 2, num_workers=1),
-        DataLoader(Pids(), 2),
-    )
+    fork = loader('fork')
+    default = DataLoader(Pids(), 2, num_workers=1)
+    alone = DataLoader(Pids(), 2)
     before = [dl.multiprocessing_context for dl in (fork, default, alone)]
     dls = DataLoaders(fork, default, alone)
     first, second = outlast_sigterm(dls), outlast_sigterm(dls)

@@ -102,9 +102,8 @@ def test_methods_of_the_parts_of_the_learner_are_shown_as_its_own() -> None:
     assert doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
     assert doc(Learner.smooth_loss).parameters is None
     assert doc(DataLoaders.from_tensors).title == 'DataLoaders.from_tensors'
-    assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {
-        name for name, _ in doc(Learner).lists['Methods']
-    }
+    expected = {'fit', 'lr_find', 'get_preds', 'save', 'explain'}
+    assert expected <= {name for name, _ in doc(Learner).lists['Methods']}
 
 
 def test_help_for_what_is_made_of_something() -> None:

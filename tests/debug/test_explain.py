@@ -106,9 +106,8 @@ def test_the_total_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(seconds)[:3] == ['data', 'forward', 'Callback']
     expected = {'data': 8.0, 'forward': 4.0, 'Callback': 2.0}
     assert {part: s for part, s in seconds.items() if s} == expected
-    assert {'data', 'transfer', 'forward', 'loss', 'backward', 'step', 'loop', 'Recorder'} <= set(
-        seconds
-    )
+    expected = {'data', 'transfer', 'forward', 'loss', 'backward', 'step', 'loop', 'Recorder'}
+    assert expected <= set(seconds)
     text = repr(learn.timings)
     assert text.splitlines()[1].startswith('data') and '(1 measured)' in text
 

@@ -96,15 +96,13 @@ def test_the_html_of_a_learner_shows_its_parts_and_progress() -> None:
     learn = synth_learner(lr=0.25, cbs=Callback(before_fit=print), metrics=nn.L1Loss())
     rows = dict(rows_of(learn))
     assert rows['model'] == 'RegModel, 2 parameters, on cpu'
-    assert (
-        rows['data'] == 'train: TensorLoader, 10 batches of 16valid: TensorLoader, 2 batches of 16'
-    )
+    found = rows['data']
+    assert found == 'train: TensorLoader, 10 batches of 16valid: TensorLoader, 2 batches of 16'
     assert rows['loss'] == 'MSELoss'
     assert rows['optimizer'] == 'SGD, lr 0.25, not made yet'
     # as they run
-    assert (
-        rows['callbacks'] == 'TrainEvalCallbackCallback(before_fit=print)RecorderProgressCallback'
-    )
+    found = rows['callbacks']
+    assert found == 'TrainEvalCallbackCallback(before_fit=print)RecorderProgressCallback'
     assert rows['trained'] == 'not yet' and rows['last epoch'] == 'none'
 
     learn.model.a.requires_grad_(False)
@@ -250,10 +248,8 @@ def test_times_are_written_out() -> None:
 
 
 def test_a_resume_check_lists_what_differs() -> None:
-    exact, other = (
-        ResumeCheck(8, 4, 'ab' * 32),
-        ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint']),
-    )
+    exact = ResumeCheck(8, 4, 'ab' * 32)
+    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
     assert dict(rows_of(exact)) == {
         'resumes': 'exactly, to the last bit',
         'batches': '8',

@@ -41,12 +41,10 @@ class Remembers(Callback):
         self.gen, self.mode, self.fresh = torch.Generator().manual_seed(3), Mode.FIRST, True
 
     def before_fit(self) -> None:
-        self.seen, self.by_class, self.kinds, self.last = (
-            L(),
-            defaultdict(list),
-            Counter(),
-            deque(maxlen=3),
-        )
+        self.seen = L()
+        self.by_class = defaultdict(list)
+        self.kinds = Counter()
+        self.last = deque(maxlen=3)
         self.ids, self.total, self.where = set[Any](), np.float32(0), Path('nowhere')
         self.sums, self.mean, self.pairs = np.zeros(2), torch.zeros(1), {(0, 'a'): 1}
         self.order_of = OrderedDict[str, int]()

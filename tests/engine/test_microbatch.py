@@ -378,10 +378,8 @@ def test_a_training_metric_sees_every_sample() -> None:
 
 def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
     torchmetrics = pytest.importorskip('torchmetrics')
-    model, bs = (
-        mlp(3),
-        [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))],
-    )
+    model = mlp(3)
+    bs = [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))]
     learn = learner(
         bs,
         model,

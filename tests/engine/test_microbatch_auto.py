@@ -95,10 +95,8 @@ def test_batch_norm_statistics_are_restored_and_inexactness_is_reported() -> Non
 
 def test_training_metrics_count_each_sample_once() -> None:
     metrics = lambda: AvgMetric(mse, on='train')
-    found, whole = (
-        learner(Hungry(fits=5), metrics=metrics()),
-        learner(Hungry(fits=16), None, metrics=metrics()),
-    )
+    found = learner(Hungry(fits=5), metrics=metrics())
+    whole = learner(Hungry(fits=16), None, metrics=metrics())
     for learn in (found, whole):
         learn.fit(1)
     assert found.history[0]['train_mse'] == pytest.approx(whole.history[0]['train_mse'], abs=1e-12)

@@ -61,9 +61,8 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_that_were_optimized() -> None:
     seen: list[float] = []
     learn = fit(make_duel(Callback(after_loss=lambda cb: seen.append(cb.loss.item()))))
     expected = torch.tensor(seen, dtype=torch.float64).view(-1, 2).mean(1)
-    assert torch.allclose(
-        torch.tensor(learn.recorder.smooth_loss.raw, dtype=torch.float64), expected, atol=1e-12
-    )
+    found = torch.tensor(learn.recorder.smooth_loss.raw, dtype=torch.float64)
+    assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_a_user_evaluation_reports_its_loss() -> None:

@@ -194,11 +194,9 @@ def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> No
     def watch() -> Any:
         return EarlyStoppingCallback(monitor='extra', comp='greater', patience=99)
 
-    straight, other, take = (
-        learner(Callback(after_loss=log)),
-        learner(Callback(after_loss=log)),
-        Take(2),
-    )
+    straight = learner(Callback(after_loss=log))
+    other = learner(Callback(after_loss=log))
+    take = Take(2)
     straight.fit(1)
     straight.fit(2, cbs=[watch(), take])
     other.fit(2, cbs=watch(), resume=take.states[0])

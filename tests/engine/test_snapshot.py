@@ -89,13 +89,11 @@ def test_tensors_keep_their_identity_flags_and_gradients() -> None:
 
 
 def test_generators() -> None:
-    a, b, c, d, e = (
-        torch.Generator(),
-        random.Random(0),
-        np.random.default_rng(0),
-        np.random.RandomState(0),
-        np.random.PCG64(0),
-    )
+    a = torch.Generator()
+    b = random.Random(0)
+    c = np.random.default_rng(0)
+    d = np.random.RandomState(0)
+    e = np.random.PCG64(0)
 
     def draw() -> list[Any]:
         return [torch.rand(1, generator=a).item(), b.random(), c.random(), d.rand(), e.random_raw()]
@@ -169,12 +167,10 @@ class Client:
 
 
 def test_an_object_of_another_kind_stays_whole() -> None:
-    client, logger, counter, outside = (
-        Client(),
-        SimpleNamespace(sent=0, client=Client()),
-        iter([1, 2]),
-        [1],
-    )
+    client = Client()
+    logger = SimpleNamespace(sent=0, client=Client())
+    counter = iter([1, 2])
+    outside = [1]
     cb = Callback()
     cb.logger, cb.client = logger, client
     noted = Snapshot([cb, [client, logger, counter, outside]], excluded=[outside])

@@ -159,10 +159,8 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
     }
     assert 'loss_grad' not in vars(learn)
     # what an evaluation sets on the Learner is the only thing that a run may add to it
-    assert (
-        set(vars(learn)) - {cb.name for cb in learn.cbs}
-        <= fresh()['keys'] | {'final_record'} | extra
-    )
+    found = set(vars(learn)) - {cb.name for cb in learn.cbs}
+    assert found <= fresh()['keys'] | {'final_record'} | extra
     assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
     assert not learn._exit_stacks and 'before_backward' not in vars(learn.recorder)
     assert not learn.train_eval._modes and all(cb.run for cb in learn.cbs)

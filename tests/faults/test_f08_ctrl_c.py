@@ -337,11 +337,9 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
     "Entering or leaving a context completes before the interrupt is raised."
-    n, bad, runs = (
-        0,
-        list[str](),
-        (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds),
-    )
+    n = 0
+    bad = list[str]()
+    runs = (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds)
     for run in runs:
         for at in range(1, 10**6, 5):
             reached, problem = interrupted(run, at)

@@ -152,9 +152,8 @@ def test_a_note_of_its_own_does_not_take_the_place_of_ours() -> None:
     learn.loss_func = lambda pred, y: (_ for _ in ()).throw(error)
     e = raised_by(lambda: learn.fit(1))
     assert e is error and notes(e)[0] == 'mine' and notes(e)[-1] == 'in train (epoch 0, batch 0)'
-    assert (
-        notes(e)[1] == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
-    )
+    found = notes(e)[1]
+    assert found == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
 
 
 def test_recursion_in_a_handler() -> None:
@@ -410,10 +409,8 @@ def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) 
         start_again(one)
         one.fit(N_EPOCH)
     assert digest(learn) == digest(plain) and rows(learn) == rows(plain)
-    values, preds = (
-        [[round(v, 6) for v in one.validate()] for one in (learn, plain)],
-        [one.get_preds()[0] for one in (learn, plain)],
-    )
+    values = [[round(v, 6) for v in one.validate()] for one in (learn, plain)]
+    preds = [one.get_preds()[0] for one in (learn, plain)]
     assert values[0] == values[1]
     assert preds[0].equal(preds[1])
 

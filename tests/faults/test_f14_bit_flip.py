@@ -62,11 +62,9 @@ def test_many_flips(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_every_bit_of_a_small_file(tmp_path: Path) -> None:
-    content, bad, loaded = (
-        write(tmp_path / 'a.ckpt', {'w': torch.ones(3), 'n': 1}).read_bytes(),
-        tmp_path / 'bad.ckpt',
-        0,
-    )
+    content = write(tmp_path / 'a.ckpt', {'w': torch.ones(3), 'n': 1}).read_bytes()
+    bad = tmp_path / 'bad.ckpt'
+    loaded = 0
     for i in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[i // 8] ^= 1 << i % 8

@@ -104,12 +104,8 @@ def test_every_place_and_numbers_up_to_four(tmp_path: Path) -> None:
     for before in (1, 2, 3, 4):
         for after in (1, 2, 3, 4):
             for n in range(1, 8):
-                assert (
-                    sorted(
-                        both(tmp_path / f'{before}{after}{n}', before, after, 'process', 'torch', n)
-                    )
-                    == once
-                )
+                path = tmp_path / f'{before}{after}{n}'
+                assert sorted(both(path, before, after, 'process', 'torch', n)) == once
                 n_tried += 1
     print(
         f'row 42: {n_tried} resumes, from and to 1, 2, 3 and 4 processes, after each of 7 batches'

@@ -130,10 +130,8 @@ def test_extra_fields_and_comments(tmp_path: Path) -> None:
         with ZipFile(rebuilt(path, dict), 'a') as archive:
             setattr(archive.infolist()[-1], field, value)
             archive._didModify = True  # type: ignore[attr-defined]  # the table alone is written again
-        assert (
-            find_damage(path)
-            == "it has a record 'a/.data/serialization_id', which torch does not write"
-        )
+        found = find_damage(path)
+        assert found == "it has a record 'a/.data/serialization_id', which torch does not write"
 
 
 def test_records_of_other_sizes(tmp_path: Path) -> None:

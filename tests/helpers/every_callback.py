@@ -91,11 +91,9 @@ class Net(nn.Module):
 
     def __init__(self, returns_activations: bool) -> None:
         super().__init__()
-        self.conv, self.norm, self.drop = (
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.Dropout(0.1),
-        )
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(4 * 36, 3)
         self.returns_activations, self.resets = returns_activations, 0
 

@@ -23,11 +23,9 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks, self.head = (
-            nn.Linear(5, 7),
-            nn.ModuleList([Block(), Block()]),
-            nn.Linear(7, 1),
-        )
+        self.stem = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(7, 1)
 
     def forward(self, x):
         x = self.stem(x)

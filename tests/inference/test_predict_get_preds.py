@@ -264,9 +264,8 @@ def test_a_npy_file_is_a_memory_map_of_the_predictions(dtype: torch.dtype, tmp_p
     rows, expected = np.load(path, mmap_mode='r'), learn.get_preds(act=act)[0]
     assert rows.shape == (N, 3)
     assert rows.flags.aligned
-    assert torch.equal(
-        torch.tensor(rows), expected.to(torch.float32 if dtype == torch.bfloat16 else dtype)
-    )
+    found = torch.tensor(rows)
+    assert torch.equal(found, expected.to(torch.float32 if dtype == torch.bfloat16 else dtype))
     other = str(tmp_path / 'one.npy')
     assert learn.get_preds(sink=other, act=lambda o: o[:, 0]) == other
     assert np.load(other).shape == (N,)

@@ -93,11 +93,8 @@ def test_other_targets_are_titles_too() -> None:
         [(x, torch.tensor([1, 0, 1]), torch.tensor([[0.5, 2], [1, 1], [3, 4]]))], n_inp=1
     )
     assert titles(two.show_batch()) == ['1, 0.5, 2', '0, 1, 1', '1, 3, 4']
-    assert titles(DataLoaders([{'image': x, 'labels': torch.tensor([2, 1, 0])}]).show_batch()) == [
-        '2',
-        '1',
-        '0',
-    ]
+    found = titles(DataLoaders([{'image': x, 'labels': torch.tensor([2, 1, 0])}]).show_batch())
+    assert found == ['2', '1', '0']
     assert titles(DataLoaders([(x,)]).show_batch()) == [''] * 3
 
 
@@ -145,12 +142,8 @@ def test_long_vectors_signals_words_and_dicts() -> None:
         'age': torch.tensor([5, 6]),
         'labels': torch.tensor([0, 1]),
     }
-    assert DataLoaders([batch]).show_batch().columns == {
-        'ids[0]': [1, 3],
-        'ids[1]': [2, 4],
-        'age': [5, 6],
-        'target': [0, 1],
-    }
+    expected = {'ids[0]': [1, 3], 'ids[1]': [2, 4], 'age': [5, 6], 'target': [0, 1]}
+    assert DataLoaders([batch]).show_batch().columns == expected
     videos = loaders(torch.rand(3, 2, 3, 4, 5), torch.zeros(3)).show_batch()
     assert videos.columns['x'] == ['Tensor[2, 3, 4, 5] float32'] * 3
 

@@ -197,10 +197,8 @@ def test_counts_at_the_ends_of_batches_and_epochs() -> None:
 
 def test_microbatches_and_the_whole_batch() -> None:
     size = lambda s: (tuple(s.batch[0].shape), s.grad_accum, s.device_train_microbatch_size)
-    pieces, whole = (
-        Read(size, 'before_forward', 'after_loss'),
-        Read(size, 'batch_start', 'after_train_batch'),
-    )
+    pieces = Read(size, 'before_forward', 'after_loss')
+    whole = Read(size, 'batch_start', 'after_train_batch')
     learn = learner(pieces, whole)
     learn.fit(1)
     assert pieces.got == [((4, 1), 2, 4)] * 12

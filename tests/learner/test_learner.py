@@ -470,10 +470,8 @@ def test_the_way_out_of_the_program_closes() -> None:
 
 
 def test_the_text_of_a_learner() -> None:
-    assert (
-        repr(synth_learner(default_cbs=False))
-        == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
-    )
+    found = repr(synth_learner(default_cbs=False))
+    assert found == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
     assert 'valid=[]' in repr(Learner(rows(), line(), nn.MSELoss()))
 
 

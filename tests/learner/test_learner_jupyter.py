@@ -135,9 +135,8 @@ def test_the_graph_is_one_picture_that_is_kept(kernel: Kernel) -> None:
 
 
 def test_the_graph_shows_nothing_where_nothing_is_trained(kernel: Kernel) -> None:
-    assert (
-        kernel.run('learn = synth_learner(cbs=ShowGraph())\nlearn.fit(0)\nlearn.get_preds();') == []
-    )
+    found = kernel.run('learn = synth_learner(cbs=ShowGraph())\nlearn.fit(0)\nlearn.get_preds();')
+    assert found == []
     outputs = kernel.run('learn.fit(1)')
     expected = [{'text/html', 'text/plain'}, {'image/png', 'text/plain'}]
     assert [set(o.data) for o in outputs] == expected

@@ -314,10 +314,8 @@ def test_data_that_is_not_a_table_of_numbers() -> None:
     assert TensorLoader(pandas.factorize(frame['kind'])[0]).tensors[0].tolist() == [0, 1, 0, 2]
 
 
-A, B = (
-    np.random.default_rng(0).normal(size=(32, 4)).astype('float32'),
-    np.zeros((32, 1), dtype='float32'),
-)
+A = np.random.default_rng(0).normal(size=(32, 4)).astype('float32')
+B = np.zeros((32, 1), dtype='float32')
 
 
 @pytest.mark.parametrize(

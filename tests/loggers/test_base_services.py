@@ -379,19 +379,15 @@ def test_mlflow_images_text_and_configuration(tmp_path: Path) -> None:
     learn.close()
     run = mlflow_run(tmp_path)
     assert run.info.status == 'FINISHED' and run.info.run_name == 'mine'
-    assert {k: run.data.params[k] for k in ('model', 'epochs', 'fit_2/epochs')} == {
-        'model': 'Linear',
-        'epochs': '1',
-        'fit_2/epochs': '2',
-    }
+    found = {k: run.data.params[k] for k in ('model', 'epochs', 'fit_2/epochs')}
+    assert found == {'model': 'Linear', 'epochs': '1', 'fit_2/epochs': '2'}
     images = sorted(a.path for a in client.list_artifacts(run.info.run_id, 'images'))
     assert images == [f'images/{name}-{s}-0.png' for name in ('grid', 'pic') for s in (10, 20, 30)]
     for name, expected in (('pic', PIXELS[0]), ('grid', GRID)):
         path = client.download_artifacts(run.info.run_id, f'images/{name}-10-0.png')
         assert np.array_equal(np.array(image.open(path)), expected.permute(1, 2, 0).numpy())
-    assert (
-        Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text() == 'hello'
-    )
+    found = Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text()
+    assert found == 'hello'
 
 
 def test_mlflow_names_below_other_names(tmp_path: Path) -> None:

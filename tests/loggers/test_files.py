@@ -74,9 +74,8 @@ def test_csv_names_are_quoted(tmp_path: Path) -> None:
 def test_pandas_reads_csv(tmp_path: Path) -> None:
     pd = pytest.importorskip('pandas')
     learner(tmp_path, CSVLogger(every='1ba')).fit(1)
-    assert pd.read_csv(tmp_path / 'metrics.csv')['loss'].tolist() == pytest.approx(
-        plain_losses(1)[0], rel=1e-6
-    )
+    found = pd.read_csv(tmp_path / 'metrics.csv')['loss'].tolist()
+    assert found == pytest.approx(plain_losses(1)[0], rel=1e-6)
 
 
 def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:

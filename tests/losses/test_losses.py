@@ -191,11 +191,9 @@ def test_binary_cross_entropy(reduction: str, dtype: torch.dtype) -> None:
 
 
 def test_binary_cross_entropy_with_weights_by_label() -> None:
-    inp, targ, w = (
-        torch.randn(6, 3, 5, dtype=torch.float64),
-        torch.randint(2, (6, 3, 5)),
-        torch.rand(3).double(),
-    )
+    inp = torch.randn(6, 3, 5, dtype=torch.float64)
+    targ = torch.randint(2, (6, 3, 5))
+    w = torch.rand(3).double()
     p, t = inp.sigmoid(), targ.double()
     positive, negative = -t * p.log(), -(1 - t) * (1 - p).log()
     close(
@@ -316,10 +314,8 @@ def test_reprs() -> None:
     assert repr(CrossEntropyLossFlat(WEIGHT.float())) == (
         "CrossEntropyLossFlat(axis=-1, ignore_index=-100, reduction='mean', label_smoothing=0.0, weight [4] float32)"
     )
-    assert (
-        repr(LabelSmoothingCrossEntropy())
-        == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
-    )
+    found = repr(LabelSmoothingCrossEntropy())
+    assert found == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
 
 
 def test_any_torch_loss_can_be_flattened() -> None:
@@ -347,11 +343,9 @@ def test_nothing_is_broadcast(loss: Any, inp: tuple[int, ...], targ: tuple[int, 
 @pytest.mark.parametrize('loss', [*OF_CLASSES, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss])
 def test_targets_that_are_not_class_numbers(loss: Any) -> None:
     inp = torch.randn(6, 4)
-    one_hot, floats, few = (
-        F.one_hot(torch.arange(6) % 4),
-        torch.zeros(6),
-        torch.zeros(5, dtype=torch.long),
-    )
+    one_hot = F.one_hot(torch.arange(6) % 4)
+    floats = torch.zeros(6)
+    few = torch.zeros(5, dtype=torch.long)
     for targ in (one_hot, floats, few):
         with pytest.raises(LossError, match=r'4 classes along axis -?1') as e:
             loss()(inp, targ)

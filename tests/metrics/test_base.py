@@ -235,10 +235,8 @@ def test_smooth_loss_on_the_device() -> None:
 @pytest.mark.parametrize('deferred', [False, True])
 def test_smooth_loss_continues_after_a_resume(deferred: bool, tmp_path: Any) -> None:
     losses = torch.rand(150, dtype=torch.float64)
-    whole, first = (
-        run(AvgSmoothLoss(0.9, deferred), losses),
-        run(AvgSmoothLoss(0.9, deferred), losses[:70]),
-    )
+    whole = run(AvgSmoothLoss(0.9, deferred), losses)
+    first = run(AvgSmoothLoss(0.9, deferred), losses[:70])
     torch.save(first.state_dict(), tmp_path / 's.pth')
 
     second = run(AvgSmoothLoss(deferred=deferred), losses[:5])

@@ -99,9 +99,8 @@ def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any:
 @pytest.mark.parametrize('pos_label', [0, 1])
 def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
     pred, targ, t, p = classes(2)
-    assert value(metric(pos_label=pos_label), pred, targ) == close(
-        getattr(skm, OF_CLASSES[metric])(t, p, pos_label=pos_label)
-    )
+    expected = close(getattr(skm, OF_CLASSES[metric])(t, p, pos_label=pos_label))
+    assert value(metric(pos_label=pos_label), pred, targ) == expected
     expected = skm.fbeta_score(t, p, beta=0.5, pos_label=pos_label)
     assert value(FBeta(0.5, pos_label=pos_label), pred, targ) == close(expected)
 
@@ -173,9 +172,8 @@ def test_rankings_of_two_classes() -> None:
     pred, targ, t, _ = classes(2)
     probs = pred.double().softmax(1).numpy()
     assert value(RocAucBinary(), pred, targ) == close(skm.roc_auc_score(t, probs[:, 1]))
-    assert value(RocAucBinary(max_fpr=0.3), pred, targ) == close(
-        skm.roc_auc_score(t, probs[:, 1], max_fpr=0.3)
-    )
+    found = value(RocAucBinary(max_fpr=0.3), pred, targ)
+    assert found == close(skm.roc_auc_score(t, probs[:, 1], max_fpr=0.3))
     for c in (0, 1):
         expected = skm.average_precision_score(t, probs[:, c], pos_label=c)
         assert value(APScoreBinary(pos_label=c), pred, targ) == close(expected)
@@ -204,16 +202,13 @@ def test_scores_of_labels(metric: Any, thresh: float) -> None:
     for average in ('macro', 'micro', 'weighted'):
         expected = close(score(t, p, average=average))
         assert value(metric(thresh, average=average), pred, targ) == expected
-        assert (
-            value(metric(thresh, sigmoid=False, average=average), pred.sigmoid(), targ.float())
-            == expected
-        )
+        found = value(metric(thresh, sigmoid=False, average=average), pred.sigmoid(), targ.float())
+        assert found == expected
     per_label = score(t, p, average=None)
     assert value(metric(thresh, average=None), pred, targ).tolist() == close(per_label)
     assert value(metric(thresh, labels=[3, 1]), pred, targ) == close(per_label[[3, 1]].mean())
-    assert value(FBetaMulti(2, thresh), pred, targ) == close(
-        skm.fbeta_score(t, p, beta=2, average='macro')
-    )
+    expected = close(skm.fbeta_score(t, p, beta=2, average='macro'))
+    assert value(FBetaMulti(2, thresh), pred, targ) == expected
 
 
 def test_ratios_of_labels() -> None:

@@ -71,9 +71,8 @@ def test_top_k_accuracy(k: int) -> None:
     image = pred.reshape(3, 4, 4, 6).permute(0, 3, 1, 2)
     assert float(top_k_accuracy(pred, targ, k)) == pytest.approx(expected)
     assert float(top_k_accuracy(pred, targ[:, None], k=k)) == pytest.approx(expected)
-    assert float(top_k_accuracy(image, targ.reshape(3, 4, 4), k=k, axis=1)) == pytest.approx(
-        expected
-    )
+    found = float(top_k_accuracy(image, targ.reshape(3, 4, 4), k=k, axis=1))
+    assert found == pytest.approx(expected)
     assert feed(AvgMetric(partial(top_k_accuracy, k=k)), pred, targ, bs=10).value == pytest.approx(
         expected
     )

@@ -214,9 +214,8 @@ def test_every_metric_of_the_package_is_tested() -> None:
     left_out = set(
         'Metric Mean AvgSmoothLoss ValueMetric SumMetric TorchMetric ElementMean'.split()
     )
-    assert {getattr(M, name) for name in classes - left_out} <= {
-        type(make()) for _, make in CASES.values()
-    }
+    expected = {getattr(M, name) for name in classes - left_out}
+    assert expected <= {type(make()) for _, make in CASES.values()}
 
 
 @pytest.mark.parametrize('name', ['AccumMetric in order', 'SpearmanCorrCoef', 'RocAuc'])
@@ -325,9 +324,8 @@ class Largest(Metric):
 
 
 def test_a_user_defined_merge() -> None:
-    assert [
-        v for v, _ in of_all(Largest, [batch(torch.tensor(float(i))) for i in range(5)], 4)
-    ] == [4.0] * 4
+    found = [v for v, _ in of_all(Largest, [batch(torch.tensor(float(i))) for i in range(5)], 4)]
+    assert found == [4.0] * 4
 
 
 class Silent(Metric):
@@ -409,9 +407,8 @@ def test_an_attribute_that_stays_nan_has_not_changed() -> None:
 
 
 def test_an_object_with_the_methods_of_torchmetrics() -> None:
-    assert [
-        v for v, _ in of_all(lambda: as_metrics(SummedCounter())[0], batches('regression'), 3)
-    ] == [11.0] * 3
+    found = [v for v, _ in of_all(lambda: as_metrics(SummedCounter())[0], batches('regression'), 3)]
+    assert found == [11.0] * 3
 
 
 def test_shapes_that_differ_are_reported() -> None:
@@ -475,11 +472,8 @@ def test_each_reduction(size: int) -> None:
     alone = as_metrics(Reduced())[0]
     for b in data:
         alone.accumulate(b)
-    assert same(
-        of_all(lambda: as_metrics(Reduced())[0], data, size)[0][0].double(),
-        alone.value.double(),
-        1e-5,
-    )
+    expected = alone.value.double()
+    assert same(of_all(lambda: as_metrics(Reduced())[0], data, size)[0][0].double(), expected, 1e-5)
 
 
 def test_collections_become_their_members() -> None:

@@ -254,10 +254,8 @@ def test_torchmetrics(name: str, at: int) -> None:
 
 
 def test_a_value_that_was_computed_before_is_not_the_value_after_a_resume() -> None:
-    m, other = (
-        TorchMetric(torchmetrics.MeanSquaredError()),
-        TorchMetric(torchmetrics.MeanSquaredError()),
-    )
+    m = TorchMetric(torchmetrics.MeanSquaredError())
+    other = TorchMetric(torchmetrics.MeanSquaredError())
     other.accumulate(a_batch(torch.zeros(2), torch.full((2,), 9.0)))
     assert other.value == 81.0
     m.accumulate(a_batch(torch.zeros(2), torch.full((2,), 2.0)))

@@ -216,9 +216,8 @@ opt_funcs = pytest.mark.parametrize(
 @opt_funcs
 def test_decay_given_by_the_optimizer_leaves_norms_and_biases_alone(opt_func: Any) -> None:
     model = net()
-    assert (
-        moved_by_decay(model, learner(model, opt_func=opt_func, wd_bn_bias=False)) == LINEAR_WEIGHTS
-    )
+    found = moved_by_decay(model, learner(model, opt_func=opt_func, wd_bn_bias=False))
+    assert found == LINEAR_WEIGHTS
 
 
 @opt_funcs

@@ -159,10 +159,8 @@ class Duel(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Linear(3, 4)
-        self.generator, self.critic = (
-            nn.Linear(4, 3),
-            nn.Sequential(self.embed, nn.ReLU(), nn.Linear(4, 1)),
-        )
+        self.generator = nn.Linear(4, 3)
+        self.critic = nn.Sequential(self.embed, nn.ReLU(), nn.Linear(4, 1))
 
     def fake(self, z: Tensor) -> Tensor:
         return self.generator(torch.tanh(self.embed(z)))

@@ -129,9 +129,8 @@ def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
     expected = F.cross_entropy(note['pred'], new_mask).item()
     of_class = [F.cross_entropy(note['pred'].mean((2, 3)), y).item() for y in (label, label1)]
     assert 0 < lam < 1
-    assert note['loss'] == pytest.approx(
-        expected + lam * of_class[0] + (1 - lam) * of_class[1], rel=1e-6
-    )
+    found = note['loss']
+    assert found == pytest.approx(expected + lam * of_class[0] + (1 - lam) * of_class[1], rel=1e-6)
 
 
 @pytest.mark.parametrize('weight', [None, WEIGHT])

@@ -296,10 +296,8 @@ def test_it_has_the_parents_generators_its_own_handlers_and_one_thread() -> None
             threading.active_count(),
         )
 
-    n, old = (
-        torch.get_num_threads(),
-        {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGUSR1)},
-    )
+    n = torch.get_num_threads()
+    old = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGUSR1)}
     torch.set_num_threads(2)
     try:
         with start(job) as child:
