@@ -154,8 +154,10 @@ class MetricProperties:
         return np.greater if self.higher_is_better(name) else np.less
 
     def __repr__(self) -> str:
-        ways = {way: [p for p, w in self._declared.items() if w == way] for way in WAYS}
-        return f'MetricProperties({", ".join(f"{way}={names}" for way, names in ways.items() if names)})'
+        ways: dict[str, list[str]] = {}
+        for pattern, way in self._declared.items():
+            ways.setdefault(way, []).append(pattern)
+        return f'MetricProperties({", ".join(f"{way}={ways[way]}" for way in WAYS if way in ways)})'
 
 
 def as_comparison(
