@@ -442,7 +442,7 @@ def join_ranks(
         timeout_s,
         control,
         store,
-        not has_group,
+        is_ours=not has_group,
         variables=variables,
     )
 
