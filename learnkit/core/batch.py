@@ -313,7 +313,7 @@ def concat(
     if all(isinstance(o, Tensor) for o in items):
         return _join_tensors(items, dim)
     if sizes is not None and have_listed_samples(items, sizes, listed):
-        return [sample for o in items for sample in o]
+        return list(chain.from_iterable(items))
     if any(type(o) is not type(first) for o in items):
         return list(items)
     if _count_graphs(first) is not None and hasattr(first, 'to_data_list'):
@@ -322,7 +322,7 @@ def concat(
     if isinstance(first, list) and (
         _holds_objects(first) or any(len(o) != len(first) for o in items)
     ):
-        return [sample for o in items for sample in o]
+        return list(chain.from_iterable(items))
     children = [children_of(o) for o in items]
     if children[0] is None:
         return list(items)
@@ -693,9 +693,11 @@ def _iter_tensor_sizes(b: Any) -> Iterator[int]:
     elif isinstance(b, (Tensor, np.ndarray)):
         if b.ndim:
             yield b.shape[0]
-    elif (n := _count_graphs(b)) is not None:
-        yield n
     else:
+        n = _count_graphs(b)
+        if n is not None:
+            yield n
+            return
         for o in children_of(b) or ():
             yield from _iter_tensor_sizes(o)
 
@@ -753,10 +755,7 @@ def _list_possible_sizes(o: Any) -> list[int]:
 
 def _list_first_sizes(o: Any) -> list[int]:
     "Return the possible numbers of samples by the first entry of a list that has a size."
-    for c in o:
-        if sizes := _list_possible_sizes(c):
-            return sizes
-    return []
+    return next(filter(None, map(_list_possible_sizes, o)), [])
 
 
 def _must_be_samples(o: Any) -> bool:
@@ -869,7 +868,7 @@ def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
         d = dim % ndim
         if len({(*t.shape[:d], *t.shape[d + 1 :]) for t in items}) == 1:
             return torch.cat(items, dim)
-    return [sample for t in items for sample in (t.unbind(dim) if t.ndim else (t,))]
+    return list(chain.from_iterable(t.unbind(dim) if t.ndim else (t,) for t in items))
 
 
 # -- calling the model -----------------------------------------------------------------------------

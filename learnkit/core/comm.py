@@ -358,7 +358,8 @@ def launched_as(
     """
     env = os.environ if env is None else env
     if 'RANK' in env and 'WORLD_SIZE' in env:
-        if missing := [name for name in ('MASTER_ADDR', 'MASTER_PORT') if name not in env]:
+        missing = [name for name in ('MASTER_ADDR', 'MASTER_PORT') if name not in env]
+        if missing:
             raise DistributedError(
                 f'RANK and WORLD_SIZE are set, but not {" and ".join(missing)}. Start the script by '
                 '`torchrun --nproc-per-node=N script.py`, or set them all.'
@@ -441,7 +442,7 @@ def join_ranks(
         timeout_s,
         control,
         store,
-        not has_group,
+        is_ours=not has_group,
         variables=variables,
     )
 

@@ -276,20 +276,17 @@ def _delayed_signals() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    handlers = {
-        n: handler
-        for n in (signal.SIGINT, signal.SIGTERM)
-        if (handler := signal.getsignal(n)) is not None  # None: the handler was installed by C code
-    }
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    # the handler is None if C code has installed it
+    replaced = {n: handler for n, handler in handlers.items() if handler is not None}
     try:
-        for n in handlers:
+        for n in replaced:
             signal.signal(n, lambda number, frame: received.append(number))
         yield
     finally:
-        run_all(partial(signal.signal, n, handler) for n, handler in handlers.items())
-        for number in sorted(
-            set(received), reverse=True
-        ):  # SIGTERM first: its handler may only set a flag
+        run_all(partial(signal.signal, n, handler) for n, handler in replaced.items())
+        # SIGTERM first: its handler may only set a flag
+        for number in sorted(set(received), reverse=True):
             signal.raise_signal(number)
 
 

@@ -48,7 +48,8 @@ def capture_rng(
     True
     """
     state: RNGState = {'python': random.getstate()}
-    if (np_random := sys.modules.get('numpy.random')) is not None:
+    np_random = sys.modules.get('numpy.random')
+    if np_random is not None:
         state['numpy'] = _to_tensors(np_random.get_state(legacy=False))
     if not with_torch:
         return state

@@ -190,17 +190,21 @@ def _input_hint(xb: Any, model: nn.Module, e: Exception) -> str:
             )
     if len(xb) != 1:
         return ''
-    entry = xb[0]
-    kind = type(xb[0]).__name__
     is_missing = error.startswith(f'{forward}() missing')
-    if not is_missing and not re.search(rf'\b{kind}\b', error):
-        return ''
+    if is_missing or re.search(rf'\b{type(xb[0]).__name__}\b', error):
+        return _container_hint(xb[0], model)
+    return ''
+
+
+def _container_hint(entry: Any, model: nn.Module) -> str:
+    "Return a hint for a container that was passed as the only input, or an empty string."
+    kind = type(entry).__name__
     if type(entry) in (tuple, list):
         return (
             f': the {kind} of {len(entry)} entries is one input. For several inputs, let the loader give flat batches '
             f'`(x1, x2, y)`, of which `DataLoaders(..., n_inp={len(entry)})` counts the inputs'
         )
-    if children_of(entry) is not None and passed_names(model, tuple(xb)) is None:
+    if children_of(entry) is not None and passed_names(model, (entry,)) is None:
         parameters = ', '.join(signature(model.forward).parameters)
         return (
             f': the {kind} is one input. Its entries are passed by keyword if they are named as the parameters of '

@@ -346,7 +346,7 @@ def _get_title(f: Any) -> str:
 
 
 def _get_docstring(value: Any) -> str:
-    text = inspect.cleandoc(inspect.getdoc(value) or '')
+    text = inspect.getdoc(value) or ''
     return text.partition(PARAMETERS)[0]  # the signature already has the parameters
 
 

@@ -99,40 +99,40 @@ class Trace(list[Change]):
 def explain(learn: LearnerLike, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
-    tables = learn.callbacks.tables
-    evaluation, training = ({id(entry[2]): entry for entry in table[name]} for table in tables)
+    evaluation, training = (table[name] for table in learn.callbacks.tables)
+    entries = {id(entry[2]): entry for entry in [*evaluation, *training]}
+    in_training = {id(entry[2]) for entry in training}
+    in_evaluation = {id(entry[2]) for entry in evaluation}
     handlers = Handlers()
     for cb in learn.callbacks.list_ordered():
-        entry = training.get(id(cb)) or evaluation.get(id(cb))
-        if entry is None:
+        key = id(cb)
+        if key not in entries:
             continue
-        when = 'training' if id(cb) in training else 'evaluation'
-        if id(cb) in training and id(cb) in evaluation:
+        when = 'training' if key in in_training else 'evaluation'
+        if key in in_training and key in in_evaluation:
             when = 'always'
-        handlers.append(describe_handler(entry, when, name))
+        handlers.append(describe_handler(entries[key], when, name))
     return handlers
 
 
 def list_metric_names(learn: LearnerLike) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
-    columns = [n for n in recorder.list_columns() if n != 'epoch'] if recorder is not None else []
+    columns = recorder.list_columns() if recorder is not None else []
     declared: dict[str, str] = {}
     for cb in learn.cbs:
         metric_names = getattr(type(cb), 'metric_names', None)
         if isinstance(metric_names, Mapping):
             declared.update(metric_names)
-    patterns = [_compile_pattern(name) for name in declared]
-    columns = [n for n in columns if not any(p.fullmatch(n) for p in patterns)]
-    smooth = recorder is not None and recorder.train_loss == 'smooth'
-    loss = 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'
-    meanings = {'train_loss': loss}
-    return {n: meanings.get(n, 'a column of the history') for n in columns} | declared
-
-
-def _compile_pattern(name: str) -> re.Pattern[str]:
-    "Return the regular expression of a declared name, in which `{parameter}` matches any string."
-    return re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name)))
+    meanings = {n: 'a column of the history' for n in columns if n != 'epoch'}
+    if 'train_loss' in meanings:
+        smooth = recorder is not None and recorder.train_loss == 'smooth'
+        meanings['train_loss'] = f'training loss, {"smoothed" if smooth else "mean of the epoch"}'
+    for name in declared:
+        # `{parameter}` in a declared name matches any string
+        pattern = re.sub(r'\\{.*?\\}', '.+', re.escape(name))
+        meanings = {n: text for n, text in meanings.items() if not re.fullmatch(pattern, n)}
+    return meanings | declared
 
 
 @contextmanager
@@ -231,14 +231,10 @@ class TracedTable(HandlerTable):
             after = digest_state(self.learn)
             cb_name = type(cb).__name__
             is_observer = bool(getattr(cb, 'observer', False))
-            changed = [
-                what
-                for what in dict.fromkeys([*before, *after])
-                if before.get(what) != after.get(what)
-            ]
             self.trace += [
                 Change(name, self.learn.epoch, self.learn.iter, cb_name, what, is_observer)
-                for what in changed
+                for what in before | after
+                if before.get(what) != after.get(what)
             ]
 
 

@@ -97,8 +97,14 @@ def _list_callbacks(learn: LearnerLike) -> list[str]:
 
 def _list_reprs(o: Any, name: str) -> list[str]:
     "Return the representation of each callback, or the error of a callback whose representation fails."
-    found = safe_call(lambda: f() if callable(f := getattr(o, name)) else list(f))
+    found = safe_call(partial(_list_values, o, name))
     return [safe_call(partial(repr, cb)) for cb in found] if isinstance(found, list) else [found]
+
+
+def _list_values(o: Any, name: str) -> list[Any]:
+    "Return the list in an attribute, or the list that a method returns."
+    value = getattr(o, name)
+    return list(value() if callable(value) else value)
 
 
 def _describe_progress(learn: LearnerLike) -> str:

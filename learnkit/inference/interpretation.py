@@ -113,7 +113,7 @@ class Interpretation:
 
     def __getitem__(
         self,
-        idxs: Any,  # index of a sample, or several
+        idxs: Any,  # index of a sample, several, or a mask with one entry per sample
     ) -> tuple[Any, ...]:  # inputs, predictions, targets, decoded predictions, losses
         "Return inputs, predictions, targets and losses of some samples; the inputs are read from the loader."
         rows = self._check_idxs(idxs)
@@ -129,10 +129,21 @@ class Interpretation:
             idxs = idxs.flatten().tolist()
         elif isinstance(idxs, int):
             idxs = [idxs]
-        rows = [int(i) for i in idxs]
-        if bad := [i for i in rows if not -len(self) <= i < len(self)]:
-            raise OptionError(f'There is no sample {bad[0]}: there are {len(self)}.')
-        return [i % len(self) for i in rows]
+        rows = list(idxs)
+        if all(isinstance(i, (bool, np.bool_)) for i in rows):
+            rows = self._list_masked(rows)
+        if not rows:
+            raise OptionError('No sample is selected: give at least one index.')
+        for i in rows:
+            if not -len(self) <= i < len(self):
+                raise OptionError(f'There is no sample {i}: there are {len(self)}.')
+        return [int(i) % len(self) for i in rows]
+
+    def _list_masked(self, mask: list[bool]) -> list[int]:
+        "Return the indices of the samples whose entry in a mask is True."
+        if mask and len(mask) != len(self):
+            raise OptionError(f'A mask of {len(mask)} entries: there are {len(self)} samples.')
+        return [i for i, is_selected in enumerate(mask) if is_selected]
 
     def _read_inputs(self, rows: list[int]) -> tuple[Any, ...]:
         "Return the inputs of some samples, read from the loader again; the loader's state is restored afterwards."
@@ -200,7 +211,7 @@ class Interpretation:
 
     def show_results(
         self,
-        idxs: Any,  # indices of samples
+        idxs: Any,  # indices of samples, or a mask with one entry per sample
         **kwargs: Any,  # `figsize` in inches, for images
     ) -> Any:
         """Show samples with targets and predictions: images in a grid, other data as a table.
@@ -386,7 +397,8 @@ def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tupl
     is_counted = t != ignored
     d = d[is_counted]
     t = t[is_counted]
-    if len(t) and (least := int(min(d.min(), t.min()))) < 0:
+    least = int(min(d.min(), t.min())) if len(t) else 0
+    if least < 0:
         raise OptionError(f'There is a class {least}, below 0.')
     return d, t
 

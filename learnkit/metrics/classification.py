@@ -70,9 +70,7 @@ __all__ = [
 class _ClassScore(Score):
     "Base class of averaged scores of classes."
 
-    # name in torchmetrics, and name of the column
-    _kind = ''
-    _shown = ''
+    _kind = ''  # name in torchmetrics
     _beta: float | None = None
 
     def __init__(
@@ -84,10 +82,10 @@ class _ClassScore(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
-        late = make_score(
+        metric = make_score(
             f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta
         )
-        super().__init__(late, self._shown, on)
+        super().__init__(metric, self._name, on)
 
 
 class F1Score(_ClassScore):
@@ -98,7 +96,7 @@ class F1Score(_ClassScore):
     """
 
     _kind = 'F1Score'
-    _shown = 'f1_score'
+    _name = 'f1_score'
 
 
 class Precision(_ClassScore):
@@ -109,7 +107,7 @@ class Precision(_ClassScore):
     """
 
     _kind = 'Precision'
-    _shown = 'precision_score'
+    _name = 'precision_score'
 
 
 class Recall(_ClassScore):
@@ -120,7 +118,7 @@ class Recall(_ClassScore):
     """
 
     _kind = 'Recall'
-    _shown = 'recall_score'
+    _name = 'recall_score'
 
 
 class Jaccard(_ClassScore):
@@ -131,7 +129,7 @@ class Jaccard(_ClassScore):
     """
 
     _kind = 'JaccardIndex'
-    _shown = 'jaccard_score'
+    _name = 'jaccard_score'
 
 
 class FBeta(_ClassScore):
@@ -142,7 +140,7 @@ class FBeta(_ClassScore):
     """
 
     _kind = 'FBetaScore'
-    _shown = 'fbeta_score'
+    _name = 'fbeta_score'
 
     def __init__(
         self,
@@ -166,11 +164,8 @@ class HammingLoss(Score):
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
         prepare = partial(argmax_preds, 'HammingLoss', axis, False)
-        super().__init__(
-            LazyTorchMetric('MulticlassHammingDistance', prepare, average='micro'),
-            'hamming_loss',
-            on,
-        )
+        metric = LazyTorchMetric('MulticlassHammingDistance', prepare, average='micro')
+        super().__init__(metric, 'hamming_loss', on)
 
 
 class BalancedAccuracy(Score):
@@ -188,8 +183,8 @@ class BalancedAccuracy(Score):
     ) -> None:
         prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
         finish = partial(compute_mean_recall, adjusted)
-        late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, finish)
-        super().__init__(late, 'balanced_accuracy_score', on)
+        metric = LazyTorchMetric('MulticlassConfusionMatrix', prepare, finish)
+        super().__init__(metric, 'balanced_accuracy_score', on)
 
 
 class CohenKappa(Score):
@@ -210,11 +205,8 @@ class CohenKappa(Score):
                 f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
             )
         prepare = partial(argmax_preds, 'CohenKappa', axis, False)
-        super().__init__(
-            LazyTorchMetric('MulticlassCohenKappa', prepare, weights=weights),
-            'cohen_kappa_score',
-            on,
-        )
+        metric = LazyTorchMetric('MulticlassCohenKappa', prepare, weights=weights)
+        super().__init__(metric, 'cohen_kappa_score', on)
 
 
 class MatthewsCorrCoef(Score):
@@ -225,12 +217,9 @@ class MatthewsCorrCoef(Score):
     """
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        late = LazyTorchMetric(
-            'MulticlassConfusionMatrix',
-            partial(argmax_preds, 'MatthewsCorrCoef', axis, False),
-            compute_matthews,
-        )
-        super().__init__(late, 'matthews_corrcoef', on)
+        prepare = partial(argmax_preds, 'MatthewsCorrCoef', axis, False)
+        metric = LazyTorchMetric('MulticlassConfusionMatrix', prepare, compute_matthews)
+        super().__init__(metric, 'matthews_corrcoef', on)
 
 
 class RocAuc(Score):
@@ -251,9 +240,8 @@ class RocAuc(Score):
         check_average(average, ('macro', 'weighted'))
         prepare = partial(softmax_probs, 'RocAuc', axis)
         finish = partial(average_defined, average, True)
-        super().__init__(
-            LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
-        )
+        metric = LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none')
+        super().__init__(metric, 'roc_auc_score', on)
 
 
 class RocAucBinary(Score):
@@ -271,9 +259,8 @@ class RocAucBinary(Score):
     ) -> None:
         prepare = partial(softmax_probs_of_class, 'RocAucBinary', axis, 1)
         finish = partial(average_defined, 'macro', True)
-        super().__init__(
-            LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
-        )
+        metric = LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr)
+        super().__init__(metric, 'roc_auc_score', on)
 
 
 class APScoreBinary(Score):
@@ -291,11 +278,8 @@ class APScoreBinary(Score):
     ) -> None:
         prepare = partial(softmax_probs_of_class, 'APScoreBinary', axis, pos_label)
         finish = partial(average_defined, 'macro', False)
-        super().__init__(
-            LazyTorchMetric('BinaryAveragePrecision', prepare, finish),
-            'average_precision_score',
-            on,
-        )
+        metric = LazyTorchMetric('BinaryAveragePrecision', prepare, finish)
+        super().__init__(metric, 'average_precision_score', on)
 
 
 # -- any number of labels for each sample ----------------------------------------------------------
@@ -304,8 +288,7 @@ class APScoreBinary(Score):
 class _LabelScore(Score):
     "Base class of averaged scores of labels."
 
-    _kind = ''
-    _shown = ''
+    _kind = ''  # name in torchmetrics
     _beta: float | None = None
 
     def __init__(
@@ -317,8 +300,8 @@ class _LabelScore(Score):
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(threshold_labels, type(self).__name__, thresh, sigmoid)
-        late = make_score(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
-        super().__init__(late, self._shown, on)
+        metric = make_score(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
+        super().__init__(metric, self._name, on)
 
 
 class F1ScoreMulti(_LabelScore):
@@ -329,7 +312,7 @@ class F1ScoreMulti(_LabelScore):
     """
 
     _kind = 'F1Score'
-    _shown = 'f1_score'
+    _name = 'f1_score'
 
 
 class PrecisionMulti(_LabelScore):
@@ -340,7 +323,7 @@ class PrecisionMulti(_LabelScore):
     """
 
     _kind = 'Precision'
-    _shown = 'precision_score'
+    _name = 'precision_score'
 
 
 class RecallMulti(_LabelScore):
@@ -351,7 +334,7 @@ class RecallMulti(_LabelScore):
     """
 
     _kind = 'Recall'
-    _shown = 'recall_score'
+    _name = 'recall_score'
 
 
 class JaccardMulti(_LabelScore):
@@ -362,7 +345,7 @@ class JaccardMulti(_LabelScore):
     """
 
     _kind = 'JaccardIndex'
-    _shown = 'jaccard_score'
+    _name = 'jaccard_score'
 
 
 class FBetaMulti(_LabelScore):
@@ -373,7 +356,7 @@ class FBetaMulti(_LabelScore):
     """
 
     _kind = 'FBetaScore'
-    _shown = 'fbeta_score'
+    _name = 'fbeta_score'
 
     def __init__(
         self,
@@ -397,11 +380,8 @@ class HammingLossMulti(Score):
 
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'HammingLossMulti', thresh, sigmoid)
-        super().__init__(
-            LazyTorchMetric('MultilabelHammingDistance', prepare, average='micro'),
-            'hamming_loss',
-            on,
-        )
+        metric = LazyTorchMetric('MultilabelHammingDistance', prepare, average='micro')
+        super().__init__(metric, 'hamming_loss', on)
 
 
 class MatthewsCorrCoefMulti(Score):
@@ -413,18 +393,14 @@ class MatthewsCorrCoefMulti(Score):
 
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'MatthewsCorrCoefMulti', thresh, sigmoid)
-        super().__init__(
-            LazyTorchMetric('MultilabelConfusionMatrix', prepare, compute_matthews),
-            'matthews_corrcoef',
-            on,
-        )
+        metric = LazyTorchMetric('MultilabelConfusionMatrix', prepare, compute_matthews)
+        super().__init__(metric, 'matthews_corrcoef', on)
 
 
 class _Ranking(Score):
     "Base class of averaged ranking scores of labels."
 
-    _kind = ''
-    _shown = ''
+    _kind = ''  # name in torchmetrics
     _needs_both = False
 
     def __init__(
@@ -437,11 +413,11 @@ class _Ranking(Score):
         kind = f'Multilabel{self._kind}'
         prepare = partial(flatten_labels, type(self).__name__, sigmoid)
         if average == 'micro':
-            late = LazyTorchMetric(kind, prepare, average='micro')
+            metric = LazyTorchMetric(kind, prepare, average='micro')
         else:
             finish = partial(average_defined, average, self._needs_both)
-            late = LazyTorchMetric(kind, prepare, finish, average='none')
-        super().__init__(late, self._shown, on)
+            metric = LazyTorchMetric(kind, prepare, finish, average='none')
+        super().__init__(metric, self._name, on)
 
 
 class RocAucMulti(_Ranking):
@@ -452,7 +428,7 @@ class RocAucMulti(_Ranking):
     """
 
     _kind = 'AUROC'
-    _shown = 'roc_auc_score'
+    _name = 'roc_auc_score'
     _needs_both = True
 
 
@@ -464,7 +440,7 @@ class APScoreMulti(_Ranking):
     """
 
     _kind = 'AveragePrecision'
-    _shown = 'average_precision_score'
+    _name = 'average_precision_score'
 
 
 # -- others ----------------------------------------------------------------------------------------
@@ -478,11 +454,8 @@ class SpearmanCorrCoef(Score):
     """
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(
-            LazyTorchMetric('SpearmanCorrCoef', partial(match_dtypes, 'SpearmanCorrCoef')),
-            'spearmanr',
-            on,
-        )
+        prepare = partial(match_dtypes, 'SpearmanCorrCoef')
+        super().__init__(LazyTorchMetric('SpearmanCorrCoef', prepare), 'spearmanr', on)
 
 
 class CorpusBLEUMetric(TorchMetric):

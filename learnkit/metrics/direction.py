@@ -17,37 +17,34 @@ Compare = Callable[[Any, Any], Any]
 
 # built-in patterns, checked from top to bottom; a pattern with a slash matches whole columns, a pattern without a
 # slash matches the name that `_strip_prefixes` returns
-_KNOWN: tuple[tuple[str, str], ...] = tuple(
-    (pattern, way)
-    for way, patterns in (
-        ('higher', 'neg_*loss neg_*error neg_*deviance neg_*_score'),  # scores of scikit-learn
-        (
-            'neutral',
-            'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* eps beta* weight_decay momentum *_lr '
-            '*_weight *_scale *_size *_steps *_threshold loss_weight/* optim/* profiler/* profiling/* ctx/* '
-            'gradient/* grad/* norm/* l2_norm/* l2_norm_ratio/* cosine/* activations/* throughput/* time/* '
-            'memory/* system/* cpu/* gpu/* cpu_* gpu_* disk_* network_* memory_*_bytes memory_percentage '
-            'train_time/* data/* parameters/*',
-        ),
-        (
-            'lower',
-            'loss *_loss loss_* *error* *_err err perplexity ppl *_perplexity mse mae rmse msle rmsle mape smape '
-            'exp_rmspe *_mse *_mae *_rmse bce nll kl cross_entropy *_entropy brier* wer cer fid fvd lpips eer ece '
-            '*hamming* *distance* *divergence* *deviance* false_positive_rate false_negative_rate fpr fnr',
-        ),
-        (
-            'higher',
-            'acc accuracy *_acc acc_[0-9]* acc_top* acc_norm accuracy* *_accuracy* top_k* precision* recall* f1* '
-            'fbeta* f_beta* dice* jaccard* iou *_iou miou *_miou iou_* ap map *_ap *_map ap_[0-9]* ap_small '
-            'ap_medium ap_large map_[0-9]* map_small map_medium map_large map_per_class ap_score* '
-            'average_precision* auc auroc *_auc *_auroc roc_auc* auprc r2 r2_score explained_variance* '
-            'cohen_kappa* kappa matthews* mcc pearson* spearman* corr_* *_corr correlation* *_correlation* '
-            'similarity* *_similarity* *bleu* rouge* meteor exact_match psnr *noise_ratio ssim *_ssim ndcg mrr '
-            'hit_rate specificity sensitivity win_rate reward *_reward *_precision *_recall *_kappa *_quality',
-        ),
-    )
-    for pattern in patterns.split()
+_PATTERNS = (
+    ('higher', 'neg_*loss neg_*error neg_*deviance neg_*_score'),  # scores of scikit-learn
+    (
+        'neutral',
+        'epoch fit time iter step lr lr/* lr-* mom mom/* mom-* wd wd/* eps beta* weight_decay momentum *_lr '
+        '*_weight *_scale *_size *_steps *_threshold loss_weight/* optim/* profiler/* profiling/* ctx/* '
+        'gradient/* grad/* norm/* l2_norm/* l2_norm_ratio/* cosine/* activations/* throughput/* time/* '
+        'memory/* system/* cpu/* gpu/* cpu_* gpu_* disk_* network_* memory_*_bytes memory_percentage '
+        'train_time/* data/* parameters/*',
+    ),
+    (
+        'lower',
+        'loss *_loss loss_* *error* *_err err perplexity ppl *_perplexity mse mae rmse msle rmsle mape smape '
+        'exp_rmspe *_mse *_mae *_rmse bce nll kl cross_entropy *_entropy brier* wer cer fid fvd lpips eer ece '
+        '*hamming* *distance* *divergence* *deviance* false_positive_rate false_negative_rate fpr fnr',
+    ),
+    (
+        'higher',
+        'acc accuracy *_acc acc_[0-9]* acc_top* acc_norm accuracy* *_accuracy* top_k* precision* recall* f1* '
+        'fbeta* f_beta* dice* jaccard* iou *_iou miou *_miou iou_* ap map *_ap *_map ap_[0-9]* ap_small '
+        'ap_medium ap_large map_[0-9]* map_small map_medium map_large map_per_class ap_score* '
+        'average_precision* auc auroc *_auc *_auroc roc_auc* auprc r2 r2_score explained_variance* '
+        'cohen_kappa* kappa matthews* mcc pearson* spearman* corr_* *_corr correlation* *_correlation* '
+        'similarity* *_similarity* *bleu* rouge* meteor exact_match psnr *noise_ratio ssim *_ssim ndcg mrr '
+        'hit_rate specificity sensitivity win_rate reward *_reward *_precision *_recall *_kappa *_quality',
+    ),
 )
+_KNOWN = [(pattern, way) for way, patterns in _PATTERNS for pattern in patterns.split()]
 WAYS = ('higher', 'lower', 'neutral')
 
 _PREFIX = re.compile(r'^(train|valid|val|eval|test)_')
@@ -154,8 +151,10 @@ class MetricProperties:
         return np.greater if self.higher_is_better(name) else np.less
 
     def __repr__(self) -> str:
-        ways = {way: [p for p, w in self._declared.items() if w == way] for way in WAYS}
-        return f'MetricProperties({", ".join(f"{way}={names}" for way, names in ways.items() if names)})'
+        ways: dict[str, list[str]] = {}
+        for pattern, way in self._declared.items():
+            ways.setdefault(way, []).append(pattern)
+        return f'MetricProperties({", ".join(f"{way}={ways[way]}" for way in WAYS if way in ways)})'
 
 
 def as_comparison(

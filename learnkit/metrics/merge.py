@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pickle import PicklingError
 from typing import Any, TypeVar
 
@@ -184,8 +184,11 @@ def _add_up(
     if any(isinstance(v, dict) for v in values):  # on a rank without batches, it is the number 0
         values = [v for v in values if isinstance(v, dict) or v != 0]
     if all(isinstance(v, dict) for v in values):
-        keys = dict.fromkeys(k for v in values for k in v)
-        return {k: _add_up([v[k] for v in values if k in v], what) for k in keys}
+        by_key: dict[Any, list[Any]] = {}
+        for v in values:
+            for k, number in v.items():
+                by_key.setdefault(k, []).append(number)
+        return {k: _add_up(numbers, what) for k, numbers in by_key.items()}
     if all(isinstance(v, list) for v in values):
         return [x for v in values for x in v]
     shapes = {tuple(v.shape) for v in values if isinstance(v, (Tensor, np.ndarray)) and v.ndim}
@@ -284,13 +287,8 @@ def _reduce(
 @contextmanager
 def without_sync(metrics: Iterable[Any]) -> Iterator[None]:
     "Disable torchmetrics' synchronization within the block, because states are merged already."
-    modules = [
-        m
-        for metric in metrics
-        for o in _find_torchmetrics(metric)
-        for m in o.modules()
-        if 'distributed_available_fn' in vars(m)
-    ]
+    roots = chain.from_iterable(map(_find_torchmetrics, metrics))
+    modules = [m for o in roots for m in o.modules() if 'distributed_available_fn' in vars(m)]
     previous = [m.distributed_available_fn for m in modules]
     for m in modules:
         m.distributed_available_fn = lambda: False
@@ -306,4 +304,4 @@ def _find_torchmetrics(o: Any) -> list[Any]:
     if is_torchmetrics(o):
         return [o]
     inner_metrics = _list_inner_metrics(o).values()
-    return [found for metric in inner_metrics for found in _find_torchmetrics(metric)]
+    return list(chain.from_iterable(map(_find_torchmetrics, inner_metrics)))

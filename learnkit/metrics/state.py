@@ -5,7 +5,7 @@ The state is collected from attributes, so that a metric needs no code for its s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -130,13 +130,18 @@ def _collect_torchmetrics(o: Any) -> dict[str, Any]:
         if hasattr(m, 'compute_groups'):
             m.values(copy_state=False)  # copies the shared state of a compute group to its members
     return {
-        path: {
-            'states': {k: _make_plain(v, f'its state `{k}`') for k, v in _list_states(m).items()},
-            'counts': _list_counts(m),
-        }
-        for path, m in o.named_modules()
-        if '_defaults' in vars(m)
+        path: {'states': _collect_states(m), 'counts': _list_counts(m)}
+        for path, m in _list_parts(o).items()
     }
+
+
+def _list_parts(o: Any) -> dict[str, Any]:
+    "Return a torchmetrics object and the metrics in it, by path."
+    return {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
+
+
+def _collect_states(m: Any) -> dict[str, Any]:
+    return {k: _make_plain(v, f'its state `{k}`') for k, v in _list_states(m).items()}
 
 
 def _list_states(m: Any) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def _list_counts(m: Any) -> dict[str, Any]:
 
 def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
     "Restore the states and counters of a torchmetrics object and the metrics in it."
-    metrics = {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
+    metrics = _list_parts(o)
     if set(metrics) != set(sd) or not all(
         _fits(m, sd[path]['states']) for path, m in metrics.items()
     ):
@@ -213,7 +218,10 @@ def join_batches(pairs: Pairs) -> Pairs:
     "Concatenate the predictions and targets of several batches to one pair, on the device of the last batch."
     if not pairs:
         return pairs
-    pred, targ = (
-        torch.cat([t.to(parts[-1].device) for t in parts]) for parts in zip(*pairs, strict=True)
-    )
-    return [(pred, targ)]
+    preds, targs = zip(*pairs, strict=True)
+    return [(_concat(preds), _concat(targs))]
+
+
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    device = tensors[-1].device
+    return torch.cat([t.to(device) for t in tensors])

@@ -274,6 +274,18 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
     assert torch.equal(order, interp.learn.dls.train.generator.get_state())
     with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'):
         interp[[1, N]]
+    with pytest.raises(OptionError, match='at least one'):
+        interp[[]]
+
+
+def test_a_mask_selects_samples() -> None:
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss())
+    mask = interp.decoded != interp.targs
+    for selection in (mask, mask.numpy(), mask.tolist()):
+        assert torch.equal(interp[selection][2], y[mask])
+    with pytest.raises(OptionError, match=f'mask of 3 entries: there are {N}'):
+        interp[[True, False, True]]
 
 
 def test_several_inputs_and_a_regression() -> None:
