@@ -1,4 +1,4 @@
-"""Row 15: files that are no checkpoint, or not one as it is written, under a right digest: an error names the file.
+"""Row 15: files with a right digest that are not a checkpoint, or not written as one: an error names the file.
 
 So it is for archives of weights that torch would not write."""
 

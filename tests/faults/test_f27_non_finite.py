@@ -1,4 +1,4 @@
-"""Row 27: NaN or Inf in loss or gradient, with the guard on. Stopped before the step, and told where it comes from."""
+"""Row 27: NaN or Inf in loss or gradient, with the guard on. The fit stops before the step; the error names the source."""
 
 from __future__ import annotations
 

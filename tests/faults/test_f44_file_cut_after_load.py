@@ -1,4 +1,4 @@
-"""Row 44: another program cuts a file short that was loaded. Nothing of it is mapped, and training goes on exactly."""
+"""Row 44: another program cuts a loaded file short. Nothing of it is mapped, and training continues exactly."""
 
 from __future__ import annotations
 
