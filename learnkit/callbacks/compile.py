@@ -339,12 +339,17 @@ def find_refusals(learn: LearnerLike) -> Iterator[str]:
     for opt in learn.opt.optimizers.values():
         if type(opt) not in RULES:
             yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
-        elif any(
-            has_tensor(g[o] for o in RULES[type(opt)].options) or g['differentiable']
-            for g in opt.param_groups
-        ):
+        elif has_tensor_option(opt):
             yield f'a hyperparameter of {type(opt).__name__} is a tensor'
     yield from find_hooks(learn)
+
+
+def has_tensor_option(opt: torch.optim.Optimizer) -> bool:
+    "Return True if a hyperparameter is a tensor, or may be differentiated."
+    for group in opt.param_groups:
+        if group['differentiable'] or has_tensor(group[o] for o in RULES[type(opt)].options):
+            return True
+    return False
 
 
 def find_hooks(learn: LearnerLike) -> Iterator[str]:

@@ -109,11 +109,12 @@ class ParamCount(Callback):
 
     def configuration(self) -> dict[str, Any]:
         "Return the counts by name, for loggers."
-        rows = {
-            ('parameters' if name == 'total' else f'parameters/{name}'): c
-            for name, c in self.counts.items()
-        }
-        return {f'{name}/{kind}': n for name, c in rows.items() for kind, n in c._asdict().items()}
+        flat: dict[str, Any] = {}
+        for name, count in self.counts.items():
+            prefix = 'parameters' if name == 'total' else f'parameters/{name}'
+            flat[f'{prefix}/total'] = count.total
+            flat[f'{prefix}/trainable'] = count.trainable
+        return flat
 
     def table(self) -> str:
         "Return the counts as text, one row per module."

@@ -114,7 +114,9 @@ class EMA(Callback):
         self._averages: list[dict[str, Tensor]] = [{}, *({} for _ in self.other_decays)]
         # by name of the average; empty after loading, until `_link` finds the model's tensors
         self._slots_by_name: dict[str, Slot] = {}
-        self._stores: list[Store] = []  # the places as a list, for every step
+        self._stores: list[
+            Store
+        ] = []  # locations of the averaged tensors, in the order of the averages
         self._n_steps = 0
         self._n_updates = 0
 
@@ -193,14 +195,11 @@ class EMA(Callback):
             for name, slot in iter_slots(self.learn.model)
             if slot in old_names or is_averaged(slot)
         }
-
-        def start(averages: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {
+        for i, averages in enumerate(self._averages):
+            self._averages[i] = {
                 name: start_average(slot.tensor, averages.get(old_names.get(slot, '')))
                 for name, slot in self._slots_by_name.items()
             }
-
-        self._averages = list(map(start, self._averages))
         self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
 
     # -- using the average -------------------------------------------------------------------------
@@ -245,7 +244,7 @@ class EMA(Callback):
         copy_values(self._stores, list(self._averages[index].values()))
 
     def _find_average(self, decay: float | None) -> int:
-        "Return the index of a decay's average, None for the first one; raise an error without any."
+        "Return the index of a decay's average, 0 for None; raise `WeightsError` if there is no average yet."
         if not self.has_begun:
             raise WeightsError(f'EMA has no average yet: it begins at {self.start} of training.')
         decays = self._decays()
@@ -336,7 +335,9 @@ class EMA(Callback):
         if not sd['averages']:
             return
         loaded = [sd['averages'], *(others[decay] for decay in self.other_decays)]
-        self._averages = [{name: a.clone() for name, a in averages.items()} for averages in loaded]
+        self._averages = []
+        for averages in loaded:
+            self._averages.append({name: a.clone() for name, a in averages.items()})
         if self.learn is not None:
             self._link()
 
@@ -345,9 +346,8 @@ def copy_values(stores: list[Store], values: list[Tensor]) -> None:
     "Copy values into a model's tensors, hidden from autograd graphs, which see the old ones again."
     if not stores:
         return
-    torch._foreach_copy_(
-        [t.data for t in local_shards(store[key] for store, key in stores)], local_shards(values)
-    )
+    tensors = local_shards(store[key] for store, key in stores)
+    torch._foreach_copy_([t.data for t in tensors], local_shards(values))
 
 
 def is_shares(values: Any) -> bool:

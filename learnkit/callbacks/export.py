@@ -266,13 +266,13 @@ def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 def _write_onnx(program: Any, path: Path) -> Path:
     log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
     level = log.level
-    log.level = logging.ERROR
+    log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # warnings of torch about itself
             onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     finally:
-        log.level = level
+        log.setLevel(level)
     onnx.save(path)
     return path
 

@@ -218,11 +218,17 @@ def flatten_model(m: nn.Module) -> list[nn.Module]:
 
 def named_layers(m: nn.Module) -> dict[str, nn.Module]:
     "Return the layers of a model by their dotted names."
-    return {
-        name: o
-        for name, o in m.named_modules()
-        if not any(True for _ in o.children()) or any(True for _ in o.parameters(recurse=False))
-    }
+    return {name: o for name, o in m.named_modules() if is_layer(o)}
+
+
+def is_layer(m: nn.Module) -> bool:
+    "Return True if a module has no children, or has parameters of its own."
+    return not m._modules or has_own_params(m)
+
+
+def has_own_params(m: nn.Module) -> bool:
+    "Return True if a module has parameters outside of its children."
+    return any(True for _ in m.parameters(recurse=False))
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:

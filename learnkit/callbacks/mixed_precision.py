@@ -215,13 +215,12 @@ class MixedPrecision(Callback):
 
     def _grads(self, names: set[str]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         "Yield the parameters of some optimizers that have a gradient, with the gradient."
-        return (
-            (p, p.grad)
-            for name in self.opt.optimizers
-            if name in names
-            for p in self.opt.parameters(name)
-            if p.grad is not None
-        )
+        for name in self.opt.optimizers:
+            if name not in names:
+                continue
+            for p in self.opt.parameters(name):
+                if p.grad is not None:
+                    yield p, p.grad
 
     def _warn_of_tiny_scale(self) -> None:
         scale = self.scaler.get_scale()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -175,7 +175,7 @@ class MixHandler(Callback):
             yield
             return
         learn = self.learn
-        plain = self.learn.loss_func
+        plain = learn.loss_func
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
         size: Any = learn.microbatch
@@ -206,24 +206,24 @@ class MixHandler(Callback):
                 f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
                 'entry a sample: give stacked tensors as inputs and targets.'
             )
-        device = tensors_in(self.learn.xb)[0].device
+        device = tensors_in(learn.xb)[0].device
         self._order = order = torch.randperm(n).to(device, non_blocking=True)
-        if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
+        if not any(is_of_samples(t, n) for t in tensors_in(learn.yb)):
             raise BatchError(
-                f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
+                f'{type(self).__name__} cannot blend the targets {describe(learn.yb)}: there is no '
                 f'tensor with one entry for each of {n} samples.'
             )
-        self.yb1 = map_tensors(self.learn.yb, lambda t: t[order] if is_of_samples(t, n) else t)
+        self.yb1 = take_partners(learn.yb, order)
         return order
 
     def _blend_targets(
-        self, order: Tensor, is_cut: Callable[[Tensor], bool] = lambda t: False
+        self,
+        order: Tensor,
+        is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
     ) -> None:
-        "Blend the targets unless the loss is blended; leave out tensors that were split."
-        if self.stack_y:
-            return
-        kept = [t for t in tensors_in(self.learn.yb) if is_cut(t)]
-        self.learn.yb = blend_tensors(self.learn.yb, order, self.lam, kept)
+        "Blend the targets unless the loss is blended."
+        if not self.stack_y:
+            self.learn.yb = blend_tensors(self.learn.yb, order, self.lam, is_kept)
 
 
 class BlendedLoss:
@@ -300,7 +300,7 @@ class MixUp(MixHandler):
         if self.is_over():
             return
         learn = self.learn
-        n = count_samples(self.learn)
+        n = count_samples(learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
             raise BatchError(
                 f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
@@ -348,7 +348,7 @@ class CutMix(MixHandler):
         if self.is_over():
             return
         learn = self.learn
-        n = count_samples(self.learn)
+        n = count_samples(learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
         if not sizes:
             raise BatchError(
@@ -358,6 +358,7 @@ class CutMix(MixHandler):
         lam = self.distrib.sample((1,))
         order = self._pair(n)
         x1, y1, x2, y2 = self.rand_bbox(w, h, lam)
+        box = (..., slice(y1, y2), slice(x1, x2))
         area = torch.tensor([(x2 - x1) * (y2 - y1)])
         self.lam = (1 - area / (w * h)).to(order.device, non_blocking=True)
 
@@ -367,22 +368,17 @@ class CutMix(MixHandler):
         def paste_box(t: Tensor) -> Tensor:
             if not is_image(t):
                 return t
-            # a loader may return the same tensor again, so that it must not change
-            new = t.clone()
-            box = (..., slice(y1, y2), slice(x1, x2))
+            new = t.clone()  # a loader may return the same tensor again, so that it must not change
             new[box] = t[box][order]
             return new
 
         learn.xb = map_tensors(learn.xb, paste_box)
-        yb = map_tensors(learn.yb, paste_box)
-        masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
-        if any(masks):
-            learn.yb = yb
-            self.yb1 = map_tensors(
-                yb, lambda t: t[order] if is_of_samples(t, n) and not is_image(t) else t
-            )
-        self._has_masks_only = all(masks)
-        self._blend_targets(order, is_cut=is_image)
+        are_masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
+        if any(are_masks):
+            learn.yb = map_tensors(learn.yb, paste_box)
+            self.yb1 = take_partners(learn.yb, order, is_image)
+        self._has_masks_only = all(are_masks)
+        self._blend_targets(order, is_image)
 
     def rand_bbox(
         self,
@@ -392,7 +388,8 @@ class CutMix(MixHandler):
     ) -> tuple[int, int, int, int]:  # x1, y1, x2, y2; the last two are exclusive
         "Draw the center of a box, and return the part of the box inside the image."
         side = torch.sqrt(1 - lam)
-        (x1, x2), (y1, y2) = (draw_interval(s, int(torch.round(s * side))) for s in (W, H))
+        x1, x2 = draw_interval(W, int(torch.round(W * side)))
+        y1, y2 = draw_interval(H, int(torch.round(H * side)))
         return x1, y1, x2, y2
 
 
@@ -407,13 +404,35 @@ def is_of_samples(t: Tensor, n: int) -> bool:
     return t.ndim > 0 and t.shape[0] == n
 
 
-def blend_tensors(b: Any, order: Tensor, lam: Tensor, kept: Sequence[Tensor] = ()) -> Any:
-    "Blend each sample of a nested batch's floating-point tensors with its partner in `order`."
+def take_partners(
+    b: Any,
+    order: Tensor,  # indices of the partners
+    is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
+) -> Any:
+    "Replace each sample of a nested batch by its partner."
+    n = len(order)
+
+    def take(t: Tensor) -> Tensor:
+        if not is_of_samples(t, n) or (is_kept is not None and is_kept(t)):
+            return t
+        return t[order]
+
+    return map_tensors(b, take)
+
+
+def blend_tensors(
+    b: Any,
+    order: Tensor,  # indices of the partners
+    lam: Tensor,  # shares of the samples themselves
+    is_kept: Callable[[Tensor], bool] | None = None,  # whether a tensor stays as it is
+) -> Any:
+    "Blend each sample of a nested batch's floating-point tensors with its partner."
+    n = len(order)
 
     def blend(t: Tensor) -> Tensor:
-        if not t.is_floating_point() or not is_of_samples(t, len(order)):
+        if not t.is_floating_point() or not is_of_samples(t, n):
             return t
-        if any(t is o for o in kept):
+        if is_kept is not None and is_kept(t):
             return t
         return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
 

@@ -33,6 +33,32 @@ START = 'INTERVAL_START'
 END = 'INTERVAL_END'
 POINT = 'POINT_IN_TIME'
 
+# fields of the system's description that the submitter completes
+TO_COMPLETE = (
+    'host_processors_per_node',
+    'host_processor_core_count',
+    'host_processor_vcpu_count',
+    'host_processor_frequency',
+    'host_processor_caches',
+    'host_processor_interconnect',
+    'host_memory_capacity',
+    'host_memory_configuration',
+    'host_storage_type',
+    'host_storage_capacity',
+    'host_networking',
+    'host_networking_topology',
+    'accelerator_memory_capacity',
+    'accelerator_memory_configuration',
+    'accelerator_host_interconnect',
+    'accelerator_frequency',
+    'accelerator_on-chip_memories',
+    'accelerator_interconnect',
+    'accelerator_interconnect_topology',
+    'cooling',
+    'hw_notes',
+    'sw_notes',
+)
+
 
 class MLPerf(Callback):
     """Write each fit as an MLPerf Training result: `<folder>/results/<system>/<benchmark>/result_<n>.txt`.
@@ -87,19 +113,12 @@ class MLPerf(Callback):
         system: str | None = None,  # name of the system; None: by the device, '1xcpu_learnkit'
         cache_cleared: bool = False,  # whether caches were cleared before
     ) -> None:
-        for option, value, known in (
-            ('division', division, ('open', 'closed')),
-            ('status', status, ('onprem', 'cloud', 'preview')),
-        ):
-            if value not in known:
-                raise OptionError(
-                    f'{option}={value!r}: give one of {known}.{did_you_mean(str(value), known)}'
-                )
-        for option, name in (('benchmark', benchmark), ('system', system)):
-            if name is not None and (
-                not isinstance(name, str) or not name.strip() or set('/\\\0') & set(name)
-            ):
-                raise OptionError(f'{option}={name!r}: give a name that a folder can have.')
+        _check_choice('division', division, ('open', 'closed'))
+        _check_choice('status', status, ('onprem', 'cloud', 'preview'))
+        if benchmark is not None:
+            _check_folder_name('benchmark', benchmark)
+        if system is not None:
+            _check_folder_name('system', system)
         if not is_count(index, 0):
             raise OptionError(f'index={index!r}: give a number, 0 or more.')
         if target is not None and isinstance(monitor, str):
@@ -236,10 +255,10 @@ class MLPerf(Callback):
         self.file = kept
         self._out = None
         self._in_block = sd['in_block']
-        if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting:
-            return
-        os.truncate(kept, sd['size'])
-        self._out = kept.open('a', encoding='utf-8')
+        is_fitting = self.learn is not None and self.learn.fitting
+        if sd['is_on'] and kept is not None and is_fitting:
+            os.truncate(kept, sd['size'])
+            self._out = kept.open('a', encoding='utf-8')
 
     # -- lines of the file -------------------------------------------------------------------------
 
@@ -307,31 +326,19 @@ class MLPerf(Callback):
                 'cuda': torch.version.cuda or '',
             },
         }
-        unknown = (
-            'host_processors_per_node',
-            'host_processor_core_count',
-            'host_processor_vcpu_count',
-            'host_processor_frequency',
-            'host_processor_caches',
-            'host_processor_interconnect',
-            'host_memory_capacity',
-            'host_memory_configuration',
-            'host_storage_type',
-            'host_storage_capacity',
-            'host_networking',
-            'host_networking_topology',
-            'accelerator_memory_capacity',
-            'accelerator_memory_configuration',
-            'accelerator_host_interconnect',
-            'accelerator_frequency',
-            'accelerator_on-chip_memories',
-            'accelerator_interconnect',
-            'accelerator_interconnect_topology',
-            'cooling',
-            'hw_notes',
-            'sw_notes',
+        return {**known, **dict.fromkeys(TO_COMPLETE, '')}
+
+
+def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(
+            f'{option}={value!r}: give one of {known}.{did_you_mean(str(value), known)}'
         )
-        return {**known, **dict.fromkeys(unknown, '')}
+
+
+def _check_folder_name(option: str, name: Any) -> None:
+    if not isinstance(name, str) or not name.strip() or not set('/\\\0').isdisjoint(name):
+        raise OptionError(f'{option}={name!r}: give a name that a folder can have.')
 
 
 def _step_size(learn: LearnerLike) -> tuple[int | None, int]:

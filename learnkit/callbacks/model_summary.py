@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from learnkit.callbacks.hooks import (
     Hooks,
     flatten_model,
+    has_own_params,
     named_layers,
     run_uncompiled,
     unwrap_compiled,
@@ -172,7 +173,7 @@ def _summarize(
     "Describe a model by the calls of its modules during `run`."
     inner = unwrap_compiled(model)
     names = named_layers(inner)
-    whole: list[tuple[str, str]] = []  # input and output of the model
+    whole: list[tuple[str, str]] = []  # shapes of the model's input and output, by call
     outputs: dict[int, list[str]] = {}  # outputs by id of the module, in the order of first calls
 
     def record(m: nn.Module, inp: Any, out: Any) -> None:
@@ -195,10 +196,8 @@ def _summarize(
         for name, m in _order_layers(names, outputs)
     )
     n_params, n_trained = _count(inner.parameters())
-    input_shape, output_shape = whole[0] if whole else ('', '')
-    return Summary(
-        type(inner).__name__, input_shape, output_shape, layers, n_params, n_trained, notes
-    )
+    shapes = whole[0] if whole else ('', '')
+    return Summary(type(inner).__name__, *shapes, layers, n_params, n_trained, notes)
 
 
 def _make_layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Parameter]) -> Layer:
@@ -224,7 +223,7 @@ def _order_layers(
     rows = [by_id[i] for i in called]
     index = 0
     for name, m in names.items():
-        if id(m) not in called and any(True for _ in m.parameters(recurse=False)):
+        if id(m) not in called and has_own_params(m):
             rows.insert(index, (name, m))
         if (name, m) in rows:
             index = rows.index((name, m)) + 1

@@ -164,14 +164,15 @@ def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple
         for name, value in leaves:
             if is_finite(value):
                 continue
-            has_rows = is_sample_list(value, bs) or (
-                isinstance(value, Tensor)
-                and not value.is_sparse
-                and value.ndim > 0
-                and len(value) == bs
-            )
-            rows = enumerate(value) if has_rows else ()
+            rows = enumerate(value) if has_rows(value, bs) else ()
             yield name, [i for i, sample in rows if not is_finite(sample)]
+
+
+def has_rows(value: Any, bs: int) -> bool:
+    "Return True for a list or a dense tensor with one entry per sample."
+    if not isinstance(value, Tensor):
+        return is_sample_list(value, bs)
+    return not value.is_sparse and value.ndim > 0 and len(value) == bs
 
 
 def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

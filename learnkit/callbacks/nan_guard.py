@@ -139,7 +139,7 @@ class GuardNonFinite(Callback):
         "Reset the state of one fit."
         self._has_warned = False  # whether a skipped batch was reported
         # batch index, and whether its loss is finite as a tensor on its device
-        self._unchecked: list[tuple[int, Tensor]] = []
+        self._pending: list[tuple[int, Tensor]] = []
         self._transfer = AsyncToCPU()
         self._is_skipping = False  # whether the current batch or step is being skipped
         self._slots: list[Slot] = []  # locations of the buffers
@@ -182,11 +182,11 @@ class GuardNonFinite(Callback):
                 self._act_on_loss(learn.iter)
             return
         finite = value.isfinite().reshape(())
-        unseen = self._unchecked
-        if unseen and unseen[-1][0] == learn.iter:
-            unseen[-1] = learn.iter, unseen[-1][1] & finite
+        pending = self._pending
+        if pending and pending[-1][0] == learn.iter:
+            pending[-1] = learn.iter, pending[-1][1] & finite
         else:
-            unseen.append((learn.iter, finite))
+            pending.append((learn.iter, finite))
 
     def _is_late(self, device: str) -> bool:
         "Return True if losses are checked later than before their backward pass."
@@ -202,9 +202,9 @@ class GuardNonFinite(Callback):
         "Check the gradients, and the losses that have not been checked."
         if not self.grads or self.learn.run.repeating:
             return
-        if self._unchecked and len(self._unchecked) < (self.every or 1):
+        if self._pending and len(self._pending) < (self.every or 1):
             return
-        self._check_unseen(in_time=True)
+        self._check_pending(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
         if not self.learn.world.any(is_bad):
             return
@@ -213,7 +213,7 @@ class GuardNonFinite(Callback):
     def after_cancel_step(self) -> None:
         "Check the losses of a skipped step, for example skipped by a scaler."
         if self.grads and not self.every:
-            self._check_unseen(in_time=True)
+            self._check_pending(in_time=True)
         self._undo_skipped()
 
     def after_cancel_batch(self) -> None:
@@ -221,10 +221,10 @@ class GuardNonFinite(Callback):
 
     def after_batch(self) -> None:
         "Check the losses that are due, and make a copy if one is due."
-        if self._unchecked and self.every is None and not self.grads:
-            self._check_losses(self._transfer.put(self._unchecked.pop()))
-        elif self._unchecked and self.every is not None and len(self._unchecked) >= self.every:
-            self._check_unseen()
+        if self._pending and self.every is None and not self.grads:
+            self._check_losses(self._transfer.put(self._pending.pop()))
+        elif self._pending and self.every is not None and len(self._pending) >= self.every:
+            self._check_pending()
         if (
             self._snapshot is not None
             and self._read_time() - self._interval_start >= self.snapshot_every.value
@@ -233,15 +233,15 @@ class GuardNonFinite(Callback):
 
     def after_train(self) -> None:
         "Check the remaining losses."
-        self._check_unseen()
+        self._check_pending()
 
-    def _check_unseen(self, in_time: bool = False) -> None:
-        unseen = self._unchecked
-        self._unchecked = []
+    def _check_pending(self, in_time: bool = False) -> None:
+        pending = self._pending
+        self._pending = []
         arrived = self._transfer.flush()
-        if unseen:
-            are_finite = torch.stack([finite for _, finite in unseen]).cpu()
-            arrived += zip([i for i, _ in unseen], are_finite, strict=True)
+        if pending:
+            are_finite = torch.stack([finite for _, finite in pending]).cpu()
+            arrived += zip([i for i, _ in pending], are_finite, strict=True)
         self._check_losses(arrived, in_time)
 
     def _check_losses(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:

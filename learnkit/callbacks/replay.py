@@ -106,10 +106,13 @@ class Replay(Callback):
     def after_draw(self) -> None:
         "Keep the batch."
         learn = self.learn
-        own = vars(self.learn)
+        own = vars(learn)
         self._current_key = learn.training
-        others = [cb for cb in learn.callbacks if cb is not self]
-        counts = [(cb, {k: v for k, v in vars(cb).items() if type(v) in ATOMS}) for cb in others]
+        counts = []
+        for cb in learn.callbacks:
+            if cb is not self:
+                atoms = {k: v for k, v in vars(cb).items() if type(v) in ATOMS}
+                counts.append((cb, atoms))
         self._drawn[learn.training] = Drawn(
             learn.batch,
             capture_rng(),
@@ -178,6 +181,11 @@ def announce(source: Replay, drawn: Drawn) -> str:
     return f'{text} The run failed outside of a batch; this is the last one.' if is_other else text
 
 
+def class_name(cb: Callback) -> tuple[str, str]:
+    "Return the module and the qualified name of a callback's class."
+    return type(cb).__module__, type(cb).__qualname__
+
+
 @contextmanager
 def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
     "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
@@ -185,19 +193,14 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
     def takes_part(cb: Any) -> bool:
         if cb is source or isinstance(cb, ProgressCallback):
             return False
-        is_needed = not getattr(cb, 'remove_on_find', False) or getattr(
-            cb, 'follows_weights', False
-        )
-        return is_needed or f'in {type(cb).__name__}.' in source._error_notes
+        if not getattr(cb, 'remove_on_find', False) or getattr(cb, 'follows_weights', False):
+            return True
+        return f'in {type(cb).__name__}.' in source._error_notes
 
-    # by name: a notebook may have defined a class again
-    names = {(type(cb).__module__, type(cb).__qualname__) for cb in learn.cbs}
+    # by name of the class, which a notebook may have defined again
+    present = set(map(class_name, learn.cbs))
     removed = [
-        cb
-        for cb in source._run_callbacks
-        if all(cb is not o for o in learn.cbs)
-        and takes_part(cb)
-        and (type(cb).__module__, type(cb).__qualname__) not in names
+        cb for cb in source._run_callbacks if takes_part(cb) and class_name(cb) not in present
     ]
     with learn.added_cbs(removed), ExitStack() as stack:
         for cb in [cb for cb in learn.cbs if not takes_part(cb)]:
@@ -208,7 +211,7 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
 def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
     "Open the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
-    levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
+    levels = ('fit', 'epoch', 'train' if training else 'validate')
     learn.whole_step = None  # a compiled step has no events inside
     learn.passes = KnownPass(source._indices)
     if learn.opt is None or has_foreign_opt(learn):

@@ -68,13 +68,17 @@ def roll_back(learn: LearnerLike, point: RollbackPoint) -> None:
 
 def find_buffers(learn: LearnerLike) -> dict[str, Slot]:
     "Return the locations of the buffers of the model and of a loss function that is a module, by name."
-    roots = [
-        ('', learn.model),
-        *([('loss_func.', learn.loss_func)] if isinstance(learn.loss_func, nn.Module) else []),
-    ]
+    slots = find_module_buffers(learn.model)
+    if isinstance(learn.loss_func, nn.Module):
+        for name, slot in find_module_buffers(learn.loss_func).items():
+            slots[f'loss_func.{name}'] = slot
+    return slots
+
+
+def find_module_buffers(root: nn.Module) -> dict[str, Slot]:
+    "Return the locations of a module's buffers by name."
     return {
-        f'{start}{prefix}.{key}' if prefix else f'{start}{key}': (m._buffers, key)
-        for start, root in roots
+        f'{prefix}.{key}' if prefix else key: (m._buffers, key)
         for prefix, m in root.named_modules()
         for key, b in m._buffers.items()
         if b is not None

@@ -144,12 +144,11 @@ class ParamScheduler(Callback):
         if not {'wd', 'weight_decay'}.isdisjoint(self.scheds):
             opt.split_groups()
         hypers = opt.hypers
-        locations = {
-            name: [(*place, i) for i, h in enumerate(hypers) for place in h.find(name)]
-            for name in self.scheds
-        }
-        least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
-        self._plan = [(name, f, least[name], locations[name]) for name, f in self.scheds.items()]
+        self._plan = []
+        for name, f in self.scheds.items():
+            least = 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf
+            locations = [(*found, i) for i, h in enumerate(hypers) for found in h.find(name)]
+            self._plan.append((name, f, least, locations))
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
         self._n_groups = len(hypers)
         self._opt = opt
@@ -162,12 +161,12 @@ class ParamScheduler(Callback):
             bound = UPPER_BOUNDS.get(name, math.inf)
             if min(values) >= least and sum(values) < math.inf and max(values) < bound:
                 return values
-        return self.learn.opt.list_values(
-            name, value.tolist() if hasattr(value, 'tolist') else value
-        )
+        if hasattr(value, 'tolist'):
+            value = value.tolist()
+        return self.learn.opt.list_values(name, value)
 
     def cleanup(self) -> None:
-        # they hold parameters
+        # the optimizer and the param groups hold the parameters
         self._opt = None
         self._known = []
         self._plan = []

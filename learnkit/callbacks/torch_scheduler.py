@@ -60,7 +60,10 @@ class LRScheduler(Callback):
         if by not in ('batch', 'epoch'):
             raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
         is_ready = hasattr(scheduler, 'step') and not isinstance(scheduler, type)
-        _check_scheduler('LRScheduler got', scheduler) if is_ready else _check_factory(scheduler)
+        if is_ready:
+            _check_scheduler('LRScheduler got', scheduler)
+        else:
+            _check_factory(scheduler)
         if monitor is not None and not isinstance(monitor, str):
             raise OptionError(
                 f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
@@ -108,11 +111,11 @@ class LRScheduler(Callback):
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
+        if self.by == 'batch' or self._factory is None:
+            return
         total = getattr(self.scheduler, 'total_steps', None)
         n_epoch = self.learn.n_epoch
-        if self.by == 'batch' or self._factory is None or total is None or not n_epoch:
-            return
-        if total > n_epoch:
+        if total is not None and n_epoch and total > n_epoch:
             warn_user(
                 f'{type(self.scheduler).__name__} has {total} steps, and this fit takes {n_epoch} of them, one after '
                 "each epoch. For a step after each batch: `LRScheduler(..., by='batch')`."
@@ -215,7 +218,9 @@ class LRScheduler(Callback):
             return self._loaded
         if self._has_begun:
             self._view.read()  # other callbacks may have set rates
-        groups = [{k: v for k, v in g.items() if k != 'params'} for g in self._view.param_groups]
+        groups = [dict(group) for group in self._view.param_groups]
+        for group in groups:
+            del group['params']
         return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
 
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:

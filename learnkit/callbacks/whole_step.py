@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from learnkit.core.batch import call_by_name, to_detach, unpack_output
+from learnkit.core.batch import call_by_name, tensors_in, to_detach, unpack_output
 from learnkit.core.learner_type import LearnerLike
 from learnkit.optim.optimizers import DecoupledSGD
 
@@ -99,18 +99,7 @@ class Plan:
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
 
         self.rows: list[Row] = []
-        params = []
-        states = []
-        rows = []
-        for group in groups:
-            for p in group['params']:
-                if not p.requires_grad:
-                    continue
-                state = self._state_of(p, group)
-                step = int(state['step']) if state and 'step' in state else 0
-                params.append(p)
-                states.append(state)
-                rows.append(self._row_of(group, step))
+        params, states, rows = self._list_parameters()
         self.device = params[0].device
         self.host, self.numbers = self._make_numbers(params[0].dtype, last)
         self.memory = self.host.numpy().data.cast('B')
@@ -131,11 +120,26 @@ class Plan:
         )
         # these tensors keep their address, so that a CUDA graph need not copy them
         if self.device.type == 'cuda':
-            tensors = [self.numbers, *params]
-            for s in states:
-                tensors += [t for t in (s or {}).values() if isinstance(t, Tensor)]
-            for t in tensors:
+            for t in tensors_in([self.numbers, *params, *states]):
                 torch._dynamo.mark_static_address(t)
+
+    def _list_parameters(
+        self,
+    ) -> tuple[list[nn.Parameter], list[dict[str, Any] | None], list[int]]:
+        "Return the trained parameters, and the state and the row of numbers of each."
+        params = []
+        states = []
+        rows = []
+        for group in self.opt.param_groups:
+            for p in group['params']:
+                if not p.requires_grad:
+                    continue
+                state = self._state_of(p, group)
+                step = int(state['step']) if state and 'step' in state else 0
+                params.append(p)
+                states.append(state)
+                rows.append(self._row_of(group, step))
+        return params, states, rows
 
     def _state_of(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any] | None:
         "Return the optimizer's state of a parameter, None if it is not complete yet."
@@ -144,6 +148,7 @@ class Plan:
         return state if is_complete else None
 
     def _row_of(self, group: dict[str, Any], step: int) -> int:
+        "Return the index of the row of a param group and a count of steps; add it if it is new."
         for i, row in enumerate(self.rows):
             if row.group is group and row.step == step:
                 return i

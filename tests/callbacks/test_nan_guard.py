@@ -147,7 +147,7 @@ def test_checks_at_an_interval_find_it_late_and_name_its_batch() -> None:
     learn = learner(7, cbs=GuardNonFinite('raise', every=5))
     with pytest.raises(LossError, match='not finite at batch 7'):
         learn.fit(1)
-    assert learn.guard_non_finite._unchecked == []
+    assert learn.guard_non_finite._pending == []
 
 
 def test_microbatches_are_skipped_as_one_batch() -> None:

@@ -1,4 +1,4 @@
-"""Row 27: NaN or Inf in loss or gradient, with the guard on. The fit stops before the step; the error names the source."""
+"""Row 27: NaN or Inf in loss or gradient, with the guard on. It stops before the step; the error names the source."""
 
 from __future__ import annotations
 

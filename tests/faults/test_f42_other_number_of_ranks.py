@@ -1,4 +1,4 @@
-"""Row 42: a run is resumed with another number of ranks. Each sample is used once an epoch, or the resume is refused."""
+"""Row 42: a run is resumed with another number of ranks. Each sample comes once an epoch, or the resume is refused."""
 
 from __future__ import annotations
 
