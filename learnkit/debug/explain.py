@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.digest import digest as digest_plain
@@ -267,6 +268,9 @@ def digest(o: Any) -> str:
     h = blake2b(digest_size=16)
     tensors = tensors_in(o)
     for t in tensors:
+        if is_lazy(t):
+            h.update(b'lazy')
+            continue
         h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
         values = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
         if t.numel():

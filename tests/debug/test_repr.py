@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -69,6 +70,10 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
         html.count('<td style="text-align:right">') == 2
         and html.count('<td style="text-align:left">') == 2
     )
+
+
+def test_infinite_numbers_are_aligned_like_others() -> None:
+    assert 'text-align:left' not in table([], [(0.5,), (math.inf,), (-math.inf,), (math.nan,)])
 
 
 def test_a_long_table_shows_its_first_and_last_rows() -> None:
