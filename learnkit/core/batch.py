@@ -725,7 +725,8 @@ def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
         if _is_list(o):
             return _count_listed(o, [*_iter_entries(xb), *_iter_entries(yb)])
         return n, True
-    for n in chain(_iter_list_sizes(xb), _iter_list_sizes(yb)):
+    n = next(chain(_iter_list_sizes(xb), _iter_list_sizes(yb)), None)
+    if n is not None:
         return n, True
     raise BatchError(
         f'The batch has no size: there is no tensor with a dimension in {describe(xb)}. Give a tensor '

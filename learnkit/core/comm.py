@@ -416,21 +416,9 @@ def join_ranks(
     if not has_group and not launched:
         return SINGLE_RANK
 
-    timeout = timedelta(seconds=timeout_s)
     # variables to set, because srun does not set them
     variables = tuple(name for name in launched if name not in os.environ)
-    if launched:
-        _prepare_to_join(launched, timeout_s)
-    try:
-        if launched:
-            _init_default_group(launched, backend, timeout)
-        control = dist.new_group(backend='gloo', timeout=timeout)
-    except (RuntimeError, ValueError) as e:
-        for name in variables:
-            os.environ.pop(name, None)
-        if launched and dist.is_initialized():
-            dist.destroy_process_group()
-        raise _make_join_error(launched, e) from e
+    control = _make_control_group(launched, variables, timeout_s, backend)
     store = dist.PrefixStore(
         f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store()
     )
@@ -445,6 +433,28 @@ def join_ranks(
         is_ours=not has_group,
         variables=variables,
     )
+
+
+def _make_control_group(
+    launched: Mapping[str, str],  # variables of this process; empty if the default group exists
+    variables: tuple[str, ...],  # environment variables to remove after an error
+    timeout_s: float,
+    backend: str | None,
+) -> ProcessGroup:
+    "Join the launched ranks, if there are any, and return a group of all ranks on the hosts."
+    timeout = timedelta(seconds=timeout_s)
+    if launched:
+        _prepare_to_join(launched, timeout_s)
+    try:
+        if launched:
+            _init_default_group(launched, backend, timeout)
+        return dist.new_group(backend='gloo', timeout=timeout)
+    except (RuntimeError, ValueError) as e:
+        for name in variables:
+            os.environ.pop(name, None)
+        if launched and dist.is_initialized():
+            dist.destroy_process_group()
+        raise _make_join_error(launched, e) from e
 
 
 def _prepare_to_join(launched: Mapping[str, str], timeout_s: float) -> None:

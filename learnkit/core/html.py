@@ -120,7 +120,7 @@ def _make_cell(tag: str, html: str, side: str, style: str = '') -> str:
 
 def _is_number(text: str) -> bool:
     "Return True for the text of a number, and for an empty cell."
-    return not text or text == 'nan' or text.lstrip('-')[:1].isdigit()
+    return text in ('', 'nan', 'inf', '-inf') or text.lstrip('-')[:1].isdigit()
 
 
 def _make_title(title: str) -> str:

@@ -141,18 +141,15 @@ def _describe_name(name: str) -> Doc:
     event = ALIASES.get(name, name)
     if event in EVENTS:
         return _describe_event(event)
-    first, *others = name.split('.')
     known = _get_public_names()
     learner = known['Learner']
-    if first == 'learn' and others:
-        found: Any = learner
-    elif first in known:
+    first, *others = name.split('.')
+    if first in known:
         found = known[first]
-    elif not others and hasattr(learner, name):
+    elif first == 'learn' and others:
         found = learner
-        others = [name]
     else:
-        found = None
+        found = getattr(learner, name, None)
     for part in others:
         found = getattr(found, part, None)
     if found is not None and not (isinstance(found, str) and found in EVENTS):

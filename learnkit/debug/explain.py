@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from warnings import warn
 
+from torch.nn.parameter import is_lazy
+
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.digest import digest
 from learnkit.core.batch import describe, tensors_in
@@ -262,4 +264,5 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
 def digest_tensors(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
     tensors = tensors_in(o)
-    return digest(tensors, leave_out=()) if tensors else describe(o)
+    values = ['lazy' if is_lazy(t) else t for t in tensors]  # a lazy parameter has no values yet
+    return digest(values, leave_out=()) if tensors else describe(o)

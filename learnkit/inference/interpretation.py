@@ -12,6 +12,7 @@ from torch import Tensor
 from learnkit.core.batch import (
     concat,
     describe,
+    detuplify,
     find_bs,
     form_of,
     map_tensors,
@@ -117,12 +118,9 @@ class Interpretation:
     ) -> tuple[Any, ...]:  # inputs, predictions, targets, decoded predictions, losses
         "Return inputs, predictions, targets and losses of some samples; the inputs are read from the loader."
         rows = self._check_idxs(idxs)
-        xb = self._read_inputs(rows)
-        take = lambda o: take_rows(o, len(self), rows)
-        return (
-            xb[0] if len(xb) == 1 else xb,
-            *map(take, (self.preds, self.targs, self.decoded, self.losses)),
-        )
+        outputs = (self.preds, self.targs, self.decoded, self.losses)
+        taken = [take_rows(o, len(self), rows) for o in outputs]
+        return (detuplify(self._read_inputs(rows)), *taken)
 
     def _check_idxs(self, idxs: Any) -> list[int]:
         if isinstance(idxs, Tensor):

@@ -146,9 +146,8 @@ def get_preds(
         activate = act or partial(_apply_to_samples, find_activation(learn.loss_func))
         res[i] = activate(res[i])
         if with_decoded:
-            decode = find_decoder(learn.loss_func)
-            res.insert(i + 2, _apply_to_samples(decode, res[i]))
-    return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
+            res.insert(i + 2, _apply_to_samples(find_decoder(learn.loss_func), res[i]))
+    return tuple(res if order is None else (reorder_samples(o, order) for o in res))
 
 
 def _write_predictions(

@@ -23,6 +23,7 @@ from torch import Tensor
 from learnkit.core.batch import describe
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, OptionError
+from learnkit.core.plain import ATOMS, as_atom
 
 __all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
 
@@ -259,19 +260,21 @@ def save_plain(
 
 def _to_plain(o: Any) -> Any:
     "Convert arrays to tensors and dataclasses to dicts; raise `BatchError` for types that are not safe to load."
+    if isinstance(o, np.generic):
+        o = o.item()
     if isinstance(o, Tensor):
         # the clone frees a view from its storage, which `torch.save` would write as a whole
         return o.detach().as_subclass(Tensor).clone()
-    if isinstance(o, np.ndarray):
-        return torch.as_tensor(o)
+    if isinstance(o, np.ndarray) and o.dtype.kind in 'biufc':
+        return torch.tensor(o)
     if isinstance(o, Mapping):
         return {k: _to_plain(v) for k, v in o.items()}
     if isinstance(o, (tuple, list)):
         return (list if isinstance(o, list) else tuple)(map(_to_plain, o))
     if is_dataclass(o):
         return {f.name: _to_plain(getattr(o, f.name)) for f in fields(o)}
-    if o is None or isinstance(o, (bool, int, float, complex, str)):
-        return o
+    if isinstance(o, ATOMS):
+        return as_atom(o)
     raise BatchError(
         f'A {type(o).__name__} cannot be saved in a file that is safe to load: give tensors, numbers and '
         'strings in dicts, tuples and lists.'

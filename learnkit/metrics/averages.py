@@ -411,6 +411,7 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         return
     if isinstance(m, type):
         m = _instantiate(m)
+    whole_set = _make_whole_set_metric(m)
     if isinstance(m, Metric):
         yield m if name is None or name == m.name else _Renamed(m, name)
     elif _is_fastai_metric(m):
@@ -420,8 +421,8 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(v, f'{name}_{k}' if name else str(k))
     elif _is_torchmetric(m):
         yield TorchMetric(m, name)
-    elif (whole := _make_whole_set_metric(m)) is not None:
-        yield from _expand(whole, name)
+    elif whole_set is not None:
+        yield from _expand(whole_set, name)
     elif callable(m):
         _check_not_sklearn(m)
         yield AvgMetric(m, name)

@@ -261,6 +261,13 @@ def test_a_traced_training_gives_the_same_numbers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
+def test_a_model_with_lazy_layers_can_be_traced() -> None:
+    learn = synth_learner(model=nn.LazyLinear(1))
+    with learn.no_bar(), learn.trace() as changes:
+        learn.fit(1)
+    assert not any(c.what.startswith('weight') for c in changes)
+
+
 def test_trace_ends_when_the_training_fails() -> None:
     def fail(cb: Any) -> None:
         raise ValueError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -67,6 +68,10 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
     assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
     assert html.count('<td style="text-align:right">') == 2
     assert html.count('<td style="text-align:left">') == 2
+
+
+def test_infinite_numbers_are_aligned_like_others() -> None:
+    assert 'text-align:left' not in table([], [(0.5,), (math.inf,), (-math.inf,), (math.nan,)])
 
 
 def test_a_long_table_shows_its_first_and_last_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, DistributedError, Learner, OptionError, TensorLoader
+from learnkit import (
+    BatchError,
+    Callback,
+    DataLoaders,
+    DistributedError,
+    Learner,
+    OptionError,
+    TensorLoader,
+)
 from learnkit.inference import gather as gathering, predict
+from learnkit.inference.sinks import save_plain
 from tests.helpers.distributing import make_learner
 from tests.helpers.ranks import run_ranks
 
@@ -42,6 +52,24 @@ def test_what_is_there_is_not_overwritten(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match='is there already'):
         learn.get_preds(sink=sink)
     assert sorted((p.name, p.stat().st_mtime_ns) for p in tmp_path.rglob('*')) == before
+
+
+def test_values_of_numpy_and_enums_are_saved_as_plain_values(tmp_path: Path) -> None:
+    mode = StrEnum('Mode', ['FP16']).FP16
+    values = {
+        'loss': np.float64(0.5),
+        'n': np.int32(2),
+        'mode': mode,
+        'ids': np.arange(2),
+        'raw': b'a',
+    }
+    save_plain(values, tmp_path / 'a.pt')
+    loaded = torch.load(tmp_path / 'a.pt', weights_only=True)
+    assert torch.equal(loaded.pop('ids'), torch.arange(2))
+    assert loaded == {'loss': 0.5, 'n': 2, 'mode': 'fp16', 'raw': b'a'}
+    for value in (np.array(['a']), {1}, object()):
+        with pytest.raises(BatchError, match='safe to load'):
+            save_plain([value], tmp_path / 'b.pt')
 
 
 def test_a_users_own_part_is_left_alone(tmp_path: Path) -> None:
