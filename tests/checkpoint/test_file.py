@@ -212,16 +212,14 @@ def test_names_that_are_alike(tmp_path: Path) -> None:
 
 
 def test_what_is_made_plain(tmp_path: Path) -> None:
-    found = through(
-        tmp_path,
-        {
-            'np': np.float32(0.5),
-            'od': nn.Linear(1, 1).state_dict(),
-            'size': torch.Size([2]),
-            'p': nn.Parameter(torch.ones(2)),
-            'conj': torch.tensor([1 + 2j]).conj(),
-        },
-    )
+    state = {
+        'np': np.float32(0.5),
+        'od': nn.Linear(1, 1).state_dict(),
+        'size': torch.Size([2]),
+        'p': nn.Parameter(torch.ones(2)),
+        'conj': torch.tensor([1 + 2j]).conj(),
+    }
+    found = through(tmp_path, state)
     assert found['np'] == 0.5 and type(found['od']) is dict and found['size'] == (2,)
     assert type(found['p']) is Tensor
     assert not found['p'].requires_grad
@@ -284,10 +282,8 @@ def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
 
 def test_some_entries(tmp_path: Path) -> None:
     w = torch.randn(3, 4)
-    through(
-        tmp_path,
-        {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)},
-    )
+    state = {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)}
+    through(tmp_path, state)
     found = read_entries(tmp_path / 'a.ckpt', ['tied', 'b'])
     assert list(found) == ['tied', 'b']
     assert same(found['tied'], w)

@@ -112,9 +112,8 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
 def test_of_a_round_that_is_repeated_the_beginning_comes_again() -> None:
     ranks = Together(tensors, 4, uneven='pad')
     assert [p[1] for p in ranks.epoch()] == [[16, 17], [18, 19], [20, 21], [16, 17]]
-    ranks = Together(
-        lambda s: tensors(s, n=9, bs=3, shuffle=False), 2, uneven='pad', batch_size='global'
-    )
+    make = lambda s: tensors(s, n=9, bs=3, shuffle=False)
+    ranks = Together(make, 2, uneven='pad', batch_size='global')
     assert ranks.epoch() == [[[0, 1], [3, 4], [6, 7]], [[2, 0], [5, 3], [8, 6]]]
     assert ranks.shards[0].share(0) == (2, 4)
 

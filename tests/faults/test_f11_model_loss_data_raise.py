@@ -192,9 +192,8 @@ def in_valid_loader(learn: Learner, fuse: Fuse) -> None:
 
 
 def in_samples(learn: Learner, fuse: Fuse) -> None:
-    learn.dls.train = DataLoader(
-        FusedSamples(learn.dls.train.dataset, fuse), batch_size=4, shuffle=True
-    )
+    dataset = FusedSamples(learn.dls.train.dataset, fuse)
+    learn.dls.train = DataLoader(dataset, batch_size=4, shuffle=True)
 
 
 def in_collate(learn: Learner, fuse: Fuse) -> None:
