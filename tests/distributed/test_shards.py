@@ -21,6 +21,7 @@ from tests.helpers.positions import (
     SetEpochSampler,
     Stream,
 )
+from tests.helpers.resuming import scramble
 from tests.helpers.shards import (
     Make,
     Together,
@@ -30,7 +31,6 @@ from tests.helpers.shards import (
     make_by_kind,
     own_loader,
     rounds_of,
-    seed_all,
     tensors,
 )
 
@@ -41,7 +41,7 @@ OTHERS = ('torch', 'numpy', 'python')
 
 def alone(make: Make, epochs: int = 2, seed: int = 1) -> tuple[list[list[Any]], Any]:
     "Return the batches of one process, and the global generators after them."
-    seed_all(seed)
+    scramble(seed)
     dl = make(seed)
     return [[ids(b) for b in dl] for _ in range(epochs)], capture_rng()
 

@@ -18,6 +18,7 @@ from tests.faults.fault_helpers import (
     FIT_EVENTS,
     N_EPOCH,
     At,
+    Mute,
     Watch,
     copy_without_notes,
     digest,
@@ -39,15 +40,6 @@ class Custom(Exception):
     def __init__(self, code: int, *, why: str) -> None:
         super().__init__(code)
         self.why = why
-
-
-class Mute(Exception):
-    "An exception whose `__str__` raises."
-
-    def __str__(self) -> str:
-        raise RuntimeError('str() of it failed')
-
-    __repr__ = __str__
 
 
 ERRORS = [
