@@ -354,7 +354,7 @@ def test_nesting(tmp_path: Path) -> None:
         through(tmp_path, {'a': cycle})
 
 
-def test_where_it_is(tmp_path: Path) -> None:
+def test_where_it_is() -> None:
     for state, expected_text in (
         ({'a': {3: [1, {2}]}}, r"set at \['a'\]\[3\]\[1\]"),
         ({'\x1b[2J' + 'x' * 500: {1}}, r"at \['\\x1b\[2Jx{1,60}"),

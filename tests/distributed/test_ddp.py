@@ -133,7 +133,7 @@ def test_one_script_serves_one_process() -> None:
     assert torch.equal(weights(learn), weights(again)) and learn.model is model
 
 
-def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
+def test_the_learner_is_as_before_at_the_end() -> None:
     def job(rank: int) -> None:
         learn = make_learner(cbs=DistributedTraining(timeout='20s'))
         assert learn.world.size == 2

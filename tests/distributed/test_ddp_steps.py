@@ -765,7 +765,7 @@ def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:
             ), name
 
 
-def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path) -> None:
+def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation() -> None:
     def job(rank: int) -> list[float]:
         differ, states = [], []
         keep = Callback(batch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))

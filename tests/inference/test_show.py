@@ -240,7 +240,7 @@ def kinds() -> dict[str, Any]:
 
 @pytest.mark.parametrize('kind', kinds())
 @pytest.mark.parametrize('when', ['before', 'in the middle'])
-def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path: Path) -> None:
+def test_training_continues_as_without_a_display(kind: str, when: str) -> None:
     def trained(look: bool) -> tuple[Tensor, Any]:
         torch.manual_seed(0)
         np.random.seed(0)
