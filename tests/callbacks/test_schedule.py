@@ -150,7 +150,7 @@ def test_combined_cos_matches_fastai() -> None:
         (['a', 1.0], 2, 'shares from 0 to 1'),
     ],
 )
-def test_shares_that_are_none(pcts: Any, n: int, message: str) -> None:
+def test_invalid_shares_are_refused(pcts: Any, n: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         combine_scheds(pcts, [SchedNo(1, 1)] * n)
 

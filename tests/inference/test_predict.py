@@ -453,7 +453,7 @@ def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
     assert line.predict(0.5)[2].item() == pytest.approx((0.5 * line.model.a + line.model.b).item())
 
 
-def test_one_sample_that_is_none(xy: Any) -> None:
+def test_an_invalid_sample_is_refused(xy: Any) -> None:
     learn = learner(TensorLoader(*xy, bs=4))
     with pytest.raises(BatchError, match='object'):
         learn.predict(object())

@@ -535,7 +535,7 @@ def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
 
 
 @pytest.mark.silent('n_iter=3 on an endless stream, three epochs: distinct batches')
-def test_an_endless_stream_goes_on(row: Callable[..., None]) -> None:
+def test_an_endless_stream_continues(row: Callable[..., None]) -> None:
     stream = Counting()
     learn = streaming(stream, 3)
     learn.fit(3)
