@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: trainings in child processes that are signalled, and go on from checkpoints."""
+"""Shared by tests of whole runs: trainings in child processes that are signalled and resumed from checkpoints."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def saved(folder: Path, *cbs: Any) -> tuple[Path, Any]:
 
 
 def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
-    "Go on from there with other callbacks; return the learner, and what it warned of."
+    "Resume with other callbacks; return the Learner and its warnings."
     learn = checkpointed(path.parent, every='1ba', keep_last=None)(*cbs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
