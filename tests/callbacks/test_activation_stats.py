@@ -34,9 +34,8 @@ def quiet(
     model: nn.Module, cb: Callback, bs: int = 8, n: int = 24, shape: Any = (2,), **kwargs: Any
 ) -> Learner:
     x = torch.randn(n, *shape) * 3
-    dls = DataLoaders.from_tensors(
-        (x, torch.randn(n, 1)), (x, torch.randn(n, 1)), bs=bs, shuffle=False
-    )
+    train = (x, torch.randn(n, 1))
+    dls = DataLoaders.from_tensors(train, (x, torch.randn(n, 1)), bs=bs, shuffle=False)
     learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.0, cbs=cb, **kwargs)
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None

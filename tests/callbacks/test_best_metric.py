@@ -26,9 +26,8 @@ def learner(*cbs: Any, lr: float = 0.3) -> Learner:
     torch.manual_seed(3)
     x = torch.randn(48, 1)
     noisy = 2 * x + torch.randn(48, 1)
-    dls = DataLoaders.from_tensors(
-        (x, noisy), {'valid': (x[:16], noisy[:16]), 'test': (x, 2 * x + 1)}, bs=8, seed=0
-    )
+    valid = {'valid': (x[:16], noisy[:16]), 'test': (x, 2 * x + 1)}
+    dls = DataLoaders.from_tensors((x, noisy), valid, bs=8, seed=0)
     learn = synth_learner(dls=dls, lr=lr, metrics=mae, cbs=[*cbs])
     learn.logger = noop
     return learn

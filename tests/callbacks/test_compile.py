@@ -168,18 +168,16 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     'options', [{'maximize': True}, {'momentum': 0.9, 'dampening': 0.3}, {'foreach': True}]
 )
 def test_other_options_of_sgd(options: dict[str, Any]) -> None:
-    plain, learn, backend = fit_both(
-        lambda: learner(opt_func=partial(torch.optim.SGD, **options)), lr=1e-4
-    )
+    make = lambda: learner(opt_func=partial(torch.optim.SGD, **options))
+    plain, learn, backend = fit_both(make, lr=1e-4)
     assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
 def test_double_precision_is_exact_to_double_precision() -> None:
     x = torch.randn(8, 8, dtype=torch.float64)
     batches = [(x, x[:, :1])] * 20
-    plain, learn, backend = fit_both(
-        lambda: learner(lambda: mlp().double(), batches=batches, opt_func=Adam)
-    )
+    make = lambda: learner(lambda: mlp().double(), batches=batches, opt_func=Adam)
+    plain, learn, backend = fit_both(make)
     assert distance(plain, learn) < 1e-14 and backend.calls == 39
 
 
@@ -442,9 +440,8 @@ def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> 
     def advance(cb: Any) -> None:
         cb.learn.sched.step()
 
-    plain, learn, backend = fit_both(
-        lambda: learner(cbs=Callback(before_train=start, after_batch=advance)), 1
-    )
+    make = lambda: learner(cbs=Callback(before_train=start, after_batch=advance))
+    plain, learn, backend = fit_both(make, 1)
     assert backend.calls == 9 and distance(plain, learn) < 1e-6
     assert learn.recorder.lrs[-1] == plain.recorder.lrs[-1] < 5e-3
 
@@ -600,9 +597,8 @@ def test_several_inputs_targets_and_outputs() -> None:
 
 def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
     x = torch.randn(8, 8)
-    plain, learn, backend = fit_both(
-        lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
-    )
+    make = lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
+    plain, learn, backend = fit_both(make)
     assert distance(plain, learn) < 1e-6
     assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
 
@@ -620,9 +616,8 @@ def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
     batch = {'input_ids': torch.randint(0, 30, (4, 6)), 'labels': torch.tensor([0, 1, 1, 0])}
 
     def make() -> Any:
-        return learner(
-            partial(transformers.BertForSequenceClassification, config), None, batches=[batch] * 4
-        )
+        make_model = partial(transformers.BertForSequenceClassification, config)
+        return learner(make_model, None, batches=[batch] * 4)
 
     plain, learn, backend = fit_both(make, 1)
     assert distance(plain, learn) < 1e-6
@@ -671,9 +666,8 @@ def test_endless_recompiling_is_ended() -> None:
         cb.model.kind = f'{cb.epoch} {cb.iter}'
 
     with dynamo_limit(3):
-        plain, learn, backend = fit_both(
-            lambda: learner(Changing, cbs=Callback(before_batch=change)), 1
-        )
+        make = lambda: learner(Changing, cbs=Callback(before_batch=change))
+        plain, learn, backend = fit_both(make, 1)
     assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 10 and backend.graphs < 5
     assert 'RecompileLimit' in learn.explain_step()
 

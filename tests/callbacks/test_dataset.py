@@ -81,9 +81,8 @@ def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
 
 def test_statistics_against_numpy() -> None:
     x, y = torch.randn(50, 3, 5, 4, dtype=torch.float32) * 3 + 1, torch.randint(4, (50,))
-    dls = DataLoaders.from_tensors(
-        (x, y), {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}, bs=8, shuffle=False
-    )
+    valid = {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}
+    dls = DataLoaders.from_tensors((x, y), valid, bs=8, shuffle=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(60, 4))
     learn = Learner(dls, model, nn.CrossEntropyLoss(), cbs=DatasetStats(n=3))
     learn.logger = noop

@@ -41,9 +41,8 @@ def learner(*cbs: Any, n_out: int = 3, seed: int = 0, **kwargs: Any) -> Learner:
     x, y = torch.rand(24, 1, 6, 5), torch.randint(3, (24, 6, 5))
     y[:, 0] = -100
     targ, loss = (x, nn.MSELoss()) if n_out == 1 else (y, nn.CrossEntropyLoss())
-    dls = DataLoaders.from_tensors(
-        (x, targ), {'day': (x[:8], targ[:8]), 'night': (x[8:], targ[8:])}, bs=4, shuffle=False
-    )
+    valid = {'day': (x[:8], targ[:8]), 'night': (x[8:], targ[8:])}
+    dls = DataLoaders.from_tensors((x, targ), valid, bs=4, shuffle=False)
     learn = Learner(dls, Segmenter(n_out), loss, lr=0.1, cbs=[*cbs], **kwargs)
     learn.logger = noop
     return learn

@@ -134,12 +134,10 @@ def digest(learn: Learner) -> dict[str, str]:
         elif isinstance(o, np.ndarray):
             note(where, o.tobytes())
         elif isinstance(o, dict):
-            note(
-                where,
-                repr(
-                    sorted(str(k if isinstance(k, str) else id(k)) for k in o if k not in OWN)
-                ).encode(),
-            )
+            content = repr(
+                sorted(str(k if isinstance(k, str) else id(k)) for k in o if k not in OWN)
+            ).encode()
+            note(where, content)
             for i, (k, v) in enumerate(o.items()):
                 if k not in OWN:
                     add(f'{where}.{k if isinstance(k, str) else i}', v)

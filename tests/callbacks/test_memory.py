@@ -56,9 +56,7 @@ def test_the_peak_does_not_include_the_parent_process() -> None:
     assert 0 < int(out) * 1024 < 200 * 2**20
 
 
-def test_without_proc_the_values_come_from_psutil(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_without_proc_the_values_come_from_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip('psutil')
     expected = read_resident()
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))

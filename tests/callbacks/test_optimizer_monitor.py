@@ -318,9 +318,8 @@ def test_rates_match_the_step() -> None:
 
 def test_rates_under_a_scheduler_of_torch() -> None:
     seen = Seen()
-    halve = LRScheduler(
-        partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), by='batch'
-    )
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    halve = LRScheduler(scheduler, by='batch')
     learner(torch.optim.SGD, LRMonitor(every=1), seen).fit(1, cbs=halve)
     assert seen.of('lr-SGD/group0') == pytest.approx([0.1 * 0.5**i for i in range(6)])
 

@@ -28,12 +28,8 @@ from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, T
 def data(workers: int = 0) -> DataLoaders:
     x, y = torch.randn(44, 1, 4, 4), torch.randint(3, (44,))
     if not workers:
-        return DataLoaders.from_tensors(
-            (x[:24], y[:24]),
-            {'valid': (x[24:34], y[24:34]), 'test': (x[34:], y[34:])},
-            bs=4,
-            seed=0,
-        )
+        valid = {'valid': (x[24:34], y[24:34]), 'test': (x[34:], y[34:])}
+        return DataLoaders.from_tensors((x[:24], y[:24]), valid, bs=4, seed=0)
     options: Any = {'batch_size': 4, 'num_workers': workers, 'persistent_workers': True}
     sets = [TensorDataset(x[a:b], y[a:b]) for a, b in ((0, 24), (24, 34), (34, 44))]
     return DataLoaders(
@@ -125,12 +121,8 @@ def test_as_functions_and_in_other_units() -> None:
     def count(learn: Any, xb: Any, yb: Any) -> Any:
         return {'n': torch.tensor(len(xb[0]))}
 
-    cb = PeriodicData(
-        '8sp',
-        'valid',
-        on_batch=count,
-        process_results=lambda learn, r: seen.append(int(r['n'].sum())),
-    )
+    process_results = lambda learn, r: seen.append(int(r['n'].sum()))
+    cb = PeriodicData('8sp', 'valid', on_batch=count, process_results=process_results)
     learn = learner(cb)
     learn.fit(1)
     assert seen == [10, 10, 10]

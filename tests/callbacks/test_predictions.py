@@ -29,9 +29,8 @@ def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
     torch.manual_seed(3)
     if model is None:
         model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-    dls = DataLoaders(
-        TensorLoader(X, Y, bs=4, shuffle=True), kwargs.pop('valid', TensorLoader(X, Y, bs=4))
-    )
+    train = TensorLoader(X, Y, bs=4, shuffle=True)
+    dls = DataLoaders(train, kwargs.pop('valid', TensorLoader(X, Y, bs=4)))
     learn = Learner(dls, model, nn.MSELoss(), lr=0.1, **{'metrics': mae, **kwargs})
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None

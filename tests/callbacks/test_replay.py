@@ -34,12 +34,9 @@ class Boom(Exception):
 def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(40, 3)
+    train = (x, x.sum(1, keepdim=True))
     dls = DataLoaders.from_tensors(
-        (x, x.sum(1, keepdim=True)),
-        (x[:8], x[:8, :1]) if valid else None,
-        bs=4,
-        seed=1,
-        device='cpu',
+        train, (x[:8], x[:8, :1]) if valid else None, bs=4, seed=1, device='cpu'
     )
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 1))
     learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)

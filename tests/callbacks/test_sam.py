@@ -97,9 +97,8 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize('options', [{}, {'adaptive': True, 'rho': 0.5}, {'interval': 3}], ids=str)
 @pytest.mark.parametrize('pieces', [1, 2])
 def test_it_is_the_loop_written_by_hand(opt: str, options: dict[str, Any], pieces: int) -> None:
-    learn = learner(
-        net(), SAM(**options), opt=OPTIMIZERS[opt], microbatch=None if pieces == 1 else 4
-    )
+    microbatch = None if pieces == 1 else 4
+    learn = learner(net(), SAM(**options), opt=OPTIMIZERS[opt], microbatch=microbatch)
     torch.manual_seed(7)
     learn.fit(2)
     expected = net()

@@ -111,9 +111,8 @@ def test_what_cannot_be_annealed_is_reported_when_it_is_made() -> None:
 
 
 def test_combined_schedules_follow_each_piece_in_its_place() -> None:
-    f = combine_scheds(
-        [0.25, 0.25, 0.5], [SchedLin(0.0, 1.0), SchedNo(5.0, 5.0), SchedLin(3.0, 1.0)]
-    )
+    pcts = [0.25, 0.25, 0.5]
+    f = combine_scheds(pcts, [SchedLin(0.0, 1.0), SchedNo(5.0, 5.0), SchedLin(3.0, 1.0)])
     at = {0.0: 0.0, 0.125: 0.5, 0.25: 5.0, 0.49: 5.0, 0.5: 3.0, 0.75: 2.0, 1.0: 1.0}
     assert {p: f(p) for p in at} == pytest.approx(at, abs=1e-12)
     assert f(torch.tensor(0.75)) == 2.0
@@ -151,7 +150,7 @@ def test_combined_cos_matches_fastai() -> None:
         (['a', 1.0], 2, 'shares from 0 to 1'),
     ],
 )
-def test_shares_that_are_none(pcts: Any, n: int, message: str) -> None:
+def test_invalid_shares_are_refused(pcts: Any, n: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         combine_scheds(pcts, [SchedNo(1, 1)] * n)
 

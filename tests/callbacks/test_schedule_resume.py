@@ -77,9 +77,8 @@ def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> N
 
 @pytest.mark.parametrize('after', [2, 9])
 def test_a_budget_with_a_schedule(after: int) -> None:
-    straight, other = straight_and_resumed(
-        lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)})), after, '12ba'
-    )
+    make = lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)}))
+    straight, other = straight_and_resumed(make, after, '12ba')
     assert other.recorder.lrs == pytest.approx([0.1 * (1 - i / 12) for i in range(12)])
     assert len(straight.recorder.lrs) == len(other.recorder.lrs) == 12
 
@@ -110,9 +109,8 @@ def test_a_factorys_scheduler(name: str, by: str) -> None:
 
 @pytest.mark.parametrize('after', [5, 10])
 def test_a_scheduler_between_epochs(after: int) -> None:
-    straight_and_resumed(
-        lambda: learner(LRScheduler(MAKERS['linear'], by='batch')), after, event='epoch_checkpoint'
-    )
+    make = lambda: learner(LRScheduler(MAKERS['linear'], by='batch'))
+    straight_and_resumed(make, after, event='epoch_checkpoint')
 
 
 def test_a_ready_scheduler() -> None:

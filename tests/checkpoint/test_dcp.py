@@ -98,7 +98,7 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
 
 
 def but_train_loss(found):
-    "Leave out the loss of the interrupted epoch, of which each process has the loss of its samples only."
+    "Leave out the loss of the interrupted epoch: each process has the loss of its samples only."
     return [*found[:-1], found[-1][[0, 1, 3]]]
 
 

@@ -212,16 +212,14 @@ def test_names_that_are_alike(tmp_path: Path) -> None:
 
 
 def test_what_is_made_plain(tmp_path: Path) -> None:
-    found = through(
-        tmp_path,
-        {
-            'np': np.float32(0.5),
-            'od': nn.Linear(1, 1).state_dict(),
-            'size': torch.Size([2]),
-            'p': nn.Parameter(torch.ones(2)),
-            'conj': torch.tensor([1 + 2j]).conj(),
-        },
-    )
+    state = {
+        'np': np.float32(0.5),
+        'od': nn.Linear(1, 1).state_dict(),
+        'size': torch.Size([2]),
+        'p': nn.Parameter(torch.ones(2)),
+        'conj': torch.tensor([1 + 2j]).conj(),
+    }
+    found = through(tmp_path, state)
     assert found['np'] == 0.5 and type(found['od']) is dict and found['size'] == (2,)
     assert type(found['p']) is Tensor
     assert not found['p'].requires_grad
@@ -284,10 +282,8 @@ def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
 
 def test_some_entries(tmp_path: Path) -> None:
     w = torch.randn(3, 4)
-    through(
-        tmp_path,
-        {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)},
-    )
+    state = {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)}
+    through(tmp_path, state)
     found = read_entries(tmp_path / 'a.ckpt', ['tied', 'b'])
     assert list(found) == ['tied', 'b']
     assert same(found['tied'], w)
@@ -358,7 +354,7 @@ def test_nesting(tmp_path: Path) -> None:
         through(tmp_path, {'a': cycle})
 
 
-def test_where_it_is(tmp_path: Path) -> None:
+def test_where_it_is() -> None:
     for state, expected_text in (
         ({'a': {3: [1, {2}]}}, r"set at \['a'\]\[3\]\[1\]"),
         ({'\x1b[2J' + 'x' * 500: {1}}, r"at \['\\x1b\[2Jx{1,60}"),

@@ -32,11 +32,8 @@ def write(
     paths = []
     for value in values:
         paths.append(next_path(folder, epoch=len(paths), ba=10 * len(paths)))
-        write_state(
-            paths[-1],
-            {'n': len(paths)},
-            {'run': run, 'value': value, 'mode': mode, 'monitor': monitor},
-        )
+        info = {'run': run, 'value': value, 'mode': mode, 'monitor': monitor}
+        write_state(paths[-1], {'n': len(paths)}, info)
     return paths
 
 

@@ -338,7 +338,7 @@ class Shown(list[Any]):
         return batch, preds, max_n, kwargs
 
 
-def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions(tmp_path: Path) -> None:
+def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions() -> None:
     x, y = torch.rand(4, 3), torch.rand(4, 1)
     loss = nn.MSELoss()
     loss.decodes = lambda p: p.round()  # type: ignore[assignment]  # as fastai's losses have it

@@ -26,9 +26,8 @@ assert 'learnkit' not in sys.modules
 
 
 def learner(path: Path, model: nn.Module, *inputs: Any, **kwargs: Any) -> Learner:
-    dls = DataLoaders.from_tensors(
-        (*inputs, torch.zeros(6)), bs=4, n_inp=len(inputs), seed=0, path=path
-    )
+    train = (*inputs, torch.zeros(6))
+    dls = DataLoaders.from_tensors(train, bs=4, n_inp=len(inputs), seed=0, path=path)
     return Learner(dls, model, nn.MSELoss(), **kwargs)
 
 

@@ -57,10 +57,9 @@ CBS: dict[str, Any] = {
 
 @pytest.mark.parametrize('cbs', CBS)
 def test_from_every_place(cbs: str) -> None:
+    fit = lambda learn, r: learn.fit_one_cycle(2, resume=r)
     kept = check_every_place(
-        lambda: make(*CBS[cbs]()),
-        lambda learn, r: learn.fit_one_cycle(2, resume=r),
-        lambda kept: kept if cbs == 'none' else kept[2::6],
+        lambda: make(*CBS[cbs]()), fit, lambda kept: kept if cbs == 'none' else kept[2::6]
     )
     assert [s['loop']['place'] for s in kept] == [*['batch'] * 6, 'epoch'] * 2
 
@@ -137,9 +136,8 @@ def test_a_stopped_fit_stays_stopped() -> None:
     def some(kept: list[Any]) -> list[Any]:
         return kept[-4::2]
 
-    check_every_place(
-        lambda: make(Callback(after_batch=stop)), lambda learn, r: learn.fit(4, resume=r), some
-    )
+    fit = lambda learn, r: learn.fit(4, resume=r)
+    check_every_place(lambda: make(Callback(after_batch=stop)), fit, some)
     check_every_place(
         lambda: make(EarlyStoppingCallback(monitor='accuracy', patience=1)),
         lambda learn, r: learn.fit(6, resume=r),

@@ -1,4 +1,4 @@
-"""Plans of a training, run by fastai and by learnkit from one source, and what is compared afterwards.
+"""Plans of a training, run by fastai and by learnkit from one source, and what is compared.
 
 A plan is JSON: what is called on a Learner, which callbacks it has, and at which places they raise which Cancel
 exception. `run_plan` in compat_run.py follows it with one library and returns the trace of the 24 shared events."""

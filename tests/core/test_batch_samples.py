@@ -164,9 +164,8 @@ def test_samples_that_are_not_counted_are_refused_where_they_are_asked_for(how: 
         'every': Periodic('10sp', print),
         'patience': EarlyStopping('train_loss', patience='10sp'),
     }
-    learn = learner(
-        batches, OfOpaque(), cbs=cbs.get(how), eval_every='10sp' if how == 'eval_every' else '1ep'
-    )
+    eval_every = '10sp' if how == 'eval_every' else '1ep'
+    learn = learner(batches, OfOpaque(), cbs=cbs.get(how), eval_every=eval_every)
     if how == 'eval_every':
         learn.dls = DataLoaders(batches, batches)
     with pytest.raises(TimeError, match=r'10sp.*size_func'):

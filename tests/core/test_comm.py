@@ -427,13 +427,8 @@ def assert_same_weights(one: Path, other: Path) -> None:
 def test_ray_train_gives_what_two_processes_give() -> None:
     pytest.importorskip('ray')
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(
-        [sys.executable, ROOT / 'examples/ray_train.py'],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, ROOT / 'examples/ray_train.py']
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (
         "'epoch': 2, 'train_loss': 0.2645, 'valid_loss': 0.0866, 'accuracy': 0.9778" in done.stdout
@@ -449,11 +444,6 @@ def test_two_agents_of_torchrun_are_two_machines(tmp_path: Path) -> None:
         'PORT': str(free_port()),
         'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
     }
-    done = subprocess.run(
-        ['bash', ROOT / 'examples/two_nodes.sh', '--epochs', '1', '--folder', tmp_path],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ['bash', ROOT / 'examples/two_nodes.sh', '--epochs', '1', '--folder', tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and '2 processes' in done.stdout, done.stderr[-3000:]

@@ -100,7 +100,7 @@ def test_no_loss_function() -> None:
     ('loss', 'expected_text'),
     [(nn.MSELoss, ['MSELoss is a class', 'MSELoss()']), ('mse', ["'mse'"]), (5, ['5'])],
 )
-def test_a_loss_that_is_none(loss: Any, expected_text: list[str]) -> None:
+def test_an_invalid_loss_is_refused(loss: Any, expected_text: list[str]) -> None:
     with pytest.raises(LossError) as e:
         make(loss_func=loss)
     assert all(s in str(e.value) for s in ['loss_func', *expected_text])
@@ -242,7 +242,7 @@ CALLBACKS = [
 
 
 @pytest.mark.parametrize(('bad', 'expected_text'), CALLBACKS, ids=lambda o: str(o)[:12])
-def test_a_callback_that_is_none(bad: Any, expected_text: list[str]) -> None:
+def test_an_invalid_callback_is_refused(bad: Any, expected_text: list[str]) -> None:
     with pytest.raises(CallbackError) as e:
         make(cbs=bad)
     assert all(s in str(e.value) for s in expected_text), str(e.value)
@@ -395,7 +395,7 @@ def test_a_model_without_parameters_at_all() -> None:
     [(nn.Linear, 'Linear(...)'), (mae, 'torch.nn.Module'), (None, 'None')],
     ids=['class', 'function', 'None'],
 )
-def test_a_model_that_is_none(model: Any, expected_text: str) -> None:
+def test_an_invalid_model_is_refused(model: Any, expected_text: str) -> None:
     with pytest.raises(ModelError) as e:
         Learner([(X, Y)], model, nn.MSELoss())
     assert expected_text in str(e.value)
@@ -405,7 +405,7 @@ def test_a_model_that_is_none(model: Any, expected_text: str) -> None:
     'opt_func',
     [5, lambda ps, lr: None, lambda ps, lr: 'sgd', lambda ps, lr: [], lambda ps, lr: [5]],
 )
-def test_an_optimizer_that_is_none(opt_func: Any) -> None:
+def test_an_invalid_optimizer_is_refused(opt_func: Any) -> None:
     learn = make(opt_func=opt_func)
     refuses(learn, OptimizerError, 'opt_func')
     learn.opt_func = torch.optim.SGD
@@ -445,7 +445,7 @@ def test_wrong_rates_leave_the_weight_decay_alone() -> None:
     ],
     ids=repr,
 )
-def test_a_number_of_epochs_that_is_none(n: Any) -> None:
+def test_an_invalid_number_of_epochs_is_refused(n: Any) -> None:
     learn = make()
     refuses(learn, FitError, 'n_epoch', 'whole number', '0 or more', do=lambda learn: learn.fit(n))
     trains(learn)
@@ -476,14 +476,14 @@ def test_whole_numbers_of_every_kind(n: Any) -> None:
         (None, 'start_epoch'),
     ],
 )
-def test_a_first_epoch_that_is_none(start: Any, expected_text: str) -> None:
+def test_an_invalid_first_epoch_is_refused(start: Any, expected_text: str) -> None:
     learn = make()
     refuses(learn, FitError, expected_text, do=lambda learn: learn.fit(2, start_epoch=start))
     trains(learn)
 
 
 @pytest.mark.parametrize('iteration', [0, -1, 'x', '2ba', '1.5ep', [1]], ids=repr)
-def test_an_iteration_that_is_none(iteration: Any) -> None:
+def test_an_invalid_iteration_is_refused(iteration: Any) -> None:
     learn = make()
     weights = learn.model.weight.clone()
     with pytest.raises((TimeError, FitError)) as e:
@@ -494,7 +494,7 @@ def test_an_iteration_that_is_none(iteration: Any) -> None:
 
 
 @pytest.mark.parametrize('size', [0, -1, 1.5, '4', True])
-def test_a_microbatch_that_is_none(size: Any) -> None:
+def test_an_invalid_microbatch_is_refused(size: Any) -> None:
     with pytest.raises(FitError, match='microbatch'):
         make(microbatch=size)
 

@@ -109,7 +109,7 @@ def test_wrappers_around_what_is_not_an_optimizer_yet() -> None:
     assert type(learn.opt.opt) is torch.optim.SGD
 
 
-def test_a_splitter_that_is_none() -> None:
+def test_an_invalid_splitter_is_refused() -> None:
     assert 'splitter=5 cannot be called' in message(make(splitter=5), OptimizerError)
     assert 'is not a list of parameters' in message(make(splitter=lambda m: 3), OptimizerError)
 

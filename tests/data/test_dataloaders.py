@@ -197,9 +197,8 @@ def test_batches_are_pinned_where_cuda_is_in_use(shuffle: bool) -> None:
 
 def test_holds_loaders_by_position_and_name() -> None:
     train, day, night, test = ([b] for b in (1, 2, 3, 4))
-    dls = DataLoaders(
-        train, {'day': day, 'night': night}, test, device='cpu', path='data', n_inp=2, n_iter=3
-    )
+    valid = {'day': day, 'night': night}
+    dls = DataLoaders(train, valid, test, device='cpu', path='data', n_inp=2, n_iter=3)
     expected = [train, day, train, day, night, test]
     assert [dls.train, dls.valid, dls[0], dls[1], dls[2], dls[3]] == expected
     assert dls['day'] is day and dls['train'] is train and dls['other0'] is test
@@ -301,9 +300,8 @@ def test_data_loaders_refuse(make: Callable[[], Any], error: type[Exception], te
 
 
 def test_repr_has_a_line_for_each_loader() -> None:
-    dls = DataLoaders(
-        TensorLoader(X, Y, bs=4), {'day': DataLoader(TensorDataset(X), batch_size=10)}, Endless()
-    )
+    train = TensorLoader(X, Y, bs=4)
+    dls = DataLoaders(train, {'day': DataLoader(TensorDataset(X), batch_size=10)}, Endless())
     assert repr(dls).splitlines() == [
         'DataLoaders',
         '  train: TensorLoader, 3 batches of 4',
@@ -369,9 +367,8 @@ def test_from_datasets_refuses(make: Callable[[], Any], error: type[Exception], 
 
 
 def test_from_tensors() -> None:
-    dls = DataLoaders.from_tensors(
-        (X, Y), (X[:4], Y[:4]), bs=4, seed=1, drop_last=True, path='here'
-    )
+    train = (X, Y)
+    dls = DataLoaders.from_tensors(train, (X[:4], Y[:4]), bs=4, seed=1, drop_last=True, path='here')
     expected = targets(TensorLoader(X, Y, bs=4, shuffle=True, drop_last=True, seed=1))
     assert targets(dls.train) == expected
     assert targets(dls.valid) == [0, 1, 2, 3] and dls.path == Path('here')

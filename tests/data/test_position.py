@@ -103,8 +103,5 @@ def test_every_place_with_workers(places: list[Any]) -> None:
 
 @pytest.mark.parametrize('noise', ['torch', 'numpy', 'own python'])
 def test_random_samples_with_workers(noise: str) -> None:
-    check(
-        loader(noise, workers=2, shuffle=True),
-        [1] if noise == 'torch' else [3],
-        epochs=2 if noise == 'torch' else 1,
-    )
+    make = loader(noise, workers=2, shuffle=True)
+    check(make, [1] if noise == 'torch' else [3], epochs=2 if noise == 'torch' else 1)

@@ -205,11 +205,8 @@ def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_n
     ],
 )
 def test_persistent_workers(sampler: dict[str, Any], places: list[Any]) -> None:
-    check(
-        loader(workers=2, persistent_workers=True, generator=seeded_generator, **sampler),
-        places,
-        epochs=3,
-    )
+    make = loader(workers=2, persistent_workers=True, generator=seeded_generator, **sampler)
+    check(make, places, epochs=3)
 
 
 def test_persistent_workers_in_a_later_epoch() -> None:

@@ -93,15 +93,14 @@ FITS: dict[str, Callable[[Learner], Any]] = {
 
 
 def test_counted_stops_are_at_the_same_batch_as_in_one_process() -> None:
-    found = each(
-        {
-            (name, every): lambda rank, fit=fit, every=every: stopped(
-                make_training(), fit, agree_every=every
-            )
-            for name, fit in FITS.items()
-            for every in (1, None)
-        }
-    )
+    cases = {
+        (name, every): lambda rank, fit=fit, every=every: stopped(
+            make_training(), fit, agree_every=every
+        )
+        for name, fit in FITS.items()
+        for every in (1, None)
+    }
+    found = each(cases)
     for (name, _), got in found.items():
         alone = make_training(bs=8)
         FITS[name](alone)
@@ -187,12 +186,11 @@ def test_callbacks_with_differing_values_follow_the_first_process(tmp_path: Path
             EarlyStopping(lambda learn: learn.history[-1]['mine'], comp='greater'),
         ],
     }
-    found = each(
-        {
-            name: lambda rank, cbs=cbs: rate(make_training(*cbs(), path=tmp_path))
-            for name, cbs in watching.items()
-        }
-    )
+    cases = {
+        name: lambda rank, cbs=cbs: rate(make_training(*cbs(), path=tmp_path))
+        for name, cbs in watching.items()
+    }
+    found = each(cases)
     assert all(a == b for a, b in found.values())
     epochs = {name: got[0][0] for name, got in found.items()}
     assert epochs == {
@@ -299,9 +297,8 @@ def test_logged_values_are_means_over_the_logging_processes() -> None:
 
     alone = make_training(Logs(0), bs=8)
     alone.fit(2)
-    found = each(
-        {ranks: lambda rank, ranks=ranks: job(rank, *ranks) for ranks in ((0, 1), (0,), (1,))}
-    )
+    cases = {ranks: lambda rank, ranks=ranks: job(rank, *ranks) for ranks in ((0, 1), (0,), (1,))}
+    found = each(cases)
     assert all(a == b for a, b in found.values())
     both, first, second = (a[0] for a, _ in found.values())
     for i, (row, expected) in enumerate(zip(both, rows(alone), strict=True)):

@@ -35,17 +35,13 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize('kind', ['tensors', 'torch'])
 @pytest.mark.parametrize(('n_train', 'n'), [(104, 2), (103, 2), (97, 2), (101, 3), (98, 4)])
 def test_processes_train_as_one_with_bigger_batches(kind: str, n_train: int, n: int) -> None:
-    compare(
-        lambda bs: make_learner(make_dls(n_train, bs, kind)),
-        lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()),
-        n,
-    )
+    make = lambda bs: make_learner(make_dls(n_train, bs, kind))
+    compare(make, lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()), n)
 
 
 def test_a_global_batch_size() -> None:
-    compare(
-        lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), batch_size='global'
-    )
+    make = lambda bs: make_learner(make_dls(101, bs))
+    compare(make, lambda learn: learn.fit(2), batch_size='global')
 
 
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
@@ -58,10 +54,8 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
 
 @pytest.mark.parametrize('cbs', CALLBACKS)
 def test_callbacks_act_alike(cbs: str) -> None:
-    compare(
-        lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]()),
-        lambda learn: learn.fit(3, 1e-2),
-    )
+    make = lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]())
+    compare(make, lambda learn: learn.fit(3, 1e-2))
 
 
 @pytest.mark.parametrize('size', [1, 2, 3])
@@ -70,10 +64,8 @@ def test_microbatches(size: int) -> None:
 
 
 def test_microbatches_that_are_looked_at() -> None:
-    compare(
-        lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()),
-        lambda learn: learn.fit(2),
-    )
+    make = lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite())
+    compare(make, lambda learn: learn.fit(2))
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
@@ -84,16 +76,10 @@ def test_a_weighted_loss(microbatch: int | None) -> None:
     def loss(pred: Any, y: Any) -> Any:
         return (F.cross_entropy(pred, y, reduction='none') * (y + 1)).sum() / (y + 1).sum()
 
-    compare(
-        lambda bs: make_learner(
-            make_dls(101, bs),
-            loss_func=loss,
-            weight_func=by_class,
-            metrics=None,
-            microbatch=microbatch,
-        ),
-        lambda learn: learn.fit(2),
+    make = lambda bs: make_learner(
+        make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None, microbatch=microbatch
     )
+    compare(make, lambda learn: learn.fit(2))
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
@@ -101,21 +87,17 @@ def test_class_weights_and_targets_that_do_not_count(microbatch: int | None) -> 
     loss = torch.nn.CrossEntropyLoss(
         torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1
     )
-    compare(
-        lambda bs: make_learner(
-            make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch
-        ),
-        lambda learn: learn.fit(2),
+    make = lambda bs: make_learner(
+        make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch
     )
+    compare(make, lambda learn: learn.fit(2))
 
 
 def test_a_loss_that_is_a_sum() -> None:
     loss = torch.nn.CrossEntropyLoss(reduction='sum')
     # the mean of the sums of batches is another for other batches: `eval_every=None`
-    compare(
-        lambda bs: make_learner(make_dls(101, bs), loss_func=loss, lr=1e-3, eval_every=None),
-        lambda learn: learn.fit(2),
-    )
+    make = lambda bs: make_learner(make_dls(101, bs), loss_func=loss, lr=1e-3, eval_every=None)
+    compare(make, lambda learn: learn.fit(2))
 
 
 def test_a_budget_ends_at_the_same_batch() -> None:
@@ -151,7 +133,7 @@ def test_one_script_serves_one_process() -> None:
     assert torch.equal(weights(learn), weights(again)) and learn.model is model
 
 
-def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
+def test_the_learner_is_as_before_at_the_end() -> None:
     def job(rank: int) -> None:
         learn = make_learner(cbs=DistributedTraining(timeout='20s'))
         assert learn.world.size == 2
@@ -371,9 +353,8 @@ def test_a_sampler_of_torch_gets_the_epoch() -> None:
 
 
 def test_any_iterable() -> None:
-    compare(
-        lambda bs: make_learner(make_lists(bs)), lambda learn: learn.fit(2), batch_size='global'
-    )
+    make = lambda bs: make_learner(make_lists(bs))
+    compare(make, lambda learn: learn.fit(2), batch_size='global')
 
 
 def test_the_search_for_a_rate_finds_the_same_everywhere_and_undoes_itself() -> None:

@@ -80,19 +80,14 @@ def test_a_budget_of_tokens_ends_at_the_same_batch(options: dict[str, Any]) -> N
 
     if 'cbs' in options:
         options = {'cbs': GradientAccumulation(24)}  # of this test alone
-    compare(
-        lambda bs: make_learner(make_dls(101, bs), token_func=tokens, **options),
-        lambda learn: learn.fit('301tok'),
-    )
+    make = lambda bs: make_learner(make_dls(101, bs), token_func=tokens, **options)
+    compare(make, lambda learn: learn.fit('301tok'))
 
 
 def test_an_optimizer_that_uses_the_loss_gets_the_global_loss() -> None:
     # line searches make a rounding grow: few steps
-    compare(
-        lambda bs: make_learner(make_dls(101, bs), opt_func=torch.optim.LBFGS),
-        lambda learn: learn.fit('3ba', 0.1),
-        tolerance=1e-8,
-    )
+    make = lambda bs: make_learner(make_dls(101, bs), opt_func=torch.optim.LBFGS)
+    compare(make, lambda learn: learn.fit('3ba', 0.1), tolerance=1e-8)
 
 
 def test_a_budget_of_seconds_is_the_same_share_everywhere() -> None:

@@ -561,9 +561,8 @@ def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Op
 
 
 def duel(cls: type[Learner], bs: int, n: int) -> Learner:
-    dls = DataLoaders.from_tensors(
-        make_data(n)[:1], make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu'
-    )
+    train = make_data(n)[:1]
+    dls = DataLoaders.from_tensors(train, make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu')
     learn = cls(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=GradientClip(0.5))
     learn.logger = lambda row: None
     learn.remove_cb(learn.progress)
@@ -766,7 +765,7 @@ def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:
             ), name
 
 
-def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path) -> None:
+def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation() -> None:
     def job(rank: int) -> list[float]:
         differ, states = [], []
         keep = Callback(batch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))

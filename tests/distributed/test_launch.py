@@ -313,7 +313,7 @@ def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatc
         launch(line(), print)
 
 
-def test_the_learners_own_callback_overrides_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learners_own_callback_overrides_the_strategy() -> None:
     from learnkit.distributed.launch import _make_team
 
     own = DistributedTraining('ddp', uneven='drop')

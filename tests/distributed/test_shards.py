@@ -22,6 +22,7 @@ from tests.helpers.positions import (
     SetEpochSampler,
     Stream,
 )
+from tests.helpers.resuming import scramble
 from tests.helpers.shards import (
     Make,
     Together,
@@ -31,7 +32,6 @@ from tests.helpers.shards import (
     make_by_kind,
     own_loader,
     rounds_of,
-    seed_all,
     tensors,
 )
 
@@ -42,7 +42,7 @@ OTHERS = ('torch', 'numpy', 'python')
 
 def alone(make: Make, epochs: int = 2, seed: int = 1) -> tuple[list[list[Any]], Any]:
     "Return the batches of one process, and the global generators after them."
-    seed_all(seed)
+    scramble(seed)
     dl = make(seed)
     return [[ids(b) for b in dl] for _ in range(epochs)], capture_rng()
 
@@ -113,9 +113,8 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
 def test_of_a_round_that_is_repeated_the_beginning_comes_again() -> None:
     ranks = Together(tensors, 4, uneven='pad')
     assert [p[1] for p in ranks.epoch()] == [[16, 17], [18, 19], [20, 21], [16, 17]]
-    ranks = Together(
-        lambda s: tensors(s, n=9, bs=3, shuffle=False), 2, uneven='pad', batch_size='global'
-    )
+    make = lambda s: tensors(s, n=9, bs=3, shuffle=False)
+    ranks = Together(make, 2, uneven='pad', batch_size='global')
     assert ranks.epoch() == [[[0, 1], [3, 4], [6, 7]], [[2, 0], [5, 3], [8, 6]]]
     assert ranks.shards[0].share(0) == (2, 4)
 

@@ -21,14 +21,9 @@ from tests.helpers.shards import batch_list, ids, items, own_loader, tensors
 def test_loaders_have_all_that_the_users_have() -> None:
     x = torch.arange(40)
     night = Evaluator(TensorLoader(x[:5], bs=4), every='2ep')
-    dls = DataLoaders(
-        TensorLoader(x, bs=4),
-        {'day': DataLoader(x[:6], 2), 'night': night},
-        [x[:2], x[2:4]],
-        device='cpu',
-        path='data',
-        n_inp=1,
-    )
+    train = TensorLoader(x, bs=4)
+    valid = {'day': DataLoader(x[:6], 2), 'night': night}
+    dls = DataLoaders(train, valid, [x[:2], x[2:4]], device='cpu', path='data', n_inp=1)
     before = dict(vars(dls))
     shares = shard_loaders(dls, 1, 2)
     assert type(shares) is DataLoaders

@@ -96,9 +96,8 @@ def test_a_budget_ends_with_the_batch_that_fills_it(
 def test_a_budget_of_tokens_ends_with_the_batch_that_fills_it(
     lengthless: bool, n_train: int, budget: int, per_sample: int
 ) -> None:
-    learn = learner(
-        n_train, lengthless=lengthless, token_func=lambda xb, yb: per_sample * len(xb[0])
-    )
+    token_func = lambda xb, yb: per_sample * len(xb[0])
+    learn = learner(n_train, lengthless=lengthless, token_func=token_func)
     learn.fit(f'{budget}tok')
     n_batches = -(-budget // (4 * per_sample))
     now = learn.time

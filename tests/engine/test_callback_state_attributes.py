@@ -349,9 +349,8 @@ class Odd(Callback):
 
 def test_what_no_file_holds_does_not_end_the_training() -> None:
     gc.collect()  # else a Learner of another test may be closed at the depth of a recursion
-    check_every_place(
-        lambda: of(Odd), lambda learn, r: learn.fit(2, resume=r), lambda kept: kept[2::5]
-    )
+    make = lambda: of(Odd)
+    check_every_place(make, lambda learn, r: learn.fit(2, resume=r), lambda kept: kept[2::5])
     learn = of(Odd)
     learn.fit(1)
     assert changed_attributes(learn.odd) == {

@@ -126,9 +126,8 @@ def test_a_tracker_that_comes_in_the_middle_of_a_fit_begins_there(
 def test_an_unknown_column_raises_when_the_callback_is_added() -> None:
     learn = quiet(synth_learner(lr=0.02))
     with pytest.raises(MetricError, match='Did you mean `valid_loss`'):
-        cbs = at(
-            'before_epoch', 1, lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less'))
-        )
+        act = lambda learn: learn.add_cb(TrackerCallback('valid_los', comp='less'))
+        cbs = at('before_epoch', 1, act)
         learn.fit(2, cbs=cbs)
 
 
@@ -191,10 +190,8 @@ def test_two_callbacks_that_set_the_rate_raise_a_warning(other: Any) -> None:
 def test_the_loss_is_blended_to_the_end_of_a_batch_in_which_mixup_goes() -> None:
     def losses(act: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        dls = DataLoaders(
-            TensorLoader(torch.randn(32, 4), torch.randint(3, (32,)), bs=8, shuffle=False),
-            TensorLoader(torch.randn(8, 4), torch.randint(3, (8,)), bs=8),
-        )
+        train = TensorLoader(torch.randn(32, 4), torch.randint(3, (32,)), bs=8, shuffle=False)
+        dls = DataLoaders(train, TensorLoader(torch.randn(8, 4), torch.randint(3, (8,)), bs=8))
         learn = quiet(Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), lr=0.1, cbs=MixUp()))
         torch.manual_seed(1)
         learn.fit(1, cbs=Callback(after_pred=lambda cb: act(cb.learn) if cb.training else None))

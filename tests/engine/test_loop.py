@@ -42,9 +42,8 @@ def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
     def points(n: int) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 1), torch.randn(n, 1)
 
-    return DataLoaders.from_tensors(
-        points(n_train), {'day': points(2 * bs), 'night': points(bs)}, bs=bs
-    )
+    train = points(n_train)
+    return DataLoaders.from_tensors(train, {'day': points(2 * bs), 'night': points(bs)}, bs=bs)
 
 
 PIECE = 'before_pred after_pred after_loss before_backward after_backward'.split()

@@ -267,9 +267,8 @@ class Drawing(progress.Display):
 
 
 def remote_learner(n_train: int, **kwargs: Any) -> Learner:
-    dls = DataLoaders(
-        RemoteBatches(n_train), {'valid': RemoteBatches(4), 'night': RemoteBatches(3)}, device='cpu'
-    )
+    train = RemoteBatches(n_train)
+    dls = DataLoaders(train, {'valid': RemoteBatches(4), 'night': RemoteBatches(3)}, device='cpu')
     return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
 
 

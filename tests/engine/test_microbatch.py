@@ -380,12 +380,10 @@ def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
     torchmetrics = pytest.importorskip('torchmetrics')
     model = mlp(3)
     bs = [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))]
+    loss = nn.CrossEntropyLoss()
+    metrics = [torchmetrics.classification.MulticlassF1Score(3), accuracy]
     learn = learner(
-        bs,
-        model,
-        Recorder(train_metrics=True, valid_metrics=False),
-        loss=nn.CrossEntropyLoss(),
-        metrics=[torchmetrics.classification.MulticlassF1Score(3), accuracy],
+        bs, model, Recorder(train_metrics=True, valid_metrics=False), loss=loss, metrics=metrics
     )
     learn.logger = print
     learn.fit(1)

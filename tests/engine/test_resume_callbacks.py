@@ -111,9 +111,8 @@ def test_a_tracker_finds_its_column_in_the_history_to_come(tmp_path: Path) -> No
             learn.fit(1)
         learn.fit(2, cbs=TrackerCallback('extra', comp='greater'), resume=resume)
 
-    check_every_place(
-        lambda: learner(tmp_path, Callback(after_batch=measure)), fit, lambda kept: kept[6:9]
-    )
+    make = lambda: learner(tmp_path, Callback(after_batch=measure))
+    check_every_place(make, fit, lambda kept: kept[6:9])
     _, kept = train_without_stop(lambda: learner(tmp_path, Callback(after_batch=measure)), fit)
     learn = learner(tmp_path, Callback(after_batch=measure))
     with pytest.raises(MetricError, match='no such value'):

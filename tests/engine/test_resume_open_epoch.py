@@ -42,9 +42,8 @@ def data(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def learner(*cbs: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    dls = DataLoaders.from_tensors(
-        data(4 * N_BATCHES - 1, 1), {'valid': data(6, 2), 'other': data(5, 3)}, bs=4
-    )
+    train = data(4 * N_BATCHES - 1, 1)
+    dls = DataLoaders.from_tensors(train, {'valid': data(6, 2), 'other': data(5, 3)}, bs=4)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
     options = {'metrics': [mae, RMSE(), AccumMetric(ratio)], **kwargs}
     learn = Learner(
@@ -249,22 +248,18 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
 
 
 def test_an_added_metric_starts_over_and_a_removed_one_is_left_out() -> None:
+    make = partial(learner, metrics=[mae, nn.L1Loss()])
     with pytest.warns(UserWarning, match=r'`rmse` \(.*no metric'):
-        straight, other = resumed(
-            partial(learner, metrics=[mae, nn.L1Loss()]),
-            3,
-            again=partial(learner, metrics=[RMSE(), mae]),
-        )
+        straight, other = resumed(make, 3, again=partial(learner, metrics=[RMSE(), mae]))
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
 
 
 def test_a_metric_of_the_same_name_and_another_kind_starts_over() -> None:
+    make = partial(learner, metrics=[RMSE()])
     with pytest.warns(UserWarning, match=r'`rmse` \(.* RMSE\)'):
-        resumed(
-            partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}])
-        )
+        resumed(make, 3, again=partial(learner, metrics=[{'rmse': mae}]))
 
 
 # ---------------------------------------------------------------------------------------- the state

@@ -107,6 +107,15 @@ def weights(learn: Learner) -> list[Tensor]:
     return [t.clone() for t in learn.model.state_dict().values()]
 
 
+class Mute(Exception):
+    "An exception whose `__str__` raises."
+
+    def __str__(self) -> str:
+        raise RuntimeError('str() of it failed')
+
+    __repr__ = __str__
+
+
 _fresh: dict[str, Any] = {}
 
 

@@ -47,10 +47,8 @@ def in_memory() -> DataLoaders:
 
 
 def augmented(num_workers: int) -> DataLoaders:
-    return DataLoaders(
-        DataLoader(Augmented(), BS, shuffle=True, num_workers=num_workers),
-        DataLoader(Augmented(), BS, num_workers=0),
-    )
+    train = DataLoader(Augmented(), BS, shuffle=True, num_workers=num_workers)
+    return DataLoaders(train, DataLoader(Augmented(), BS, num_workers=0))
 
 
 def learner(

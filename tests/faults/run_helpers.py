@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: trainings in child processes that are signalled, and go on from checkpoints."""
+"""Shared by tests of whole runs: trainings in child processes that are signalled and resumed from checkpoints."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def torch_dls(
     "Return the data of `fault_helpers.make_dls` in torch's loaders."
     g = torch.Generator().manual_seed(7)
     x, v = torch.randn(BS * n_train, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
-    train = DataLoader(
-        Drawn(x, x.sum(1, keepdim=True)), bs, shuffle=True, num_workers=n_workers, **options
-    )
+    dataset = Drawn(x, x.sum(1, keepdim=True))
+    train = DataLoader(dataset, bs, shuffle=True, num_workers=n_workers, **options)
     valid = DataLoader(Drawn(v, v.sum(1, keepdim=True)), bs, num_workers=n_workers, **options)
     return DataLoaders(train, valid, device='cpu')
 

@@ -78,9 +78,8 @@ def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
     "Test a loader with its own generator."
     end = in_child(training(tmp_path / 'straight', make_learner))
     places = SIGNAL_POINTS[1::3]
-    lives = run_until_done(
-        training(tmp_path / 'run', make_learner, order=5), places, signal.SIGTERM, group=False
-    )
+    job = training(tmp_path / 'run', make_learner, order=5)
+    lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path / 'run', end, len(places))
 
 
@@ -94,9 +93,8 @@ def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         ('valid before_batch', 3),
         'before_eval',
     ]
-    lives = run_until_done(
-        training(tmp_path / 'run', make, n_epoch=4), places, signal.SIGTERM, group=False
-    )
+    job = training(tmp_path / 'run', make, n_epoch=4)
+    lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path / 'run', end, len(places))
 
 
@@ -113,9 +111,8 @@ def test_to_a_group_with_workers(
 
 
 def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
-    lives = run_until_done(
-        training(tmp_path), [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False
-    )
+    job = training(tmp_path)
+    lives = run_until_done(job, [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False)
     check(lives, tmp_path, straight, 2)
 
 
@@ -147,9 +144,8 @@ def test_the_draw_that_fails_because_workers_got_the_signal_too(
 ) -> None:
     marker = tmp_path / 'waits'
     make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(marker))
-    lives = run_until_done(
-        training(tmp_path / 'run', make, n_epoch=3), [marker], signal.SIGTERM, group=True
-    )
+    job = training(tmp_path / 'run', make, n_epoch=3)
+    lives = run_until_done(job, [marker], signal.SIGTERM, group=True)
     check(lives, tmp_path / 'run', straight_3, 1)
     assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
 
@@ -167,18 +163,16 @@ def test_during_a_save_in_the_background(
 
     monkeypatch.setattr(checkpoint, 'write_state', slowly)
     places: list[Any] = [('saving', 2), ('saved', 3), ('saving', 3)]
-    lives = run_until_done(
-        training(tmp_path, every='1ba', n_epoch=3), places, signal.SIGTERM, group=False
-    )
+    job = training(tmp_path, every='1ba', n_epoch=3)
+    lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path, straight_3, 3)
 
 
 def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
     "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, is kept."
     for place in ('after_fit', 'cleanup'):
-        lives = run_until_done(
-            training(tmp_path / place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False
-        )
+        job = training(tmp_path / place, n_epoch=3, order=999)
+        lives = run_until_done(job, [place], signal.SIGTERM, group=False)
         assert lives.codes == [143, 0] and same(straight_3, lives.result), lives.stderr
 
 
@@ -380,9 +374,8 @@ def test_at_random_instants(tmp_path: Path) -> None:
             if n == 0:
                 end = in_child(training(tmp_path / f'straight-{workers}', make, n_epoch=8))
             instants = [rng.uniform(0.02, 0.4 + 0.4 * workers) for _ in range(6)]
-            lives = run_until_done(
-                training(folder, make, n_epoch=8), instants, signal.SIGTERM, group=bool(n % 2)
-            )
+            job = training(folder, make, n_epoch=8)
+            lives = run_until_done(job, instants, signal.SIGTERM, group=bool(n % 2))
             assert same(end, lives.result) and all_load(folder)
             kills += lives.kills
             saved += lives.codes.count(143)

@@ -139,7 +139,7 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
 
 
 @pytest.mark.parametrize('how', ['validate', 'get_preds'])
-def test_in_a_run_of_its_own(how: str) -> None:
+def test_in_a_standalone_run(how: str) -> None:
     learn = make_learner(cbs := [At('after_pred', press, nth=2), Watch()])
     e = raised_by(lambda: getattr(learn, how)())
     assert type(e) is KeyboardInterrupt

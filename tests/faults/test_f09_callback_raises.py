@@ -18,6 +18,7 @@ from tests.faults.fault_helpers import (
     FIT_EVENTS,
     N_EPOCH,
     At,
+    Mute,
     Watch,
     copy_without_notes,
     digest,
@@ -39,15 +40,6 @@ class Custom(Exception):
     def __init__(self, code: int, *, why: str) -> None:
         super().__init__(code)
         self.why = why
-
-
-class Mute(Exception):
-    "An exception whose `__str__` raises."
-
-    def __str__(self) -> str:
-        raise RuntimeError('str() of it failed')
-
-    __repr__ = __str__
 
 
 ERRORS = [
@@ -145,7 +137,7 @@ def test_an_exception_that_takes_no_notes() -> None:
     is_clean(learn)
 
 
-def test_a_note_of_its_own_does_not_take_the_place_of_ours() -> None:
+def test_an_existing_note_does_not_replace_ours() -> None:
     error = ValueError('x')
     error.add_note('mine')
     learn = make_learner()
@@ -357,7 +349,7 @@ def test_fit_inside_a_nested_run_is_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize('how', ['validate', 'get_preds'])
-def test_fit_inside_a_validation_of_its_own_is_refused(how: str) -> None:
+def test_fit_inside_a_standalone_validation_is_refused(how: str) -> None:
     learn = make_learner(cb := At('after_pred', lambda cb: cb.learn.fit(1)))
     start_again(learn)
     e = raised_by(getattr(learn, how))

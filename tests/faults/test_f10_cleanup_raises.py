@@ -11,6 +11,7 @@ from learnkit import Callback, CancelError
 from learnkit.core.errors import CancelFitException
 from tests.faults.fault_helpers import (
     At,
+    Mute,
     Watch,
     copy_without_notes,
     fits_like_fresh,
@@ -20,15 +21,6 @@ from tests.faults.fault_helpers import (
     raised_by,
     start_again,
 )
-
-
-class Mute(Exception):
-    "An exception whose `__str__` raises."
-
-    def __str__(self) -> str:
-        raise RuntimeError('str() of it failed')
-
-    __repr__ = __str__
 
 
 def ran(event: str, into: list[str], order: float = 80) -> Callback:

@@ -192,9 +192,8 @@ def in_valid_loader(learn: Learner, fuse: Fuse) -> None:
 
 
 def in_samples(learn: Learner, fuse: Fuse) -> None:
-    learn.dls.train = DataLoader(
-        FusedSamples(learn.dls.train.dataset, fuse), batch_size=4, shuffle=True
-    )
+    dataset = FusedSamples(learn.dls.train.dataset, fuse)
+    learn.dls.train = DataLoader(dataset, batch_size=4, shuffle=True)
 
 
 def in_collate(learn: Learner, fuse: Fuse) -> None:
@@ -259,7 +258,7 @@ def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
 
 
 @pytest.mark.parametrize('where', ['next', 'iter', 'generator', 'len'])
-def test_in_an_evaluation_of_its_own(where: str) -> None:
+def test_in_a_standalone_evaluation(where: str) -> None:
     for how in ('validate', 'get_preds'):
         fuse, learn = Fuse(), make_learner()
         start_again(learn)

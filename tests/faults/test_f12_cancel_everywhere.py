@@ -334,7 +334,7 @@ NESTED = [('before_fit', 'get_preds'), ('after_loss', 'validate'), ('before_vali
 @pytest.mark.parametrize(('outer', 'how'), NESTED)
 @pytest.mark.parametrize('kind', KINDS)
 def test_none_crosses_out_of_a_nested_run(kind: str, outer: str, how: str, part: int) -> None:
-    """Every event of the nested run: legal there, and the fit goes on as if nothing were; or an error that ends it.
+    """Every event of the nested run: legal there, and the fit continues unchanged; or an error that ends it.
 
     Each of the three places has a third of the events in the ordinary form, and all of them in the full one."""
     first = (part + NESTED.index((outer, how))) % 3

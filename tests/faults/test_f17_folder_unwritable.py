@@ -82,7 +82,7 @@ def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_summary(tmp_path: Path) -> None:
+def test_summary() -> None:
     print(
         f'row 17: {len(FOLDERS)} folders that cannot be written, all refused before the first step'
     )

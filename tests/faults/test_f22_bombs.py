@@ -76,10 +76,8 @@ def overlapping(path: Path) -> Path:
 
 
 def traversing(path: Path) -> Path:
-    return rebuilt(
-        saved(path, {'w': torch.ones(1)}),
-        lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'},
-    )
+    change = lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'}
+    return rebuilt(saved(path, {'w': torch.ones(1)}), change)
 
 
 def laughs(kind: str, path: Path) -> Path:

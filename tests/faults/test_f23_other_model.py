@@ -97,7 +97,7 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
         assert (str(path) in text) == (load == 'file')
 
 
-def test_a_loss_with_weights_counts_too(tmp_path: Path) -> None:
+def test_a_loss_with_weights_counts_too() -> None:
     def make(n: int) -> Any:
         class Weighted(nn.MSELoss):
             def __init__(self) -> None:

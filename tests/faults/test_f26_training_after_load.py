@@ -25,12 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def learner(option: str) -> Any:
     given = OPTIONS[option]
-    return quiet(
-        make_learner(
-            given['cbs']() if 'cbs' in given else None,
-            **{k: v for k, v in given.items() if k != 'cbs'},
-        )
+    learn = make_learner(
+        given['cbs']() if 'cbs' in given else None, **{k: v for k, v in given.items() if k != 'cbs'}
     )
+    return quiet(learn)
 
 
 def states(option: str) -> list[Any]:

@@ -181,9 +181,8 @@ def test_in_a_parameter() -> None:
 
 def test_in_the_loss_function() -> None:
     cbs = [keep := Keep(), GuardNonFinite(), at_bad_batch('after_draw', mark_target)]
-    check(
-        make_learner(cbs, loss_func=bad_loss), keep, 'are finite: see the loss function, bad_loss'
-    )
+    learn = make_learner(cbs, loss_func=bad_loss)
+    check(learn, keep, 'are finite: see the loss function, bad_loss')
 
 
 def test_in_an_accumulated_batch() -> None:

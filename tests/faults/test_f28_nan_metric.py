@@ -102,9 +102,8 @@ def test_save_model_keeps_its_best(tmp_path: Path) -> None:
 
 
 def test_a_plateau_counts_nan_as_no_improvement() -> None:
-    learn = planned(
-        [1.0, NAN, NAN, 0.5, NAN], ReduceLROnPlateau('score', comp='less', patience=2, factor=10.0)
-    )
+    values = [1.0, NAN, NAN, 0.5, NAN]
+    learn = planned(values, ReduceLROnPlateau('score', comp='less', patience=2, factor=10.0))
     rates: list[float] = []
     learn.fit(5, cbs=Callback(before_epoch=lambda cb: rates.append(cb.opt.hypers[0]['lr'])))
     assert rates == pytest.approx([0.05, 0.05, 0.05, 0.005, 0.005])

@@ -64,9 +64,8 @@ def test_when_the_system_gives_no_more(tmp_path: Path) -> None:
 
     def job() -> list[Any]:
         x = torch.randn(24, 3)
-        data = DataLoaders(
-            torch.utils.data.DataLoader(list(zip(x, x[:, :1], strict=True)), 12), device='cpu'
-        )
+        train = torch.utils.data.DataLoader(list(zip(x, x[:, :1], strict=True)), 12)
+        data = DataLoaders(train, device='cpu')
         learn = checkpointed(tmp_path, every='1ba')(dls=data, model=Wide())
         now = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20), resource.RLIM_INFINITY))

@@ -84,11 +84,9 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
         learn = make(dls=dls())
     except LoaderError:
         return
+    error = EmptyLoaderError if kind == 'empty' else CheckpointError
     untrained(
-        learn,
-        EmptyLoaderError if kind == 'empty' else CheckpointError,
-        'no batch' if kind == 'empty' else f'not as it was.*{pattern}',
-        resume=path,
+        learn, error, 'no batch' if kind == 'empty' else f'not as it was.*{pattern}', resume=path
     )
     if kind in ('empty', 'longer'):
         return

@@ -60,7 +60,7 @@ def saved(folder: Path, *cbs: Any) -> tuple[Path, Any]:
 
 
 def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
-    "Go on from there with other callbacks; return the learner, and what it warned of."
+    "Resume with other callbacks; return the Learner and its warnings."
     learn = checkpointed(path.parent, every='1ba', keep_last=None)(*cbs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
@@ -127,10 +127,10 @@ def test_others_were_reordered(tmp_path: Path) -> None:
     assert not warnings_seen and (a.seen, b.seen) == (6, 6)
 
 
-def test_one_that_cannot_read_its_state_says_so(
+def test_a_callback_that_cannot_read_its_state_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "The file and the callback are named, and the same fit works when that is mended."
+    "The file and the callback are named, and the same fit works when that is fixed."
     path, end = saved(tmp_path, Picky)
     learn = checkpointed(tmp_path, every='1ba', keep_last=None)(Picky)
     before = {name: t.clone() for name, t in learn.model.state_dict().items()}
@@ -148,7 +148,7 @@ def test_one_that_cannot_read_its_state_says_so(
     assert same(end, learn.checkpoint_state())
 
 
-def test_after_such_an_error_a_fit_of_its_own_works(tmp_path: Path) -> None:
+def test_after_such_an_error_a_separate_fit_works(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, Picky)
     learn = checkpointed(tmp_path, every=None)(Picky)
     with pytest.raises(KeyError):

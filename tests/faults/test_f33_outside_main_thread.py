@@ -62,14 +62,13 @@ def test_it_trains_as_in_the_main_thread() -> None:
 
 def test_the_main_thread_keeps_its_handlers_too() -> None:
     before, during = handlers(), list[Any]()
-    fitted(
-        make_learner(
-            Callback(
-                before_fit=lambda cb: during.append(handlers()),
-                after_batch=lambda cb: during.append(handlers()),
-            )
+    learn = make_learner(
+        Callback(
+            before_fit=lambda cb: during.append(handlers()),
+            after_batch=lambda cb: during.append(handlers()),
         )
     )
+    fitted(learn)
     assert during and all(h == before for h in during) and handlers() == before
 
 

@@ -227,11 +227,10 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
                 os.kill(child.pid, signal.SIGKILL)
                 while state_of(child.pid) != 'Z':
                     time.sleep(0.005)
-                once_free(
-                    lambda folder=folder: checkpointed(folder)(dls=torch_dls()).fit(
-                        2, resume='latest'
-                    )
+                fit = lambda folder=folder: checkpointed(folder)(dls=torch_dls()).fit(
+                    2, resume='latest'
                 )
+                once_free(fit)
                 assert len(workers) == 2 and all(state_of(pid) in 'SRD' for pid in workers), (
                     'they live on for a while'
                 )

@@ -136,7 +136,7 @@ def test_pairs_that_are_refused(tmp_path: Path, pair: frozenset[str]) -> None:
 
 
 def killed_differs(folder: Path, names: Sequence[str]) -> list[str]:
-    "Train in a process, and in processes of which the first is killed; return the final differences."
+    "Train in one process, and in two processes of which the first is killed; return the differences."
 
     def job(path: Path, reach: Callable[[], Callback]) -> State:
         return fit(path, names, reach())

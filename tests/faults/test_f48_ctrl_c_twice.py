@@ -175,9 +175,8 @@ def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None
         pool.submit(use_another).result(timeout=60)
         while True:
             at += 1
-            interrupter = Interrupter(
-                at, use.__code__, how=lambda: os.kill(os.getpid(), signal.SIGINT)
-            )
+            how = lambda: os.kill(os.getpid(), signal.SIGINT)
+            interrupter = Interrupter(at, use.__code__, how=how)
             with interrupting(interrupter):
                 use()
             lock.release()

@@ -638,9 +638,8 @@ def train(set_up: SetUp, folder: Path) -> State:
 def kill_and_compare(set_up: SetUp, folder: Path, at: int) -> tuple[list[str], list[str]]:
     "Return the differences after a kill in a training batch, and the warnings of the uninterrupted run."
     straight = run_until_done(partial(train, set_up, folder / 'straight'))
-    killed = run_until_done(
-        partial(train, set_up, folder / 'killed'), kill=[('train after_loss', at)]
-    )
+    job = partial(train, set_up, folder / 'killed')
+    killed = run_until_done(job, kill=[('train after_loss', at)])
     assert killed.kills == 1
     found = differences(straight.result['state'], killed.result['state'])
     return found, list(straight.result['warned'])

@@ -21,9 +21,8 @@ def net(hidden: int = 5) -> nn.Module:
 
 def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     x = torch.linspace(-1, 1, 96).reshape(32, 3)
-    dls = DataLoaders.from_tensors(
-        (x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False
-    )
+    train = (x, x.sum(1, keepdim=True))
+    dls = DataLoaders.from_tensors(train, (x, x.sum(1, keepdim=True)), bs=8, shuffle=False)
     loss_func = nn.MSELoss()
     learn = Learner(dls, net() if model is None else model, loss_func, path=path, lr=0.01, **kwargs)
     learn.logger = noop

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -16,14 +15,9 @@ from learnkit import TensorLoader
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.distributed.shards import shard
 from tests.helpers.positions import Items, seeded_generator
+from tests.helpers.resuming import scramble
 
 Make = Callable[..., Any]  # f(seed, n=, bs=, **options) returns a loader
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def ids(batch: Any) -> list[int]:
@@ -78,12 +72,12 @@ class Together:
     def __init__(
         self, make: Make, size: int, seed: int = 1, wholes: list[Any] | None = None, **options: Any
     ) -> None:
-        seed_all(seed)
+        scramble(seed)
         self.rngs = [capture_rng()]
         wholes = wholes or [make(seed)]
         self.rngs[0] = capture_rng()
         for rank in range(1, size):
-            seed_all(100 + rank)
+            scramble(100 + rank)
             if len(wholes) < size:
                 wholes.append(make(100 + rank))
             self.rngs.append(capture_rng())

@@ -186,9 +186,8 @@ def test_most_confused() -> None:
 def test_the_picture_of_the_matrix() -> None:
     plt = pytest.importorskip('matplotlib.pyplot')
     x, y = scores()
-    interp = interpret(
-        x, y, nn.CrossEntropyLoss(), vocab=['one', 'two', 'three', 'a name that is much too long']
-    )
+    loss = nn.CrossEntropyLoss()
+    interp = interpret(x, y, loss, vocab=['one', 'two', 'three', 'a name that is much too long'])
     mine = plt.subplots()[1]
     assert interp.plot_confusion_matrix(ax=mine) is mine and len(plt.get_fignums()) == 1
     matrix = interp.confusion_matrix()

@@ -272,16 +272,17 @@ def test_no_targets_give_none(xy: Any) -> None:
     assert targs is None and torch.equal(inputs, x) and len(preds) == N
 
 
+class Classes(nn.CrossEntropyLoss):
+    def activation(self, out: Tensor) -> Tensor:
+        return out.softmax(-1)
+
+    def decodes(self, out: Tensor) -> Tensor:
+        return out.argmax(-1)
+
+
 def test_an_activation_is_applied(xy: Any) -> None:
-    class Loss(nn.CrossEntropyLoss):
-        def activation(self, out: Tensor) -> Tensor:
-            return out.softmax(-1)
-
-        def decodes(self, out: Tensor) -> Tensor:
-            return out.argmax(-1)
-
     x, y = xy[0], torch.randint(2, (N,))
-    learn = learner(TensorLoader(x, y, bs=4), loss=Loss())
+    learn = learner(TensorLoader(x, y, bs=4), loss=Classes())
     raw = learn.model(x)
     preds, targs, decoded = learn.get_preds(with_decoded=True)
     assert torch.allclose(preds, raw.softmax(-1), atol=1e-6)
@@ -393,14 +394,6 @@ def test_without_a_validation_loader_an_error_is_raised() -> None:
 # predict
 
 
-class Classes(nn.CrossEntropyLoss):
-    def activation(self, out: Tensor) -> Tensor:
-        return out.softmax(-1)
-
-    def decodes(self, out: Tensor) -> Tensor:
-        return out.argmax(-1)
-
-
 def test_one_sample_with_and_without_names_of_classes(xy: Any) -> None:
     valid = TensorLoader(*xy, bs=4)
     learn = learner(valid, nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes())
@@ -460,7 +453,7 @@ def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
     assert line.predict(0.5)[2].item() == pytest.approx((0.5 * line.model.a + line.model.b).item())
 
 
-def test_one_sample_that_is_none(xy: Any) -> None:
+def test_an_invalid_sample_is_refused(xy: Any) -> None:
     learn = learner(TensorLoader(*xy, bs=4))
     with pytest.raises(BatchError, match='object'):
         learn.predict(object())

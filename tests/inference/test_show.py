@@ -89,9 +89,8 @@ def test_other_targets_are_titles_too() -> None:
     assert titles(loaders(x, torch.tensor([0.5, 2, 1e-7])).show_batch()) == ['0.5', '2', '1e-07']
     labels = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
     assert titles(loaders(x, labels, [*'abc']).show_batch()) == ['a, c', 'none', 'b']
-    two = DataLoaders(
-        [(x, torch.tensor([1, 0, 1]), torch.tensor([[0.5, 2], [1, 1], [3, 4]]))], n_inp=1
-    )
+    train = [(x, torch.tensor([1, 0, 1]), torch.tensor([[0.5, 2], [1, 1], [3, 4]]))]
+    two = DataLoaders(train, n_inp=1)
     assert titles(two.show_batch()) == ['1, 0.5, 2', '0, 1, 1', '1, 3, 4']
     found = titles(DataLoaders([{'image': x, 'labels': torch.tensor([2, 1, 0])}]).show_batch())
     assert found == ['2', '1', '0']
@@ -150,9 +149,8 @@ def test_long_vectors_signals_words_and_dicts() -> None:
 
 def test_which_loader_and_which_batch() -> None:
     x = torch.arange(12.0)
-    dls = DataLoaders.from_tensors(
-        (x, x), {'a': (x + 20, x), 'b': (x + 50, x)}, bs=4, shuffle=False
-    )
+    train = (x, x)
+    dls = DataLoaders.from_tensors(train, {'a': (x + 20, x), 'b': (x + 50, x)}, bs=4, shuffle=False)
     assert dls.show_batch().columns['x'] == [0, 1, 2, 3]
     assert dls.show_batch(ds_idx=1).columns['x'] == [20, 21, 22, 23]
     assert dls.show_batch(ds_idx='b', max_n=1).columns['x'] == [50]
@@ -243,7 +241,7 @@ def kinds() -> dict[str, Any]:
 
 @pytest.mark.parametrize('kind', kinds())
 @pytest.mark.parametrize('when', ['before', 'in the middle'])
-def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path: Path) -> None:
+def test_training_continues_as_without_a_display(kind: str, when: str) -> None:
     def trained(look: bool) -> tuple[Tensor, Any]:
         torch.manual_seed(0)
         np.random.seed(0)
@@ -268,12 +266,8 @@ def test_training_continues_as_without_a_display(kind: str, when: str, tmp_path:
 
 
 def test_persistent_workers_continue_with_their_epoch() -> None:
-    dl = DataLoader(
-        [(torch.tensor([float(i)]), 0) for i in range(6)],
-        batch_size=1,
-        num_workers=1,
-        persistent_workers=True,
-    )
+    dataset = [(torch.tensor([float(i)]), 0) for i in range(6)]
+    dl = DataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True)
     dls, seen = DataLoaders(dl), []
     for x, _ in dl:
         seen.append(x.item())

@@ -105,9 +105,8 @@ def test_what_arrives_late_comes_in_order_and_all_of_it(
     learn, got = make(), []
     preds, targs = learn.get_preds()
     monkeypatch.setattr(predict, 'AsyncToCPU', Late)
-    learn.get_preds(
-        sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True
-    )
+    sink = lambda *entries: got.append(entries)
+    learn.get_preds(sink=sink, act=torch.neg, with_input=True, with_loss=True)
     inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
     assert torch.equal(p, -preds)
     assert torch.equal(t, targs)

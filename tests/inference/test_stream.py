@@ -413,9 +413,8 @@ def test_any_iterable_and_a_loader_with_workers() -> None:
 
 def test_losses_match_the_samples() -> None:
     learn = make()
-    x, logits, _y, losses = joined(
-        learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)
-    )
+    stream = learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)
+    x, logits, _y, losses = joined(stream)
     _, y = learn.dls.valid.tensors
     assert torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6)
     assert len(x) == N

@@ -813,9 +813,8 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
         cb.learn.validate()
 
     dls = (rows(), rows())
-    learn = bare(
-        dls, line(), nn.MSELoss(), Callback(after_train=nested), Callback(before_validate=cancel)
-    )
+    loss = nn.MSELoss()
+    learn = bare(dls, line(), loss, Callback(after_train=nested), Callback(before_validate=cancel))
     learn.fit(3)
     assert learn.train_iter == 9 and len(learn.history) == 3
 

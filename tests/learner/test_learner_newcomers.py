@@ -101,9 +101,8 @@ def test_targets_that_are_not_class_numbers(metric: Any) -> None:
     learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
     untouched(learn, MetricError, r'not class numbers.*`mse`')
     learn.metrics = [mse] if metric is accuracy else []
-    learn.dls = DataLoaders.from_tensors(
-        (X, LABELS.float()), (X, LABELS.float()), bs=16, device='cpu'
-    )
+    train = (X, LABELS.float())
+    learn.dls = DataLoaders.from_tensors(train, (X, LABELS.float()), bs=16, device='cpu')
     learn.metrics = accuracy  # of whole numbers, whatever their dtype
     with learn.no_bar():
         learn.fit(1)

@@ -114,7 +114,7 @@ class PutBackState(Callback):
 
 
 def run_and_resume(path: Path, make: Any) -> tuple[Learner, Learner]:
-    """Train 2 epochs with a logger, then go on from the checkpoint after batch 10 in a new Learner for 2 more.
+    """Train 2 epochs with a logger, then resume from the checkpoint after batch 10 in a new Learner for 2 more.
 
     The checkpoint lies before the evaluation after batch 10: the epoch that follows it is trained again."""
     keep = KeepState(at=N_BATCHES)

@@ -41,9 +41,8 @@ def test_each_evaluation_has_its_step(tmp_path: Path) -> None:
 def test_loaders_with_their_own_interval_and_metrics(tmp_path: Path) -> None:
     _, _, vx, vy = data()
     learn = learner(tmp_path, JSONLinesLogger, eval_every='5ba', metrics=[mae])
-    learn.dls = DataLoaders(
-        learn.dls.train, {'day': [(vx, vy)], 'night': Evaluator([(vx, -vy)], '2ba', metrics=[mse])}
-    )
+    valid = {'day': [(vx, vy)], 'night': Evaluator([(vx, -vy)], '2ba', metrics=[mse])}
+    learn.dls = DataLoaders(learn.dls.train, valid)
     learn.fit(1)
     rows = learn.recorder.evaluations
     assert [row['ba'] for row in rows if 'night/mse' in row] == [2, 4, 6, 8, 10]

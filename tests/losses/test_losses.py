@@ -86,10 +86,8 @@ def test_cross_entropy_equals_torchs_in_its_other_options(
         {'label_smoothing': 0.2},
         {'weight': WEIGHT, 'label_smoothing': 0.2},
     ):
-        close(
-            CrossEntropyLossFlat(axis=axis, **options)(inp, targ),
-            F.cross_entropy(first, targ, **options),
-        )
+        got = CrossEntropyLossFlat(axis=axis, **options)(inp, targ)
+        close(got, F.cross_entropy(first, targ, **options))
 
 
 @each_shape
@@ -104,10 +102,8 @@ def test_soft_labels(shape: tuple[int, ...], axis: int, loss: Any) -> None:
         return
     other = (targ + 1) % n
     mixed = 0.3 * soft + 0.7 * F.one_hot(other, n).double().movedim(-1, axis)
-    close(
-        loss(axis=axis)(inp, mixed),
-        0.3 * loss(axis=axis)(inp, targ) + 0.7 * loss(axis=axis)(inp, other),
-    )
+    got = loss(axis=axis)(inp, mixed)
+    close(got, 0.3 * loss(axis=axis)(inp, targ) + 0.7 * loss(axis=axis)(inp, other))
 
 
 @each_shape
@@ -196,10 +192,8 @@ def test_binary_cross_entropy_with_weights_by_label() -> None:
     w = torch.rand(3).double()
     p, t = inp.sigmoid(), targ.double()
     positive, negative = -t * p.log(), -(1 - t) * (1 - p).log()
-    close(
-        BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ),
-        (w[:, None] * positive + negative).mean(),
-    )
+    got = BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ)
+    close(got, (w[:, None] * positive + negative).mean())
     close(BCEWithLogitsLossFlat(w, axis=1)(inp, targ), (w[:, None] * (positive + negative)).mean())
     close(BCELossFlat(w, axis=1)(p, targ), (w[:, None] * (positive + negative)).mean())
     with pytest.raises(LossError, match=r'give targets of shape \[6, 3, 5\]'):
@@ -320,10 +314,8 @@ def test_reprs() -> None:
 
 def test_any_torch_loss_can_be_flattened() -> None:
     inp, targ = torch.randn(2, 6, 1)
-    close(
-        BaseLoss(nn.HuberLoss, delta=0.3, is_2d=False)(inp, targ[:, 0]),
-        F.huber_loss(inp, targ, delta=0.3),
-    )
+    got = BaseLoss(nn.HuberLoss, delta=0.3, is_2d=False)(inp, targ[:, 0])
+    close(got, F.huber_loss(inp, targ, delta=0.3))
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -31,13 +31,9 @@ tm = torchmetrics.classification
 
 
 def batch(pred: Any, *yb: Any, loss: Tensor | None = None) -> Any:
+    loss_func = SimpleNamespace(part=loss)
     return SimpleNamespace(
-        pred=pred,
-        yb=yb,
-        xb=(pred,),
-        loss=loss,
-        weight_func=None,
-        loss_func=SimpleNamespace(part=loss),
+        pred=pred, yb=yb, xb=(pred,), loss=loss, weight_func=None, loss_func=loss_func
     )
 
 

@@ -29,6 +29,7 @@ from learnkit.metrics.averages import (
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
 from learnkit.metrics.state import collect_accumulated
+from tests.helpers.resuming import through_a_file
 
 torchmetrics = pytest.importorskip('torchmetrics')
 GEN = torch.Generator()
@@ -63,14 +64,6 @@ def tokens(n: int) -> tuple[Tensor, Tensor]:
     return F.one_hot(targ, 4) + torch.randn(n, 6, 4, generator=GEN) / 2, targ
 
 
-def saved(state: Any) -> Any:
-    "Return a state saved to and loaded from a safe file."
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def goes_on(
     make: Callable[[], Any], make_batch: Callable[[int], tuple[Tensor, Tensor]], at: int = 2
 ) -> Any:
@@ -85,7 +78,7 @@ def goes_on(
         straight.accumulate(b)
     for b in batches[:at]:
         first.accumulate(b)
-    state = saved(first.state_dict())
+    state = through_a_file(first.state_dict())
     before = repr(state)
     other.load_state_dict(state)
     for b in batches[at:]:
@@ -183,7 +176,7 @@ def test_the_smoothed_loss_continues() -> None:
     early = a.state_dict()
     for x in losses[4:6]:
         a.accumulate(x)
-    state = saved(a.state_dict())
+    state = through_a_file(a.state_dict())
     assert state['raw'].dtype == state['smooth'].dtype == torch.float64 and len(early['raw']) == 4
     b.load_state_dict(state)
     for x in losses[6:]:

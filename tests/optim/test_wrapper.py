@@ -275,9 +275,8 @@ def test_decay_set_in_the_middle_of_a_run_keeps_the_momenta() -> None:
 
 
 def split_opt(opt: Any = torch.optim.Adam, n: int = 3, **hypers: Any) -> OptimWrapper:
-    return OptimWrapper(
-        [[nn.Parameter(torch.ones(2))] for _ in range(n)], opt=opt, lr=0.1, **hypers
-    )
+    params = [[nn.Parameter(torch.ones(2))] for _ in range(n)]
+    return OptimWrapper(params, opt=opt, lr=0.1, **hypers)
 
 
 def test_hypers_read_and_write_by_either_name() -> None:

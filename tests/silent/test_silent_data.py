@@ -340,9 +340,8 @@ def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
     model = Detector()
-    expected = plain_loop(
-        boxed(), lambda m, b: detection_loss(m(b['x']), b['boxes'], b['labels']), model
-    )
+    loss_of = lambda m, b: detection_loss(m(b['x']), b['boxes'], b['labels'])
+    expected = plain_loop(boxed(), loss_of, model)
     row(was='TypeError', now=losses[3], independent=expected[3])
     assert losses[:4] == pytest.approx(expected, rel=1e-12)
     _, targs = learn.get_preds()
@@ -536,7 +535,7 @@ def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
 
 
 @pytest.mark.silent('n_iter=3 on an endless stream, three epochs: distinct batches')
-def test_an_endless_stream_goes_on(row: Callable[..., None]) -> None:
+def test_an_endless_stream_continues(row: Callable[..., None]) -> None:
     stream = Counting()
     learn = streaming(stream, 3)
     learn.fit(3)
@@ -739,9 +738,8 @@ for learn in kept[:2]:
 half = Learner.__new__(Learner)
 kept[0].me = kept[0]
 """
-    done = subprocess.run(
-        [sys.executable, '-c', code], capture_output=True, text=True, timeout=100, check=True
-    )
+    command = [sys.executable, '-c', code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.split().count('closed') == 3 and done.stderr == ''
 
 
@@ -1021,7 +1019,6 @@ learn.cycle = learn
 del learn
 gc.collect()
 """
-    done = subprocess.run(
-        [sys.executable, '-W', 'error', '-c', code], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, '-W', 'error', '-c', code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ''

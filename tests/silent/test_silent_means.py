@@ -143,9 +143,8 @@ def test_addition_to_loss_grad(row: Any) -> None:
 @pytest.mark.parametrize('size', [None, 3])
 def test_addition_with_accumulation(row: Any, size: int | None) -> None:
     batches = class_batches([4] * 6)
-    expected = plain_weights(
-        map(joined, zip(batches[::2], batches[1::2], strict=True)), F.cross_entropy, penalty
-    )
+    steps = map(joined, zip(batches[::2], batches[1::2], strict=True))
+    expected = plain_weights(steps, F.cross_entropy, penalty)
     learn = learner(batches, F.cross_entropy, adding(50), GradientAccumulation(8), microbatch=size)
     learn.fit(1)
     now = distance(weights_of(learn.model), expected)

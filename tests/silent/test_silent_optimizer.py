@@ -611,7 +611,7 @@ def test_a_second_evaluation_is_refused_where_it_cannot_be() -> None:
     learner(net(), GradientAccumulation(8), opt_func=library.Lion, lr=LR).fit(1)
 
 
-def test_the_user_says_who_needs_a_closure() -> None:
+def test_the_user_declares_which_optimizers_need_a_closure() -> None:
     p = nn.Parameter(torch.ones(1))
     assert OptimWrapper(opt=Nearby([p], lr=LR)).needs_closure
     assert not OptimWrapper(opt=Second([p], lr=LR)).needs_closure

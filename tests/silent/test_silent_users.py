@@ -122,7 +122,7 @@ PARTS = {
 
 @pytest.mark.silent('a sum as loss, in parts of a batch: weight after a step')
 @pytest.mark.parametrize('parts', PARTS)
-def test_a_sum_that_does_not_say_so_is_refused(row: Any, parts: str) -> None:
+def test_an_undeclared_sum_is_refused(row: Any, parts: str) -> None:
     for loss in (added, Added(), lambda p, y: F.mse_loss(p, y, reduction='sum')):
         learn = PARTS[parts](loss)
         before = learn.model.weight.clone()
@@ -248,7 +248,7 @@ def test_a_monitor_that_nobody_knows_is_warned_of(name: str, tmp_path: Any) -> N
 @pytest.mark.parametrize(
     ('event', 'moves'), [('before_epoch', True), ('before_train', True), ('after_batch', False)]
 )
-def test_layers_that_are_unfrozen_are_trained_or_told(event: str, moves: bool) -> None:
+def test_unfrozen_layers_are_trained_or_warned_of(event: str, moves: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()

@@ -126,9 +126,8 @@ def test_no_process_of_a_killed_job_is_left(tmp_path: Path, group: bool) -> None
             done.touch()
         return None if n else file
 
-    lives = run_until_done(
-        lambda: None if done.exists() else sleep_beside_another(file), kill, group=group
-    )
+    job = lambda: None if done.exists() else sleep_beside_another(file)
+    lives = run_until_done(job, kill, group=group)
     assert lives.codes == [-9, 0] and is_gone(int(file.read_text())) and children() == before
 
 
@@ -329,9 +328,8 @@ def test_tensors_are_returned_and_files_removed() -> None:
 def make_learner(cbs: Any = ()) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(48, 3)
-    dls = DataLoaders.from_tensors(
-        (x, x.sum(1, keepdim=True)), (x[:8], x[:8, :1]), bs=4, device='cpu'
-    )
+    train = (x, x.sum(1, keepdim=True))
+    dls = DataLoaders.from_tensors(train, (x[:8], x[:8, :1]), bs=4, device='cpu')
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
     return Learner(dls, model, nn.MSELoss(), cbs=[EMA(), *cbs])
 
