@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     "Open a new page for a test."
-    from tests.browser.lab import fresh_page
+    from tests.helpers.lab import fresh_page
 
     with fresh_page(browser) as page:
         yield page
@@ -39,7 +39,7 @@ def page(browser: Any) -> Iterator[Any]:
 @pytest.fixture(scope='session')
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     "Start a JupyterLab server."
-    from tests.browser.lab import Lab
+    from tests.helpers.lab import Lab
 
     server = Lab(tmp_path_factory.mktemp('jupyterlab'))
     try:

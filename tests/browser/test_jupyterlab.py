@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.browser.lab import ROOT, Lab, Notebook, fresh_page
+from tests.helpers.lab import ROOT, Lab, Notebook, fresh_page
 
 pytestmark = pytest.mark.browser
 

@@ -25,7 +25,7 @@ def record() -> dict[str, Any]:
     import fastai
     import torch
 
-    from tests.compat import compat_plans as plans, compat_run as c
+    from tests.helpers import compat_plans as plans, compat_run as c
 
     torch.set_num_threads(1)
     lib = plans.fastai_names()

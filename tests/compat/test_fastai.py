@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat import compat_plans as plans, compat_run as c
+from tests.helpers import compat_plans as plans, compat_run as c
 
 RECORDED = json.loads(
     gzip.decompress(Path(__file__).with_name('fastai_traces.json.gz').read_bytes())

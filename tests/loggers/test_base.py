@@ -26,7 +26,7 @@ from learnkit.loggers import (
 )
 from learnkit.loggers.values import fetch
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
-from tests.loggers.logger_helpers import LogHalf, data, learner, plain_losses
+from tests.helpers.logging_fits import LogHalf, data, learner, plain_losses
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:

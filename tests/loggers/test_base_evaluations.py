@@ -21,7 +21,7 @@ from learnkit import (
 )
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_params, read_log
 from learnkit.testing import synth_learner
-from tests.loggers.logger_helpers import LogHalf, data, learner
+from tests.helpers.logging_fits import LogHalf, data, learner
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:

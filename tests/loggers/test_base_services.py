@@ -29,7 +29,7 @@ from learnkit.loggers import (
     log_images,
     log_text,
 )
-from tests.loggers.logger_helpers import LogHalf, learner, plain_losses, run_and_resume
+from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 PIXELS = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(1, 3, 4, 5)
 PAIR = torch.cat([PIXELS, 200 - PIXELS])

@@ -9,7 +9,7 @@ import pytest
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import ConsoleLogger, log_images, log_text
-from tests.loggers.logger_helpers import LogHalf, learner, plain_losses
+from tests.helpers.logging_fits import LogHalf, learner, plain_losses
 
 
 def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, r
 from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, encode_png
 from learnkit.testing.forks import start
-from tests.loggers.logger_helpers import LogHalf, learner, plain_losses, run_and_resume
+from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 BOTH = pytest.mark.parametrize(
     ('cls', 'name'),

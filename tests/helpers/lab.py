@@ -18,7 +18,7 @@ import nbformat
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOTS = Path(__file__).with_name('shots')
+SHOTS = ROOT / 'tests' / 'browser' / 'shots'
 LOCAL = ('http://127.0.0.1:', 'data:', 'blob:', 'file:')
 WIDTH, HEIGHT = 1200, 900  # of a window
 NEXT_FRAME = '() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))'

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compat.compat_callbacks import callbacks_of
-from tests.compat.compat_plans import BATCH_EVENTS, EVENTS, NOT_FITTING, RAISER_ORDERS, Place, Plan
+from tests.helpers.compat_callbacks import callbacks_of
+from tests.helpers.compat_plans import BATCH_EVENTS, EVENTS, NOT_FITTING, RAISER_ORDERS, Place, Plan
 
 
 class Run:
@@ -63,7 +63,8 @@ def same(a: Any, b: Any, tol: float = 2e-5) -> bool:
 
 
 STYLE_FILES = [
-    Path(__file__).with_name(name) for name in ('fastai_style.py.in', 'fastai_training.py.in')
+    Path(__file__).parents[1] / 'compat' / name
+    for name in ('fastai_style.py.in', 'fastai_training.py.in')
 ]
 STYLE_IMPORTS = {
     'learnkit': 'from learnkit.all import *; Recorder = as_in_fastai(Recorder)',

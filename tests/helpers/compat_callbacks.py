@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.compat.compat_plans import BATCH_EVENTS, EVENTS, EXCEPTIONS, Place
+from tests.helpers.compat_plans import BATCH_EVENTS, EVENTS, EXCEPTIONS, Place
 
 
 def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
