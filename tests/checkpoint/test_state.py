@@ -58,9 +58,8 @@ CBS: dict[str, Any] = {
 @pytest.mark.parametrize('cbs', CBS)
 def test_from_every_place(cbs: str) -> None:
     fit = lambda learn, r: learn.fit_one_cycle(2, resume=r)
-    kept = check_every_place(
-        lambda: make(*CBS[cbs]()), fit, lambda kept: kept if cbs == 'none' else kept[2::6]
-    )
+    places = lambda kept: kept if cbs == 'none' else kept[2::6]
+    kept = check_every_place(lambda: make(*CBS[cbs]()), fit, places)
     assert [s['loop']['place'] for s in kept] == [*['batch'] * 6, 'epoch'] * 2
 
 

@@ -273,11 +273,8 @@ def test_optimize_returns_whether_it_stepped() -> None:
 
 def test_samples_that_are_left_over_are_stepped_with_for_each() -> None:
     steps: list[tuple[str, int]] = []
-    learn = make_duel(
-        GradientAccumulation(8),
-        Callback(after_step=lambda cb: steps.append((cb.turn, cb.train_iter))),
-        n=5,
-    )
+    watcher = Callback(after_step=lambda cb: steps.append((cb.turn, cb.train_iter)))
+    learn = make_duel(GradientAccumulation(8), watcher, n=5)
     fit(learn)
     assert steps == [
         ('critic', 1),
@@ -451,9 +448,8 @@ def test_the_events_of_a_turn() -> None:
         'before_batch before_pred after_pred after_loss before_backward after_backward '
         'before_step after_step after_batch'
     ).split()
-    learn = make_classifier_learner(
-        Ordinary, Callback(**{name: lambda cb, name=name: seen.append(name) for name in names})
-    )
+    watcher = Callback(**{name: lambda cb, name=name: seen.append(name) for name in names})
+    learn = make_classifier_learner(Ordinary, watcher)
     fit(learn)
     assert seen == names * 4
 
