@@ -215,7 +215,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_samples:
+        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
             return
         for m in self._train:
             m.accumulate(learn)
@@ -223,7 +223,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_samples:
+        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
             return
         if not learn.run.microbatch:
             self._microbatches = []
@@ -268,7 +268,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
                 batches: list[Any] = self._microbatches
                 self._microbatches = []
             else:
-                batches = [learn] if self._train and learn.strategy.has_samples else []
+                batches = [learn] if self._train and learn.strategy.has_local_samples else []
             for batch in batches:
                 for m in self._train:
                     m.accumulate(batch)
@@ -278,7 +278,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not learn.strategy.has_samples:
+        if learn.world.size > 1 and not learn.strategy.has_local_samples:
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
@@ -371,7 +371,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             current.latest.add(name)
         elif (
             self.learn.is_open('train') or self.learn.is_open('validate')
-        ) and not self.learn.strategy.has_samples:
+        ) and not self.learn.strategy.has_local_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
         if late is not None:

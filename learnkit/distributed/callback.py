@@ -342,7 +342,7 @@ class DistributedTraining(Callback):
         self.parallelism.catch_up(learn)
 
     @property
-    def has_samples(self) -> bool:
+    def has_local_samples(self) -> bool:
         "True if the current batch has samples of this rank; a filler batch only keeps the ranks in step."
         if not self.learn.training:
             return self._has_evaluation_samples
@@ -456,7 +456,7 @@ class DistributedTraining(Callback):
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Start to sum this batch's tokens over all ranks, while the batch is computed."
         self.batch.tokens = self.learn.world.start_sum(
-            torch.tensor(token_count(self.learn) if self.has_samples else 0)
+            torch.tensor(token_count(self.learn) if self.has_local_samples else 0)
         )
         return self.batch.tokens
 

@@ -74,9 +74,9 @@ class SeveralProcesses(SingleProcess):
     # -- a batch ---------------------------------------------------------------------------------
 
     @property
-    def has_samples(self) -> bool:  # type: ignore[override]  # read-only: the batch decides
+    def has_local_samples(self) -> bool:  # type: ignore[override]  # read-only: the batch decides
         "True if the current batch has samples of this rank."
-        return bool(self.team.has_samples)
+        return bool(self.team.has_local_samples)
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."

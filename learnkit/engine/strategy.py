@@ -28,7 +28,7 @@ class SingleProcess:
     """
 
     team: Any = None  # `DistributedTraining` of several processes
-    has_samples = True  # False on a rank without samples in the batch
+    has_local_samples = True  # False on a rank without samples in the batch
 
     @contextmanager
     def run(
