@@ -3,8 +3,8 @@
 python -m tests.house               # this working tree
 python -m tests.house FOLDER ...    # several, for example a checkout of an older commit too
 
-`tests/project/test_house.py` fails if a figure gets worse. Times are measured by `python -m benchmarks.imports` (the import) and
-`python -m benchmarks` (a step, an idle callback, a handler).
+`tests/project/test_house.py` fails if a figure gets worse. Times are measured by
+`python -m benchmarks.imports` (the import) and `python -m benchmarks` (a step, an idle callback, a handler).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_at_a_moment_of_the_save(moment: str, tmp_path: Path) -> None:
     assert child.code == 143 and names(tmp_path) == ['00001-ep0-ba1.ckpt'] and all_load(tmp_path)
 
 
-def test_the_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_the_run_resumes_exactly(tmp_path: Path) -> None:
     end = in_child(training(tmp_path / 'straight', n_epoch=2))
     with start(partial(stopped_training, tmp_path / 'run')) as child:
         assert child.wait() == 143, child.stderr

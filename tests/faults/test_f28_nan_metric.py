@@ -83,7 +83,7 @@ def test_the_loss_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('first', [NAN, 5.0], ids=['from the first epoch', 'later'])
-def test_early_stopping_goes_on_comparing(first: float) -> None:
+def test_early_stopping_continues_to_compare(first: float) -> None:
     stopper = EarlyStoppingCallback('score', comp='less', patience=3)
     learn = planned([first, NAN, 4.0, NAN, 3.0, 3.5, NAN, 9.0], stopper)
     learn.fit(20)

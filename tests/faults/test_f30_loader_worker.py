@@ -114,7 +114,7 @@ def test_the_error_comes_in_time_and_the_next_fit_works(
         assert child.result < LIMIT_S, f'{child.result:.2f} s'
 
 
-def test_a_hanging_worker_is_told_in_time_and_the_next_fit_works(tmp_path: Path) -> None:
+def test_a_hanging_worker_raises_in_time_and_the_next_fit_works(tmp_path: Path) -> None:
     "Both kinds of workers at once, as each waits for its timeout."
     with ExitStack() as stack:
         children = []

@@ -560,7 +560,7 @@ def test_a_stream_that_ends_begins_again() -> None:
         streaming(Counting(0), 2).fit(1)
 
 
-def test_an_iterator_goes_on_as_before() -> None:
+def test_an_iterator_continues_as_before() -> None:
     learn = streaming(iter(Counting(9)), 3)
     learn.fit(3)
     assert learn.notes.seen == list(range(9))
