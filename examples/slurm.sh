@@ -3,7 +3,7 @@
 #
 # `srun` starts 8 processes. They read from its variables which of them they are, and where the first one is.
 # Two minutes before the job's time is up, SLURM sends them SIGTERM: the script's Checkpoint saves then, and leaves with
-# 143. The job is put in the queue again, and goes on from there. The folder has to be one that all machines see.
+# 143. The job is queued again, and resumes from there. All machines must be able to read the folder.
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

@@ -4,7 +4,7 @@
 #     HEAD=first-machine:29400 bash examples/two_nodes.sh --epochs 3 --folder /shared/digits
 #
 # Both need the same files, and a folder that both see for the checkpoints. NPROC is the number of processes on each,
-# `gpu` for one a GPU. When a process dies, all are started again, and go on from the last checkpoint.
+# `gpu` for one a GPU. When a process dies, all are started again, and resume from the last checkpoint.
 # Without HEAD both "machines" are this one, which is good for a try.
 set -euo pipefail
 script="$(dirname "${BASH_SOURCE[0]}")/train_ddp.py"
