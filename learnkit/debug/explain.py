@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -247,13 +246,11 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
     }
-    found |= {f'weight {name}': digest(p) for name, p in learn.model.named_parameters()}
-    found |= {f'buffer {name}': digest(b) for name, b in learn.model.named_buffers()}
-    found |= {
-        f'gradient of {n}': digest(p.grad)
-        for n, p in learn.model.named_parameters()
-        if p.grad is not None
-    }
+    params = [(n, p) for n, p in learn.model.named_parameters() if not is_lazy(p)]
+    buffers = [(n, b) for n, b in learn.model.named_buffers() if not is_lazy(b)]
+    found |= {f'weight {n}': digest(p) for n, p in params}
+    found |= {f'buffer {n}': digest(b) for n, b in buffers}
+    found |= {f'gradient of {n}': digest(p.grad) for n, p in params if p.grad is not None}
     if learn.opt is not None:
         groups = learn.opt.hypers
         for i, h in enumerate(groups):
@@ -265,14 +262,5 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
 
 def digest(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
-    h = blake2b(digest_size=16)
-    tensors = tensors_in(o)
-    for t in tensors:
-        if is_lazy(t):
-            h.update(b'lazy')
-            continue
-        h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
-        values = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
-        if t.numel():
-            h.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return h.hexdigest() if tensors else describe(o)
+    tensors = [t if t.layout is torch.strided else t.to_dense() for t in tensors_in(o)]
+    return digest_plain(tensors, leave_out=()) if tensors else describe(o)
