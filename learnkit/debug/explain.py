@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 from warnings import warn
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.digest import digest
+from learnkit.checkpoint.digest import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
@@ -243,26 +244,23 @@ class TracedTable(HandlerTable):
 def digest_state(learn: LearnerLike) -> dict[str, Any]:
     "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
-        name: digest_tensors(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
+        name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
     }
-    found |= {f'weight {name}': digest_tensors(p) for name, p in learn.model.named_parameters()}
-    found |= {f'buffer {name}': digest_tensors(b) for name, b in learn.model.named_buffers()}
-    found |= {
-        f'gradient of {n}': digest_tensors(p.grad)
-        for n, p in learn.model.named_parameters()
-        if p.grad is not None
-    }
+    params = [(n, p) for n, p in learn.model.named_parameters() if not is_lazy(p)]
+    buffers = [(n, b) for n, b in learn.model.named_buffers() if not is_lazy(b)]
+    found |= {f'weight {n}': digest(p) for n, p in params}
+    found |= {f'buffer {n}': digest(b) for n, b in buffers}
+    found |= {f'gradient of {n}': digest(p.grad) for n, p in params if p.grad is not None}
     if learn.opt is not None:
         groups = learn.opt.hypers
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    found['random numbers'] = digest(capture_rng(), leave_out=())
+    found['random numbers'] = digest_plain(capture_rng(), leave_out=())
     return found
 
 
-def digest_tensors(o: Any) -> str:
+def digest(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
-    tensors = tensors_in(o)
-    values = ['lazy' if is_lazy(t) else t for t in tensors]  # a lazy parameter has no values yet
-    return digest(values, leave_out=()) if tensors else describe(o)
+    tensors = [t if t.layout is torch.strided else t.to_dense() for t in tensors_in(o)]
+    return digest_plain(tensors, leave_out=()) if tensors else describe(o)
