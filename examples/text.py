@@ -4,7 +4,7 @@
     python examples/text.py --resume                            # after a kill: from the newest checkpoints
     torchrun --nproc-per-node=2 examples/text.py                # two processes, with the same batches in total
 
-BERT predicts the library that a description is from; a logistic regression on word counts is trained for comparison. GPT writes
+BERT predicts the library of a description; a logistic regression on word counts is trained for comparison. GPT writes
 descriptions. Nothing is downloaded; `pip install "learnkit-torch[hf,demo]"` installs what the script needs.
 The guide `nbs/project_text.ipynb` goes through this script step by step."""
 
