@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import distribute_like, local_shards
 from learnkit.core.errors import OptionError, WeightsError
+from learnkit.core.model import has_lazy_tensors
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
@@ -144,8 +145,10 @@ class EMA(Callback):
 
     def before_train(self) -> None:
         self._restore_weights()
-        if self._averages[0] or self.learn.time >= self.start:
+        if self._averages[0]:
             self._link()
+        elif self.learn.time >= self.start and not has_lazy_tensors(self.learn.model):
+            self._link()  # a lazy model has its first values at the first step
 
     def before_step(self) -> None:
         self._opt_steps = self.learn.opt.n_steps

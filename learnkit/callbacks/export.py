@@ -86,7 +86,7 @@ class LoadWeights(Callback):
         self.with_opt = with_opt
         self.strict = strict
         if self.at != 'before_fit':
-            self.__dict__[self.at] = partial(self._load)
+            self.__dict__[self.at] = partial(self._load)  # a function would appear in the repr
 
     def before_fit(self) -> None:
         "Check that the file exists, and load it if this is the event."

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +27,11 @@ from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
+<<<<<<< HEAD
 from learnkit.core.model import capture_buffers, name_of, preserved_modes
+=======
+from learnkit.core.model import has_lazy_tensors, name_of, preserved_modes
+>>>>>>> h_b
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
@@ -232,7 +235,7 @@ def _order_layers(
 
 def _copy_if_lazy(model: nn.Module) -> nn.Module:
     "Return the model, or a copy if it has lazy modules, which a forward pass would change."
-    if not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+    if not has_lazy_tensors(model):
         return model
     # deepcopy copies lazy parameters, but not lazy buffers
     buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]

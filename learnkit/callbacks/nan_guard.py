@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fastcore.basics import noop
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.mixed_precision import MixedPrecision
@@ -36,6 +37,7 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
+from learnkit.core.model import has_lazy_tensors
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
@@ -301,6 +303,10 @@ class GuardNonFinite(Callback):
 
     def _count_rollback(self, text: str) -> None:
         "Count and report a rollback; raise `LossError` after too many to the same copy."
+        if self._snapshot is None:
+            raise LossError(
+                f'{text} There is nothing to roll back to: no batch was trained on before.'
+            )
         age = Time(self._read_time() - self._snapshot_time, self.snapshot_every.unit)
         if self._n_successive >= self.max_rollbacks:
             self._roll_back()
@@ -340,11 +346,15 @@ class GuardNonFinite(Callback):
         )
         if has_shapes:
             torch._foreach_copy_(saved, buffers)
+        elif any(map(is_lazy, buffers)):
+            self._saved_buffers = []  # a lazy model has no values yet
         else:
             self._saved_buffers = [b.clone() for b in buffers]
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
+        if not self._saved_buffers:
+            return
         for (store, key), value in zip(self._slots, self._saved_buffers, strict=True):
             store[key] = copy_into(store[key], value)
 
@@ -354,9 +364,9 @@ class GuardNonFinite(Callback):
         return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
-        "Copy the state for a rollback, unless gradients accumulate or weights are not finite."
+        "Copy the state for a rollback, unless gradients accumulate or weights are lazy or not finite."
         learn = self.learn
-        if any(p.grad is not None for p in learn.opt.parameters()):
+        if any(p.grad is not None for p in learn.opt.parameters()) or has_lazy_tensors(learn.model):
             return
         if not all_finite(list(learn.model.parameters())):
             if self._snapshot is not None:
@@ -372,7 +382,7 @@ class GuardNonFinite(Callback):
 
     def _roll_back(self) -> None:
         learn = self.learn
-        assert self._snapshot is not None  # made before the first batch
+        assert self._snapshot is not None  # checked by `_count_rollback`
         roll_back(learn, self._snapshot)
         learn.opt.zero_grad()
         for cb in learn.cbs:  # accumulated gradients are of other weights

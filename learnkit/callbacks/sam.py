@@ -11,6 +11,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import local_shards, total_norm
 from learnkit.core.errors import OptionError
+from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
 from learnkit.core.validation import check_count, is_number
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
@@ -62,8 +63,7 @@ class SAM(Callback):
         self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed
         self._weights: list[tuple[Tensor, Tensor]] = []
-        # module, key, tensor and value of each buffer: a forward pass may replace the tensor
-        self._buffers: list[tuple[Any, str, Tensor, Tensor]] = []
+        self._buffers: list[BufferCopy] = []  # buffers before the second pass
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -105,12 +105,7 @@ class SAM(Callback):
         learn = self.learn
         recorded = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         self._weights = [(p, p.detach().clone()) for p in params]
-        self._buffers = [
-            (m, key, b, b.detach().clone())
-            for m in learn.model.modules()
-            for key, b in m._buffers.items()
-            if b is not None
-        ]
+        self._buffers = copy_buffers(learn.model)
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
@@ -139,8 +134,7 @@ class SAM(Callback):
     def _restore(self) -> None:
         for p, value in self._weights:
             p.copy_(value)
-        for m, key, buffer, value in self._buffers:
-            m._buffers[key] = buffer.copy_(value)
+        restore_buffers(self._buffers)
         self._weights = []
         self._buffers = []
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from learnkit.core.batch import map_tensors, short_repr
@@ -195,6 +196,8 @@ class ChannelsLast(Callback):
 
     def before_fit(self) -> None:
         for p in self.learn.model.parameters():
+            if is_lazy(p):
+                continue  # it has no shape yet, and is converted in the next fit
             layout = CHANNELS_LAST.get(p.dim())
             if layout is None or p.is_contiguous(memory_format=layout):
                 continue

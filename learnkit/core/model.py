@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ __all__ = [
     'wrappers_of',
     'has_weights',
     'model_device',
+    'has_lazy_tensors',
     'move_to_device',
     'capture_buffers',
     'preserved_modes',
+    'copy_buffers',
+    'restore_buffers',
     'name_of',
     'unwrap_partial',
     'takes_batches',
@@ -70,6 +74,15 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 
+def has_lazy_tensors(model: nn.Module) -> bool:
+    """Return True if a module is lazy and has not been called yet.
+
+    >>> has_lazy_tensors(nn.LazyLinear(2)), has_lazy_tensors(nn.Linear(2, 2))
+    (True, False)
+    """
+    return any(map(is_lazy, chain(model.parameters(), model.buffers())))
+
+
 def move_to_device(learn: LearnerLike) -> None:
     "Move the model, and a loss function that is a module, to the device of `learn.dls`; do nothing without a device."
     device = getattr(learn.dls, 'device', None)
@@ -95,6 +108,35 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for m, mode in modes:
             m.training = mode
+
+
+# module, key, tensor and value of a buffer: a forward pass may replace the tensor
+BufferCopy = tuple[nn.Module, str, Tensor, Tensor]
+
+
+def copy_buffers(model: nn.Module) -> list[BufferCopy]:
+    """Copy the buffers of a model, such as running statistics, for `restore_buffers`.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> copies = copy_buffers(norm)
+    >>> _ = norm(torch.tensor([[0.], [2.]])); restore_buffers(copies)
+    >>> norm.running_mean
+    tensor([0.])
+    """
+    copies = []
+    for m in model.modules():
+        for key, buffer in m._buffers.items():
+            # a lazy module has no values before its first forward pass
+            if buffer is not None and not is_lazy(buffer):
+                copies.append((m, key, buffer, buffer.detach().clone()))
+    return copies
+
+
+@torch.no_grad()
+def restore_buffers(copies: list[BufferCopy]) -> None:
+    "Restore the tensors of buffers and their values."
+    for m, key, buffer, value in copies:
+        m._buffers[key] = buffer.copy_(value)
 
 
 def name_of(f: Any) -> str:

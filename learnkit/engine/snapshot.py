@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from learnkit.core.dtensor import reshard
 from learnkit.core.interrupts import run_all
@@ -89,6 +91,8 @@ class Snapshot:
         self._visited[id(o)] = o
         if isinstance(o, OWNER_TYPES):
             self._enqueue([vars(o)])
+            if isinstance(o, LazyModuleMixin):  # its first forward pass changes the class
+                self._undo_steps.append(partial(setattr, o, '__class__', type(o)))
         elif isinstance(o, Tensor):
             self._copy_tensor(o)
         elif isinstance(o, dict):
@@ -114,7 +118,8 @@ class Snapshot:
         self._enqueue(items.values() if isinstance(items, dict) else items)
 
     def _copy_tensor(self, t: Tensor) -> None:
-        if torch.nn.parameter.is_lazy(t):
+        if is_lazy(t):
+            self._undo_steps.append(partial(_make_lazy_again, t, type(t)))
             return
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
@@ -141,6 +146,15 @@ def _rewrite_tensor(
         return
     t.requires_grad_(requires_grad)
     t.grad = grad
+
+
+def _make_lazy_again(t: Tensor, cls: type) -> None:
+    "Turn a tensor that a forward pass has initialized into an uninitialized one of the class `cls`."
+    if is_lazy(t):
+        return
+    t.grad = None
+    t.data = torch.empty(0, device=t.device, dtype=t.dtype)
+    t.__class__ = cls
 
 
 def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None:
