@@ -27,11 +27,13 @@ from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
-<<<<<<< HEAD
-from learnkit.core.model import capture_buffers, name_of, preserved_modes
-=======
-from learnkit.core.model import has_lazy_tensors, name_of, preserved_modes
->>>>>>> h_b
+from learnkit.core.model import (
+    copy_buffers,
+    has_lazy_tensors,
+    name_of,
+    preserved_modes,
+    restore_buffers,
+)
 from learnkit.core.random import preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
@@ -353,12 +355,12 @@ def layer_info(
 @contextmanager
 def restored_model(model: nn.Module) -> Iterator[None]:
     "Run a model in a context that restores random generators, modes of modules and buffers."
-    restore_buffers = capture_buffers(model)
+    copies = copy_buffers(model)
     with preserved_modes(model), preserved_rng(), torch.no_grad():
         try:
             yield
         finally:
-            restore_buffers()
+            restore_buffers(copies, skip_equal=True)
 
 
 def dummy_eval(

@@ -4,7 +4,7 @@ A model with Composer's interface receives a whole batch, inputs and targets, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -23,7 +23,6 @@ __all__ = [
     'model_device',
     'has_lazy_tensors',
     'move_to_device',
-    'capture_buffers',
     'preserved_modes',
     'copy_buffers',
     'restore_buffers',
@@ -133,10 +132,23 @@ def copy_buffers(model: nn.Module) -> list[BufferCopy]:
 
 
 @torch.no_grad()
-def restore_buffers(copies: list[BufferCopy]) -> None:
-    "Restore the tensors of buffers and their values."
-    for m, key, buffer, value in copies:
-        m._buffers[key] = buffer.copy_(value)
+def restore_buffers(
+    copies: list[BufferCopy],  # return value of `copy_buffers`
+    skip_equal: bool = False,  # compare values on the host, and write changed buffers only
+) -> None:
+    """Restore the tensors of buffers and their values, on the device to which the model was moved.
+
+    A buffer that is written invalidates a graph that has saved it, also if the value is the same. The version of a
+    tensor does not show a change, because batch norm updates its statistics without a new version.
+    """
+    for module, key, buffer, value in copies:
+        current = module._buffers.get(key)
+        if current is not None and current.device != buffer.device:
+            module._buffers[key] = value.to(current.device)
+        elif not skip_equal or buffer.is_meta or not torch.equal(buffer, value):
+            module._buffers[key] = buffer.copy_(value)
+        else:
+            module._buffers[key] = buffer
 
 
 def name_of(f: Any) -> str:
@@ -168,35 +180,6 @@ def takes_batches(
     """
     cls = type(bare_model(model))
     return all(callable(getattr(cls, name, None)) for name in _BATCH_METHODS)
-
-
-def capture_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copy the buffers of a model, and return a function that restores the changed ones.
-
-    >>> norm = nn.BatchNorm1d(2)
-    >>> restore_buffers = capture_buffers(norm)
-    >>> _ = norm(torch.randn(4, 2))
-    >>> restore_buffers()
-    >>> norm.running_mean
-    tensor([0., 0.])
-    """
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not is_lazy(buffer) and not buffer.is_meta
-    ]
-
-    def restore() -> None:
-        for module, name, buffer, value in buffers:
-            current = module._buffers.get(name)
-            if current is not None and current.device != buffer.device:
-                module._buffers[name] = value.to(current.device)  # the model was moved meanwhile
-            # the version does not count what batch norm writes; a copy of equal values would invalidate a graph
-            elif current is not buffer or not torch.equal(buffer, value):
-                module._buffers[name] = buffer.copy_(value)
-
-    return restore
 
 
 def whole_batch(

@@ -12,11 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from learnkit.core.batch import count_samples
 from learnkit.core.errors import add_note
 from learnkit.core.learner_type import LoopLike
-<<<<<<< HEAD
-from learnkit.core.model import capture_buffers
-=======
 from learnkit.core.model import copy_buffers, restore_buffers
->>>>>>> h_b
 from learnkit.core.random import capture_rng, restore_rng
 
 __all__ = ['restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
@@ -57,11 +53,7 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
 def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Train on the whole batch. Out of memory, restore the state before the batch and halve the microbatch size."
     rng = capture_rng()
-<<<<<<< HEAD
-    restore_buffers = capture_buffers(learn.model)
-=======
     buffers = copy_buffers(learn.model)
->>>>>>> h_b
     bs = count_samples(learn)
     tried = []
     while True:
@@ -80,11 +72,7 @@ def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -
         # outside of `except`, where the frames that hold the failed pass's tensors are released
         restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])
         learn.clear_pass()
-<<<<<<< HEAD
-        restore_buffers()
-=======
         restore_buffers(buffers)
->>>>>>> h_b
         restore_rng(rng)
         if learn.run.device is not None and learn.run.device.type == 'cuda':
             torch.cuda.empty_cache()
