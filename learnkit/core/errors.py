@@ -78,7 +78,7 @@ class CancelBackwardException(CancelException):
 class CancelStepException(CancelException):
     """Skip the optimizer step and go to `after_step`.
 
-    Gradients are kept, and the next batch accumulates onto the gradients.
+    The gradients are cleared afterwards, as after a step. To keep the gradients, raise `CancelBatchException`.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
