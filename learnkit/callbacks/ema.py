@@ -115,9 +115,8 @@ class EMA(Callback):
         self._averages: list[dict[str, Tensor]] = [{}, *({} for _ in self.other_decays)]
         # by name of the average; empty after loading, until `_link` finds the model's tensors
         self._slots_by_name: dict[str, Slot] = {}
-        self._stores: list[
-            Store
-        ] = []  # locations of the averaged tensors, in the order of the averages
+        # locations of the averaged tensors, in the order of the averages
+        self._stores: list[Store] = []
         self._n_steps = 0
         self._n_updates = 0
 
