@@ -135,7 +135,8 @@ class ByHand:
         self.rank = rank
         self.size = size
         self.clock = Clock()
-        (self.x, self.y), self.model = task.data(size), task.model()
+        self.x, self.y = task.data(size)
+        self.model = task.model()
         self.wrapped = (
             self.model
             if task.strategy == 'fsdp'

@@ -197,9 +197,9 @@ class CSVLogger(_FileLogger):
 
     def _format_lines(self, rows: list[dict[str, Any]]) -> str:
         out = io.StringIO()
-        csv.writer(out, lineterminator='\n').writerows(
-            [row.get(name, '') for name in self._columns] for row in rows
-        )
+        writer = csv.writer(out, lineterminator='\n')
+        for row in rows:
+            writer.writerow([row.get(name, '') for name in self._columns])
         return out.getvalue()
 
     def _format_file(self, rows: list[dict[str, Any]]) -> str:
@@ -214,10 +214,10 @@ class CSVLogger(_FileLogger):
             raise OptionError(
                 f'{path} is not a log of CSVLogger: its first column is not `step`. {_ELSEWHERE}'
             )
-        rows = [
-            {name: _as_number(v) for name, v in zip(header, row, strict=False) if v != ''}
-            for row in reader
-        ]
+        rows = []
+        for row in reader:
+            cells = zip(header, row, strict=False)
+            rows.append({name: _as_number(cell) for name, cell in cells if cell != ''})
         if _have_int_steps(rows):
             return rows
         raise OptionError(

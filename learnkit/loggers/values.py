@@ -74,12 +74,18 @@ def encode_rows(
     rows: list[tuple[int, dict[str, Any]]],  # number of batches, and logged values by name
 ) -> list[tuple[int, dict[str, Any]]]:
     "Return rows as a checkpoint stores them: with the state of each `Mean`."
-    return [(ba, {name: _encode(v) for name, v in row.items()}) for ba, row in rows]
+    encoded = []
+    for ba, row in rows:
+        encoded.append((ba, {name: _encode(v) for name, v in row.items()}))
+    return encoded
 
 
 def decode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
     "Return the rows that `encode_rows` converted."
-    return [(ba, {name: _decode(v) for name, v in row.items()}) for ba, row in rows]
+    decoded = []
+    for ba, row in rows:
+        decoded.append((ba, {name: _decode(v) for name, v in row.items()}))
+    return decoded
 
 
 def _encode(value: Any) -> Any:
