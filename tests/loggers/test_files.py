@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from learnkit import Callback, OptionError
+from learnkit.core.errors import MissingExtraError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, encode_png
@@ -348,6 +350,12 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
     for bad in (['one'], 'ab'):
         with pytest.raises(OptionError, match='a list of 2'):
             arrange_images(pixels, bad)
+
+
+def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'PIL.Image', None)
+    with pytest.raises(MissingExtraError, match='needs pillow: pip install pillow'):
+        encode_png(as_images(torch.rand(3, 2, 2))[0])
 
 
 @pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])
