@@ -890,7 +890,7 @@ class Learner(Loop):
         rm_type_tfms: Any = None,  # number of type transforms to skip (fastai data)
         with_input: bool = False,  # return the input, first
     ) -> tuple[Any, ...]:  # ([input,] label, decoded prediction, activated prediction)
-        """Predict on one sample.
+        """Predict on one sample, as a batch that the loader's collate function makes.
 
         The label is the result of `dls.decode_batch` if the data has it (fastai), otherwise the class name in
         `dls.vocab`, otherwise the decoded prediction. `loss_func.decodes` decodes; with torch's own losses this is the

@@ -105,3 +105,58 @@ def test_loss_of_targets_that_are_nan(row: Row) -> None:
     *_, losses = Learner([(x, y)], nn.Identity(), mse_of_known).get_preds(0, with_loss=True)
     row(was=4.5, now=losses[1].item(), independent=9.0)
     assert losses.tolist() == [2.5, 9.0]
+
+
+# -- one item --------------------------------------------------------------------------------------
+
+
+class Scaled:
+    "A collate function that scales bytes, with or without targets."
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if not isinstance(samples[0], tuple):
+            return torch.stack(samples) / 255
+        xs, ys = zip(*samples, strict=True)
+        return torch.stack(xs) / 255, torch.tensor(ys)
+
+
+@pytest.mark.silent('predict(item) with a collate function that scales: probability of class 1')
+@pytest.mark.parametrize('item_is_whole', [False, True])
+def test_predict_collates_as_the_loader(item_is_whole: bool, row: Row) -> None:
+    gen = torch.Generator().manual_seed(1)
+    items = [(torch.randint(256, (2,), generator=gen), i % 2) for i in range(6)]
+    loader = DataLoader(items, batch_size=3, collate_fn=Scaled())
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(loader, loader), nn.Linear(2, 2), nn.CrossEntropyLoss())
+    expected = learn.get_preds()[0][4]
+    plain = learn.model(items[4][0].float()).softmax(-1)
+    pred = learn.predict(items[4] if item_is_whole else items[4][0])[2]
+    row(was=plain[1].item(), now=pred[1].item(), independent=expected[1].item())
+    assert torch.allclose(pred, expected)
+
+
+def test_predict_collates_samples_without_targets() -> None:
+    items = [torch.tensor([255, 0]), torch.tensor([51, 102])]
+    loader = DataLoader(items, batch_size=2, collate_fn=Scaled())
+    learn = Learner(DataLoaders(loader), nn.Identity(), nn.CrossEntropyLoss(), default_cbs=False)
+    assert learn.predict(items[1], with_input=True)[0].tolist() == pytest.approx([0.2, 0.4])
+
+
+# -- batches that callbacks look at ----------------------------------------------------------------
+
+
+@pytest.mark.silent('dls.one_batch() before each batch: distance of the weights after two epochs')
+def test_one_batch_leaves_the_training_alone(row: Row) -> None:
+    def train(*cbs: Callback) -> Tensor:
+        x = torch.arange(24.0)[:, None] / 24
+        torch.manual_seed(4)
+        loader = DataLoader([(v, v * 2) for v in x], batch_size=4, shuffle=True)
+        learn = Learner(DataLoaders(loader), nn.Linear(1, 1), nn.MSELoss(), SGD, lr=0.1, cbs=cbs)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(2)
+        return learn.model.weight.detach()
+
+    looking = Callback(before_batch=lambda cb: cb.dls.one_batch())
+    now = (train(looking) - train()).abs().max().item()
+    row(was=0.0106001, now=now, independent=0.0)
+    assert now == 0
