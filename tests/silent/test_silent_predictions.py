@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,31 @@ def test_loss_of_targets_that_are_nan(row: Row) -> None:
     *_, losses = Learner([(x, y)], nn.Identity(), mse_of_known).get_preds(0, with_loss=True)
     row(was=4.5, now=losses[1].item(), independent=9.0)
     assert losses.tolist() == [2.5, 9.0]
+
+
+# -- losses that show no parameters ----------------------------------------------------------------
+
+
+class WrappedLoss:
+    "A loss whose signature is that of the module it wraps, `(*args, **kwargs)`, as fastai's losses."
+
+    def __init__(self) -> None:
+        self.func = nn.CrossEntropyLoss()
+        self.n_calls = 0
+        functools.update_wrapper(self, self.func)
+
+    def __call__(self, pred: Tensor, targ: Tensor) -> Tensor:
+        self.n_calls += 1
+        return self.func(pred, targ)
+
+
+@pytest.mark.silent("a validation without targets: calls of a loss like fastai's CrossEntropyLossFlat")
+def test_a_loss_of_args_is_not_called_without_targets(row: Row) -> None:
+    loss = WrappedLoss()
+    learn = Learner([(torch.zeros(4, 3),)], nn.Linear(3, 2), loss, default_cbs=False)
+    learn.validate(0)
+    row(was='TypeError', now=loss.n_calls, independent=0)
+    assert loss.n_calls == 0
 
 
 # -- one item --------------------------------------------------------------------------------------
