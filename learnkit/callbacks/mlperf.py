@@ -18,7 +18,7 @@ from learnkit.callbacks.dataset import n_samples
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
-from learnkit.core.files import atomic_write, check_file
+from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import is_count
@@ -123,7 +123,7 @@ class MLPerf(Callback):
             raise OptionError(f'index={index!r}: give a number, 0 or more.')
         if target is not None and isinstance(monitor, str):
             as_comparison(comp, monitor)  # raises for an unknown direction
-        self.folder = Path(folder)
+        self.folder = as_local_path(folder)
         self.index = index
         self.benchmark = benchmark
         self.monitor = monitor

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
+from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
 from learnkit.core.validation import check_count
@@ -102,7 +103,7 @@ class DataLoaders:
         self.others = list(others)
         self.n_inp: int | Mapping[str, int] | None = n_inp
         self.n_iter = n_iter
-        self.path = Path(path)
+        self.path = as_local_path(path)
         self.targets = as_names(targets)
         self._device = None if device is None else check_device(device)
 

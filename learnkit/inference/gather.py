@@ -29,6 +29,7 @@ from learnkit.core.batch import (
 from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.denominator import IGNORED, denominator_of
 from learnkit.core.errors import BatchError, LossError
+from learnkit.core.files import as_local_path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
@@ -80,8 +81,8 @@ class GatherPredsCallback(Callback):
         self.with_loss = with_loss
         self.with_preds = with_preds
         self.with_targs = with_targs
-        self.save_preds = save_preds
-        self.save_targs = save_targs
+        self.save_preds = None if save_preds is None else as_local_path(save_preds)
+        self.save_targs = None if save_targs is None else as_local_path(save_targs)
         self.concat_dim = concat_dim
         self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
@@ -111,7 +112,7 @@ class GatherPredsCallback(Callback):
         self._world = _get_sharing_ranks(self.learn.world, self.learn.dl)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
 
     def before_batch(self) -> None:
         if self.with_input and self._is_gathered_run():
@@ -150,9 +151,9 @@ class GatherPredsCallback(Callback):
             self.targets.append(targs)
         number = str(i * self._world.size + self._world.rank)  # batches go to the ranks in turn
         if self.save_preds is not None:
-            save_plain(preds, Path(self.save_preds) / number)
+            save_plain(preds, self.save_preds / number)
         if self.save_targs is not None and targs:
-            save_plain(targs[0], Path(self.save_targs) / number)
+            save_plain(targs[0], self.save_targs / number)
 
     def after_validate(self) -> None:
         if self._is_gathered_run():

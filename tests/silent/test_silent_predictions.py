@@ -91,7 +91,9 @@ def test_top_losses_of_padded_samples(row: Row) -> None:
     means = torch.tensor(sample_means(x, y))
     padded_means = means * torch.tensor([6, 3, 1, 2]) / 6
     expected = means.argsort(descending=True).tolist()
-    row(was=padded_means.argsort(descending=True).tolist(), now=order.tolist(), independent=expected)
+    row(
+        was=padded_means.argsort(descending=True).tolist(), now=order.tolist(), independent=expected
+    )
     assert order.tolist() == expected
     assert losses.tolist() == pytest.approx(sorted(means.tolist(), reverse=True), rel=1e-5)
 
@@ -124,7 +126,9 @@ class WrappedLoss:
         return self.func(pred, targ)
 
 
-@pytest.mark.silent("a validation without targets: calls of a loss like fastai's CrossEntropyLossFlat")
+@pytest.mark.silent(
+    "a validation without targets: calls of a loss like fastai's CrossEntropyLossFlat"
+)
 def test_a_loss_of_args_is_not_called_without_targets(row: Row) -> None:
     loss = WrappedLoss()
     learn = Learner([(torch.zeros(4, 3),)], nn.Linear(3, 2), loss, default_cbs=False)
