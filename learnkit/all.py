@@ -16,7 +16,7 @@ from learnkit.core.contexts import paused_collection
 with paused_collection():
     import numpy as np
     import torch
-    from fastcore import basics, foundation, meta, parallel, test, xtras
+    from fastcore import basics, foundation, meta, parallel, xtras
     from fastcore.imports import noop, noops
     from torch import nn
     from torch.nn import functional as F
@@ -24,7 +24,8 @@ with paused_collection():
     from learnkit import callbacks, loggers, losses, metrics, optim
     from learnkit.callbacks import lr_finder, schedule
 
-_FASTCORE = (basics, foundation, meta, parallel, test, xtras)
+# without `fastcore.test`: pytest would collect its `test_eq` in a module that imports this one
+_FASTCORE = (basics, foundation, meta, parallel, xtras)
 _MODULES = (*_FASTCORE, learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
