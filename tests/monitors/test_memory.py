@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from learnkit import Callback
-from learnkit.callbacks import memory
-from learnkit.callbacks.memory import MemoryMonitor, parse_status, read_allocator, read_resident
 from learnkit.core.errors import TimeError
+from learnkit.monitors import memory
+from learnkit.monitors.memory import MemoryMonitor, parse_status, read_allocator, read_resident
 from learnkit.testing import synth_learner
 
 linux = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')

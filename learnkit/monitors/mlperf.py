@@ -14,7 +14,6 @@ from typing import Any, TextIO
 import torch
 
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.dataset import n_samples
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
@@ -26,6 +25,7 @@ from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
+from learnkit.monitors.dataset import n_samples
 
 __all__ = ['MLPerf']
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.errors import ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.time import Time
 from learnkit.core.validation import check_count, check_number
+from learnkit.monitors.monitor import Monitor
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation
-from learnkit.callbacks.mlperf import MLPerf
 from learnkit.core.errors import MetricError, OptionError
+from learnkit.monitors.mlperf import MLPerf
 from learnkit.testing import synth_learner
 
 

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks import speed
-from learnkit.callbacks.monitor import Monitor
-from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
 from learnkit.core.errors import (
     CancelEpochException,
     CancelTrainException,
@@ -23,6 +20,9 @@ from learnkit.core.errors import (
     OptionError,
     TimeError,
 )
+from learnkit.monitors import speed
+from learnkit.monitors.monitor import Monitor
+from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 

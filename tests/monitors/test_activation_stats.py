@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.activation_stats import ActivationStats, _measure
 from learnkit.callbacks.hooks import Hooks
 from learnkit.core.batch import microbatches
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
+from learnkit.monitors.activation_stats import ActivationStats, _measure
 from learnkit.testing import synth_learner
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
@@ -307,7 +307,7 @@ def test_plots() -> None:
 
 def test_matplotlib_is_imported_for_plots_only() -> None:
     code = (
-        'import sys, learnkit; from learnkit.callbacks.activation_stats import ActivationStats\n'
+        'import sys, learnkit; from learnkit.monitors.activation_stats import ActivationStats\n'
         'from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n'
         'with learn.no_bar(): learn.fit(1)\n'
         "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules"
