@@ -109,8 +109,8 @@ _ROWS = (
     (
         'debugging',
         'Find what is wrong',
-        'Values that are not finite, memory that runs out, batches to run again, hooks, and summaries of a model.',
-        'callbacks.nan_guard callbacks.oom callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
+        'Values that are not finite, batches to run again, hooks, and summaries of a model.',
+        'callbacks.nan_guard callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
     ),
     (
         'distributed',

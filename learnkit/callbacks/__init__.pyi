@@ -53,10 +53,6 @@ from .nan_guard import (
     GuardNonFinite as GuardNonFinite,
     TerminateOnNaNCallback as TerminateOnNaNCallback,
 )
-from .oom import (
-    MemorySnapshot as MemorySnapshot,
-    OOMObserver as OOMObserver,
-)
 from .optuna import (
     OptunaPruning as OptunaPruning,
 )

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.best_metric import BestMetric
-from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
 from learnkit.monitors.dataset import DatasetStats, ParamCount
@@ -274,8 +273,6 @@ def test_a_pass_at_evaluation() -> None:
     [
         ParamCount,
         DatasetStats,
-        OOMObserver,
-        MemorySnapshot,
         BestMetric,
         PeriodicData,
         MLPerf,
