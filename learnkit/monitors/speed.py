@@ -341,7 +341,7 @@ class RuntimeEstimator(_TimedMonitor):
         'time/remaining_estimate': 'time until the end of the fit, evaluations included'
     }
     latest = ('time/',)
-    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'measured.0', 'evals')
+    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'measured', 'evals')
 
     def __init__(
         self,

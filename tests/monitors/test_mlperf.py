@@ -142,8 +142,6 @@ def test_a_step_of_several_batches_in_pieces(tmp_path: Path) -> None:
     [
         {'division': 'shut'},
         {'status': 'here'},
-        {'benchmark': 'a/b'},
-        {'system': ''},
         {'index': -1},
         {'monitor': 'quux', 'target': 1.0},
         {'monitor': 'lr', 'target': 1.0},
