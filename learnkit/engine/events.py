@@ -121,7 +121,7 @@ LIFECYCLE = tuple(
             '`xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch',
         ),
         (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
-        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is set'),
+        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is what the model returned'),
         (
             5,
             'after_loss',

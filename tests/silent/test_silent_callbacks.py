@@ -1,0 +1,119 @@
+"""What callbacks see and change: outputs of models, gradients before a step, rates, evaluation weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit import Callback, DataLoaders, Learner
+
+X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
+Y = X.sum(1, keepdim=True)
+
+
+def learner(model: nn.Module | None = None, **options: Any) -> Learner:
+    torch.manual_seed(0)
+    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, shuffle=False, device='cpu')
+    options = {'loss_func': nn.MSELoss(), 'opt_func': torch.optim.SGD, 'lr': 0.1, **options}
+    learn = Learner(dls, model or nn.Linear(3, 1).double(), **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+def train_by_hand(loss_of: Any = F.mse_loss) -> tuple[Tensor, float]:
+    "Return the weights after one epoch of a plain loop, and the mean loss of the validation set."
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in zip(X.split(16), Y.split(16), strict=True):
+        opt.zero_grad()
+        loss_of(model(x), y).backward()
+        opt.step()
+    return model.weight.detach(), F.mse_loss(model(X), Y).item()
+
+
+# -- outputs of models -----------------------------------------------------------------------------
+
+
+@dataclass
+class Output(OrderedDict[str, Tensor]):
+    "An output as transformers has it: fields, keys and indices."
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.update({k: v for k, v in vars(self).items() if v is not None})
+
+    def __getitem__(self, i: Any) -> Tensor:
+        return super().__getitem__(i) if isinstance(i, str) else list(self.values())[i]
+
+
+class WithOutput(nn.Module):
+    def __init__(self, make: Any, with_loss: bool = False) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 1).double()
+        self.make = make
+        self.with_loss = with_loss
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.lin(x)
+        if not self.with_loss:
+            return self.make(logits=logits)
+        return self.make(logits=logits, loss=(logits - x.sum(1, keepdim=True)).square().mean())
+
+
+KINDS = {
+    'index': lambda pred: pred[0],
+    'attribute': lambda pred: pred.logits,
+    'key': lambda pred: pred['logits'],
+}
+
+
+@pytest.mark.silent('pred at after_pred, `learn.pred = pred.logits`: validation loss after an epoch')
+@pytest.mark.parametrize('take', KINDS)
+def test_pred_is_what_the_model_returned(row: Any, take: str) -> None:
+    def drop(cb: Callback) -> None:
+        cb.learn.pred = KINDS[take](cb.pred)
+
+    torch.manual_seed(0)
+    learn = learner(WithOutput(Output), cbs=Callback(after_pred=drop))
+    learn.fit(1)
+    weight, loss = train_by_hand()
+    if take == 'attribute':
+        row(was='AttributeError', now=learn.validate()[0], independent=loss)
+    torch.testing.assert_close(learn.model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
+    assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
+    preds, _ = learn.get_preds()
+    torch.testing.assert_close(preds, learn.model.lin(X).detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('make', [Output, dict, SimpleNamespace])
+@pytest.mark.parametrize('takes', [False, True])
+def test_the_loss_in_an_output_is_used_after_the_event(make: Any, takes: bool) -> None:
+    kinds = []
+
+    def look(cb: Callback) -> None:
+        kinds.append(type(cb.pred))
+        if takes:  # the loss of the output still counts
+            cb.learn.pred = cb.pred['logits'] if make is dict else cb.pred.logits
+
+    def mae(pred: Tensor, y: Tensor) -> Tensor:
+        return (pred - y).abs().mean()
+
+    torch.manual_seed(0)
+    model = WithOutput(make, with_loss=True)
+    learn = learner(model, loss_func=None, metrics=mae, cbs=Callback(after_pred=look))
+    learn.fit(1)
+    weight, loss = train_by_hand()
+    assert set(kinds) == {make}
+    torch.testing.assert_close(model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
+    expected = loss, (model.lin(X) - Y).abs().mean().item()
+    assert list(learn.validate()) == pytest.approx(list(expected), abs=1e-12)
