@@ -137,7 +137,12 @@ LIFECYCLE = tuple(
             '',
             '`xb` and `yb` are the whole batch again, `loss` is the weighted mean',
         ),
-        (5, 'before_step', 'AFTER_TRAIN_BATCH', 'gradients are unscaled and final'),
+        (
+            5,
+            'before_step',
+            'AFTER_TRAIN_BATCH',
+            'a step is due; its gradients are unscaled from order 10 on (MixedPrecision), clipped from 11 on',
+        ),
         (6, 'after_cancel_step', '', 'CancelStepException was raised'),
         (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
         (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, Learner
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
 
 X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
 Y = X.sum(1, keepdim=True)
@@ -77,7 +77,9 @@ KINDS = {
 }
 
 
-@pytest.mark.silent('pred at after_pred, `learn.pred = pred.logits`: validation loss after an epoch')
+@pytest.mark.silent(
+    'pred at after_pred, `learn.pred = pred.logits`: validation loss after an epoch'
+)
 @pytest.mark.parametrize('take', KINDS)
 def test_pred_is_what_the_model_returned(row: Any, take: str) -> None:
     def drop(cb: Callback) -> None:
@@ -117,3 +119,33 @@ def test_the_loss_in_an_output_is_used_after_the_event(make: Any, takes: bool) -
     torch.testing.assert_close(model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
     expected = loss, (model.lin(X) - Y).abs().mean().item()
     assert list(learn.validate()) == pytest.approx(list(expected), abs=1e-12)
+
+
+# -- gradients before a step -----------------------------------------------------------------------
+
+
+@pytest.mark.silent('before_step under accumulation, Callback(before_step=): mean gradient norm')
+@pytest.mark.parametrize('options', [{'cbs': []}, {'microbatch': 8}])
+def test_before_step_has_the_gradients_of_a_step(row: Any, options: dict[str, Any]) -> None:
+    norms = []
+
+    def note(cb: Callback) -> None:
+        norms.append(nn.utils.get_total_norm([p.grad for p in cb.model.parameters()]).item())
+
+    options = {**options, 'cbs': [Callback(before_step=note, after_step=note)]}
+    learn = learner(**options)
+    learn.add_cb(GradientAccumulation(32))
+    learn.fit(2)
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for x, y in [(X[:32], Y[:32]), (X[32:], Y[32:])] * 2:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        expected += 2 * [nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]
+        opt.step()
+    if 'microbatch' not in options:
+        row(was=3.73192, now=sum(norms) / len(norms), independent=sum(expected) / len(expected))
+    assert norms == pytest.approx(expected, abs=1e-12)
