@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnkit.callbacks import LRMonitor, LRScheduler
+from learnkit.loggers.base import Logger
 
 X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
 Y = X.sum(1, keepdim=True)
@@ -149,3 +152,57 @@ def test_before_step_has_the_gradients_of_a_step(row: Any, options: dict[str, An
     if 'microbatch' not in options:
         row(was=3.73192, now=sum(norms) / len(norms), independent=sum(expected) / len(expected))
     assert norms == pytest.approx(expected, abs=1e-12)
+
+
+# -- rates -----------------------------------------------------------------------------------------
+
+
+class RateLogger(Logger):
+    def __init__(self) -> None:
+        super().__init__('1ba')
+        self.rates: list[float] = []
+        self.params: list[dict[str, Any]] = []
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        self.rates += [values['lr']] if 'lr' in values else []
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self.params.append(params)
+
+
+@pytest.mark.silent("LRScheduler(by='batch'): rate that a logger writes for the second step")
+def test_loggers_and_monitors_write_the_rate_of_the_step(row: Any) -> None:
+    def note(cb: Callback) -> None:
+        used.append(cb.opt.hypers[0]['lr'])
+
+    def note_after(cb: Callback) -> None:
+        if cb.training:
+            seen.append(cb.opt.hypers[0]['lr'])
+
+    used: list[float] = []
+    seen: list[float] = []
+    log = RateLogger()
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    own = Callback(before_step=note, after_batch=note_after)
+    learn = learner(cbs=[LRScheduler(halve, by='batch'), LRMonitor('1ba'), own, log])
+    learn.fit(2)
+    expected = [0.1 * 0.5**i for i in range(6)]
+    row(was=0.025, now=log.rates[1], independent=expected[1])
+    assert used == seen == log.rates == learn.recorder.lrs == pytest.approx(expected)
+    assert learn.history[1]['lr-SGD/group0'] == pytest.approx(expected[-1])
+    assert learn.opt.hypers[0]['lr'] == pytest.approx(0.1 * 0.5**6)
+
+
+@pytest.mark.silent('lr in the configuration that a logger writes, fit_one_cycle(lr_max=0.5)')
+def test_the_logged_configuration_has_the_requested_rate(row: Any) -> None:
+    log = RateLogger()
+    learn = learner(cbs=log)
+    learn.fit_one_cycle(1, 0.5)
+    learn.fit_flat_cos(1, 0.25)
+    learn.fit_sgdr(1, 1, 0.125)
+    learn.fit(1, 0.2)
+    warm_up = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1)
+    learn.fit(1, 0.3, cbs=LRScheduler(warm_up))
+    learn.fit(1)
+    row(was=0.484923, now=log.params[0]['lr'], independent=0.5)
+    assert [params['lr'] for params in log.params] == [0.5, 0.25, 0.125, 0.2, 0.3, 0.1]
