@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnkit.callbacks import LRMonitor, LRScheduler
+from learnkit.callbacks import LRFinder, LRMonitor, LRScheduler
+from learnkit.data import Evaluator
 from learnkit.loggers.base import Logger
 
 X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
@@ -206,3 +207,31 @@ def test_the_logged_configuration_has_the_requested_rate(row: Any) -> None:
     learn.fit(1)
     row(was=0.484923, now=log.params[0]['lr'], independent=0.5)
     assert [params['lr'] for params in log.params] == [0.5, 0.25, 0.125, 0.2, 0.3, 0.1]
+
+
+# -- searches --------------------------------------------------------------------------------------
+
+SEARCHES = {
+    'lr_find': lambda learn: learn.lr_find(num_it=12, show_plot=False, stop_div=False),
+    'LRFinder': lambda learn: learn.fit(4, cbs=LRFinder(num_it=12, stop_div=False)),
+    'find_batch_size': lambda learn: learn.find_batch_size(max_size=32),
+}
+
+
+@pytest.mark.silent('lr_find with an Evaluator of its own interval: validation batches')
+@pytest.mark.parametrize('search', SEARCHES)
+def test_a_search_evaluates_nothing(row: Any, search: str) -> None:
+    def count(cb: Callback) -> None:
+        phases.append(cb.phase)
+
+    phases: list[str] = []
+    torch.manual_seed(0)
+    train = DataLoaders.from_tensors((X, Y), bs=16, shuffle=False, device='cpu').train
+    dls = DataLoaders(train, {'often': Evaluator(train, '1ba')}, device='cpu')
+    cbs = Callback(before_batch=count)
+    learn = Learner(dls, nn.Linear(3, 1).double(), nn.MSELoss(), cbs=cbs)
+    with learn.no_bar():
+        SEARCHES[search](learn)
+    if search == 'lr_find':
+        row(was=33, now=phases.count('valid'), independent=0)
+    assert set(phases) == {'train'}
