@@ -501,7 +501,7 @@ class Learner(Loop):
 
         Everything is restored as by `lr_find`: weights, buffers, optimizer, random generators,
         loaders, counters and callbacks; the copies are in CPU memory. Callbacks run as in a fit,
-        except `GradientAccumulation`, `OOMObserver` and callbacks with `remove_on_find`.
+        except `GradientAccumulation` and callbacks with `remove_on_find`.
         Microbatches are disabled: the result is also the largest `microbatch`.
 
         On the CPU, an operating system that overcommits memory ends the process without an error:

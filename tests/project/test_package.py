@@ -42,6 +42,7 @@ PACKAGES = [
     'distributed',
     'inference',
     'callbacks',
+    'monitors',
     'loggers',
     'debug',
     'learner',
@@ -289,6 +290,7 @@ def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
 PUBLIC = [
     '',
     '.callbacks',
+    '.monitors',
     '.metrics',
     '.losses',
     '.loggers',
@@ -484,7 +486,14 @@ def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
 
 @pytest.mark.parametrize(
     'package',
-    ['learnkit', 'learnkit.callbacks', 'learnkit.metrics', 'learnkit.optim', 'learnkit.data'],
+    [
+        'learnkit',
+        'learnkit.callbacks',
+        'learnkit.monitors',
+        'learnkit.metrics',
+        'learnkit.optim',
+        'learnkit.data',
+    ],
 )
 def test_every_lazy_name_exists(package: str) -> None:
     module = importlib.import_module(package)
