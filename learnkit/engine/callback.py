@@ -180,7 +180,7 @@ class Callback:
         xb: tuple[Any, ...]
         yb: tuple[Any, ...]
         pred: Any  # predictions, from after_pred on
-        loss: Tensor  # loss without its graph, from after_loss on
+        loss: Tensor  # copy of the loss, with its graph until the batch ends
         loss_grad: Tensor  # loss that backward runs from
         epoch: int
         n_epoch: int | None

@@ -126,7 +126,7 @@ LIFECYCLE = tuple(
             5,
             'after_loss',
             'AFTER_LOSS',
-            '`loss_grad` (with its graph) and `loss` (detached) are set',
+            '`loss_grad` and `loss`, its copy, are set, with their graph until the batch ends',
         ),
         (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
         (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),

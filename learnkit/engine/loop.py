@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
@@ -238,10 +238,13 @@ class Loop(CallbackHost):
             return
         if not self._has_checked_batch:
             self._check_first_batch()
-        if self.whole_step is None:
-            self.train_batch()
-        else:
-            self.whole_step()
+        try:
+            if self.whole_step is None:
+                self.train_batch()
+            else:
+                self.whole_step()
+        finally:
+            self.release_loss()
 
     def train_batch(self) -> None:
         """Train on the current batch. Custom loops override this method.
@@ -360,6 +363,14 @@ class Loop(CallbackHost):
 
     # -- the parts of a batch --------------------------------------------------------------------
 
+    def release_loss(self) -> None:
+        "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
+        loss = self.loss
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            self.loss = loss.detach()
+            with suppress(RuntimeError):  # a view cannot be detached in place
+                loss.detach_()
+
     def clear_pass(self) -> None:
         "Delete the prediction and the loss of the last forward pass."
         state = self.__dict__
@@ -408,7 +419,7 @@ class Loop(CallbackHost):
         if not isinstance(loss, Tensor):
             loss = self.total_loss(loss)
         self.loss_grad = loss
-        self.loss = loss.detach().clone()
+        self.loss = loss.clone()  # keeps its graph until the end of the batch
 
     def loss_of(self, pred: Any) -> Any:
         """Return the result of the loss function for predictions and the targets of the batch.
@@ -594,9 +605,10 @@ class Loop(CallbackHost):
                 self._do_pred_loss()
                 weight = None if weights is None else weights[i]
                 run.microbatch_share = weigh(weight, weights, self.loss.dtype)
-                loss = weighted_loss(self.loss, run.microbatch_share)
+                loss = weighted_loss(self.loss.detach(), run.microbatch_share)
                 total = loss if total is None else total + loss
                 self._with_events(self._backward_microbatch, 'backward', CancelBackwardException)
+                self.release_loss()
         finally:
             self.xb = xb
             self.yb = yb

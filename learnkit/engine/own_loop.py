@@ -135,7 +135,7 @@ def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None
     "Set the loss of the batch, and fire `after_loss`."
     total: Tensor = loss if isinstance(loss, Tensor) else learn.total_loss(loss)
     learn.loss_grad = total
-    learn.loss = total.detach().clone()
+    learn.loss = total.clone()
     learn('after_loss')
 
 
@@ -162,7 +162,8 @@ def _bypass_wrappers(learn: LearnerLike) -> Iterator[None]:
 def _count_loss(learn: LearnerLike) -> None:
     "Add the loss to the sum of the losses of the batch."
     total = learn.optimized_loss_sum
-    learn.optimized_loss_sum = learn.loss if total is None else total + learn.loss
+    loss = learn.loss.detach()
+    learn.optimized_loss_sum = loss if total is None else total + loss
     learn.n_optimized_losses += 1
 
 
