@@ -43,7 +43,6 @@ __all__ = ['DistributedTraining']
 
 T = TypeVar('T')
 
-MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
 
 
@@ -64,8 +63,8 @@ class DistributedTraining(Callback):
     the remainder.
 
     The ranks agree on `learn.stop()`, SIGTERM and the clock every `agree_every` batches, while the next batch is
-    computed, and between epochs. By default that is every batch for a large model, and up to every 64 batches for a
-    small one; more often if batches are slow.
+    computed, and between epochs. By default that is every 8 batches for a model of less than ten million weights, and
+    every batch for a larger one.
 
     Raises `OptionError` for unknown options, and `DistributedError` if the process group cannot be joined, if the
     models differ, and if another rank fails or does not respond for `timeout`. It has no checkpointed state; a
@@ -88,7 +87,7 @@ class DistributedTraining(Callback):
         batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
         uneven: str = 'join',  # treatment of an uneven last batch: 'join', 'pad' or 'drop'
         sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
-        agree_every: int | None = None,  # batches between agreements; None: by model and speed
+        agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
@@ -114,8 +113,7 @@ class DistributedTraining(Callback):
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
         self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
-        self._interval = self._max_interval = 1  # batches between agreements, now and at most
-        self._last_agreement = 0, 0.0  # batch and clock of the last agreement
+        self._interval = 1  # batches between agreements
         self._allows_rescaling = False  # gradients can be rescaled after a backward pass
         self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
@@ -158,8 +156,7 @@ class DistributedTraining(Callback):
             )
             self._share_loaders()
             self._dls = learn.dls
-            interval = self.agree_every or choose_agree_interval(learn.model)
-            self._interval = self._max_interval = interval
+            self._interval = self.agree_every or choose_agree_interval(learn.model)
             if not world.is_first:
                 learn.logger = noop
             self._seed()
@@ -289,8 +286,6 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._interval = self._max_interval
-        self._last_agreement = learn.counters.batches, world.value('clock')
         r = learn.run.resume
         self._steps_before = learn.finished('st') if r is None else 0
         self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
@@ -468,23 +463,9 @@ class DistributedTraining(Callback):
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
-        n = self.learn.counters.batches
-        sends = n % self._interval == 0
-        receives = world.is_exchanging  # the values of the previous exchange
-        if sends or receives:
+        sends = self.learn.counters.batches % self._interval == 0
+        if sends or world.is_exchanging:  # the values of the previous exchange
             self._agree(partial(world.exchange, sends))
-        if receives and self.agree_every is None:
-            self._adapt_interval(n, world.value('clock'))
-
-    def _adapt_interval(self, n: int, clock: float) -> None:
-        "Agree more often if batches are slow, by the clock on which the ranks agree."
-        last_n, last_clock = self._last_agreement
-        self._last_agreement = n, clock
-        n_batches = n - last_n
-        seconds = clock - last_clock
-        self._interval = self._max_interval
-        while self._interval > 1 and self._interval * seconds > MAX_INTERVAL_S * n_batches:
-            self._interval //= 4
 
     def epoch_checkpoint(self) -> None:
         total = (
@@ -493,8 +474,6 @@ class DistributedTraining(Callback):
             else (0.0, 0.0)
         )
         totals = self._agree(partial(self.world.sync, *total))
-        # evaluations take time but are not counted as batches
-        self._last_agreement = self.learn.counters.batches, self.world.value('clock')
         if totals_differ(totals):
             self.learn.check_replicas()
 
@@ -576,13 +555,9 @@ def has_tokens(learn: LearnerLike) -> bool:
 
 
 def choose_agree_interval(model: nn.Module) -> int:
-    """Return the number of batches between agreements, for batches that are not slow.
+    """Return the number of batches between agreements: 8 for less than ten million weights, else 1.
 
     An agreement takes some tenths of a millisecond if all cores are busy. The number depends only on the model, so the
     same run stops at the same batch.
     """
-    n = sum(p.numel() for p in model.parameters())
-    for max_params, interval in ((1e5, 64), (1e7, 16), (1e8, 4)):
-        if n < max_params:
-            return interval
-    return 1
+    return 8 if sum(p.numel() for p in model.parameters()) < 10**7 else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from time import sleep
 from typing import Any
 
 import pytest
@@ -326,3 +327,26 @@ def test_both_terms_train_in_two_processes(row: Any) -> None:
     now = distance(ours, plain_weights(batches, F.cross_entropy, penalty))
     row(was=0.177411, now=now, independent=0.0)
     assert now < 1e-12
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent('learn.stop() after 70 batches in one of two processes: batches, fast and slow')
+def test_a_stop_does_not_depend_on_the_speed(row: Any) -> None:
+    def job(rank: int, pause_s: float) -> int:
+        def stop(cb: Any) -> None:
+            sleep(pause_s if cb.train_iter < 64 else 0.0)
+            if rank and cb.train_iter == 70:
+                cb.learn.stop()
+
+        dls = DataLoaders.from_tensors(joined(class_batches([600])), bs=2, shuffle=False)
+        learn = learner(dls, nn.CrossEntropyLoss(), Callback(after_batch=stop))
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
+        return learn.train_iter
+
+    now = [*run_ranks(job, 2, 0.0), *run_ranks(job, 2, 0.03)]
+    agreed = 8 * -(-70 // 8) + 1  # one batch after the next multiple of 8
+    row(was='129, and 72, 73 or 81', now=now, independent=[agreed] * 4)
+    assert now == [agreed] * 4
