@@ -35,8 +35,10 @@ from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shard_spec import ShardSpec, check_option
 from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
-from learnkit.engine.callback import Callback
-from learnkit.engine.loop import list_overrides, sample_count, token_count
+from learnkit.engine.callback import Callback, declared
+from learnkit.engine.counters import sample_count, token_count
+from learnkit.engine.own_loop import list_overrides
+from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
 
 __all__ = ['DistributedTraining']
@@ -286,7 +288,7 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        r = learn.run.resume
+        r = learn.resuming
         self._steps_before = learn.finished('st') if r is None else 0
         self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
@@ -360,7 +362,7 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
-        batch.syncs = not learn.run.calls_modules and self._will_step()
+        batch.syncs = not learn.own_loop.calls_modules and self._will_step()
         batch.local = not batch.syncs or self.parallelism.message is not None
         batch.guess = None
         if not learn.microbatch and has_weights(learn):
@@ -393,24 +395,21 @@ class DistributedTraining(Callback):
 
     def _will_step(self) -> bool:
         learn = self.learn
-        if learn.microbatch and not learn.run.is_last_microbatch:
+        if learn.microbatch and not learn.microbatches.is_last:
             return False
         cbs, deciders = self._step_deciders
         current_cbs = learn.callbacks.list_ordered()
         if cbs is not current_cbs:
-            deciders = [
-                cb
-                for cb in current_cbs
-                if isinstance(cb, Callback) and type(cb).will_step is not Callback.will_step
-            ]
+            methods = [declared(cb, 'will_step') for cb in current_cbs]
+            deciders = [method for method in methods if method is not None]
             self._step_deciders = current_cbs, deciders
-        return not deciders or all(cb.will_step() for cb in deciders)
+        return all(will_step() for will_step in deciders)
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
         if self._has_evaluation_samples:
             return
-        self.learn.clear_pass()
+        clear_pass(self.learn)
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:

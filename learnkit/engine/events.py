@@ -146,7 +146,7 @@ LIFECYCLE = tuple(
         (6, 'after_cancel_step', '', 'CancelStepException was raised'),
         (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
         (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-        (4, 'after_batch', 'BATCH_END', 'counters are advanced by TrainEvalCallback (order -10)'),
+        (4, 'after_batch', 'BATCH_END', 'counters are advanced'),
         (
             4,
             'batch_checkpoint',
