@@ -70,6 +70,8 @@ def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_pa
     learn.fit(1)
     path = learn.save('a.safetensors')
     assert path == tmp_path / 'models' / 'a.safetensors'
+    (tmp_path / 'other').touch()
+    assert path.stat().st_mode == (tmp_path / 'other').stat().st_mode, 'readable by other users'
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     tensors = library.load_file(path)
     assert set(tensors) == set(learn.model.state_dict())
