@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import digest
+from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner, SaveModelCallback
 from learnkit.callbacks import LoadWeights
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.checkpoint.weights import read_weights, write_safetensors
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.learner import load_learner
