@@ -72,9 +72,9 @@ class Checkpoint(Callback):
     thread is raised at the next batch. A second checkpoint waits for the first. `background=False` writes
     synchronously.
 
-    If the weights are sharded (strategy 'fsdp'), each rank writes its shards to a folder of safetensors files next to
-    the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False` gathers the
-    shards into one file.
+    If the weights are sharded (strategy 'fsdp'), each rank writes its shards by `torch.distributed.checkpoint` to a
+    folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False`
+    gathers the shards into one file.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
     model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
@@ -387,7 +387,11 @@ class Checkpoint(Callback):
             self._writers = Writers(self.learn.world)
         state, places, tensors = take_parts(state)
         parts = {'places': places, 'tensors': tensors}
-        return {**state, 'parts': parts} if self.learn.world.is_first else {'parts': parts}
+        if not self.learn.world.is_first:
+            return {'parts': parts}
+        # also the model's buffers, so that torch's tools can read the whole model
+        weights = {f'model.{k}': t for k, t in state['model'].items() if isinstance(t, Tensor)}
+        return {**state, 'parts': {**parts, 'tensors': {**tensors, **weights}}}
 
     def _recreate_removed_folder(self) -> None:
         "Create and lock the folder again if it was removed during the run."
@@ -419,8 +423,8 @@ class Checkpoint(Callback):
         "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
         assert self._writers is not None  # created by `_separate_shards`
         parts = state['parts']
-        written = self._writers.write(parts['tensors'], find_parts_folder(path))
-        return {**state, 'parts': {'places': parts['places'], **written}}
+        files = self._writers.write(parts['tensors'], find_parts_folder(path))
+        return {**state, 'parts': {'places': parts['places'], 'files': files}}
 
     def _write_on_all_ranks(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         "Write the file in rank 0, while other ranks write their shards or wait."

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError

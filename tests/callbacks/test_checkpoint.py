@@ -28,7 +28,7 @@ from learnkit import (
 )
 from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries, find, load_state
 from learnkit.metrics import mae
 from learnkit.testing import synth_learner

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from learnkit import Adam, Callback, GradientAccumulation, Learner, OptimWrapper, TrainEvalCallback
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import OptionError
 from learnkit.optim.hyperparams import params
 
