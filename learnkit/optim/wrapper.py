@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
+    DECAYS,
     OPTIONS,
     SPLIT,
     FusedGuard,
@@ -341,16 +343,36 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def hypers(self) -> L:
         "The hyperparameters of each group by fastai's names, as writable mappings."
-        return L(Hypers(groups, self.exempt) for groups in self._find_groups())
+        return L(
+            Hypers(groups, self.exempt, partial(self._split_group, i))
+            for i, groups in enumerate(self._find_groups())
+        )
+
+    @hypers.setter
+    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
+        "Set hyperparameters by a mapping for each group."
+        rows = list(values)
+        n = len(self.hypers)
+        if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
+            raise OptimizerError(
+                f'hypers={rows!r}: give a dict for each of the {n} param group{"s" * (n > 1)}.'
+            )
+        for own, row in zip(self.hypers, rows, strict=True):
+            own.update(row)
+
+    def _split_group(self, i: int) -> list[dict[str, Any]]:
+        "Split off exempt parameters, and return the param groups of group `i`."
+        self.split_groups()
+        return self._find_groups()[i]
 
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyperparameters: `set_hypers(lr=0.1, wd=0.01)`."
         values_by_name = {name: self.list_values(name, value) for name, value in hypers.items()}
         for name, values in values_by_name.items():
-            if name in ('wd', 'weight_decay') and self.exempt and any(values):
+            if name in DECAYS and self.exempt and any(values):
                 self.split_groups()
-            for h, v in zip(self.hypers, values, strict=True):
-                h[name] = v
+            for own, value in zip(self.hypers, values, strict=True):
+                own.write(name, value)
 
     def set_hyper(
         self,
