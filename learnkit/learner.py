@@ -109,11 +109,12 @@ class Learner(Loop):
     batch: a tuple if there are several, otherwise the single element.
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
-    hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`. Norm layers and biases are excluded from weight decay for the optimizers with
-    fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with
-    `wd_bn_bias=True` weight decay applies to them too. If `loss_func` is a module, its parameters
-    that require gradients are trained with the last group. `OptimWrapper` describes optimizers that
-    need a closure or that switch between training and evaluation.
+    hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
+    Norm layers and biases are excluded from weight decay for the optimizers with fastai's names
+    (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight
+    decay applies to them too. If `loss_func` is a module, its parameters that require gradients are
+    trained with the last group. `OptimWrapper` describes optimizers that need a closure or that
+    switch between training and evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.

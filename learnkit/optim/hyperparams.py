@@ -119,7 +119,8 @@ class Hypers(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not self.find(name, with_exempt=True):
             raise KeyError(name)
-        [value] = list_values(name, value, 1)
+        if not isinstance(value, tuple):  # torch's `betas`
+            [value] = list_values(name, [value], 1)
         if name in DECAYS and value and self._exempt and self._split is not None:
             self.groups = self._split()
         self.write(name, value)
