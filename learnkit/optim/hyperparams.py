@@ -164,15 +164,12 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         if index is not None:
             res.setdefault(key, accepted[key].default)
         set_value(res, key, index, value)
-    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        return res
-    for name in res:
-        if name in accepted:
-            continue
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    unknown = [] if takes_any else [name for name in res if name not in accepted]
+    if unknown:
         maker = getattr(unwrap_partial(opt), '__name__', opt)
-        raise OptimizerError(
-            f'{maker} does not take `{name}`.{did_you_mean(name, [*accepted, *HYPERS])}'
-        )
+        hint = did_you_mean(unknown[0], [*accepted, *HYPERS])
+        raise OptimizerError(f'{maker} does not take `{unknown[0]}`.{hint}')
     return res
 
 
@@ -291,14 +288,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for group in groups:
         options = group if isinstance(group, dict) else {'params': group}
         own = options['params']
-        if isinstance(own, torch.Tensor) or not isinstance(own, Iterable):
-            own = [own]
-        res.append({**options, 'params': list(own)})
-        for p in res[-1]['params']:
-            if not isinstance(p, (torch.Tensor, tuple)):
-                raise OptimizerError(
-                    f'A param group has a {type(p).__name__}, which is not a parameter.{SPLIT}'
-                )
+        is_several = isinstance(own, Iterable) and not isinstance(own, torch.Tensor)
+        own = list(own) if is_several else [own]
+        wrong = [p for p in own if not isinstance(p, (torch.Tensor, tuple))]
+        if wrong:
+            what = type(wrong[0]).__name__
+            raise OptimizerError(f'A param group has a {what}, which is not a parameter.{SPLIT}')
+        res.append({**options, 'params': own})
     return res
 
 
