@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -242,65 +240,43 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 def n_samples(dl: Any) -> int | None:
     "Return the number of samples of a loader without dropped ones, None if unknown."
-    n = n_batches(dl)
-    bs = batch_size_of(dl)
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
+    n = n_batches(dl)
+    bs = batch_size_of(dl)
     if n is not None and bs is not None and getattr(dl, 'drop_last', False):
         return n * bs
-    for source in (
-        getattr(dl, 'sampler', None),
-        dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
-        getattr(dl, 'dataset', None),
-    ):
-        if isinstance(source, int):
-            return source
-        size = n_batches(source)
-        if size is not None:
-            return size
-    return None
+    n_own = getattr(dl, 'n', None)
+    if isinstance(n_own, int):
+        return n_own
+    size = n_batches(getattr(dl, 'sampler', None))
+    return n_batches(getattr(dl, 'dataset', None)) if size is None else size
 
 
 def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
     "Yield the tensors of a nested structure, each with its path."
-    if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf':
-        o = torch.as_tensor(o)
     if isinstance(o, Tensor):
         yield name, o
-    elif dataclasses.is_dataclass(o) and not isinstance(o, type):
-        for f in dataclasses.fields(o):
-            yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
-    else:
-        items: Any = ()
-        if isinstance(o, Mapping):
-            items = o.items()
-        elif isinstance(o, (tuple, list)):
-            items = enumerate(o)
-        for key, value in items:
+    elif isinstance(o, (Mapping, tuple, list)):
+        for key, value in o.items() if isinstance(o, Mapping) else enumerate(o):
             yield from _tensors(f'{name}/{key}', value)
 
 
 def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
     "Describe an entry of several batches; axes of different sizes are '*'."
-    first = ts[0]
-    shapes = {t.shape[1:] for t in ts}
-    if len(shapes) == 1:
-        shape: tuple[Any, ...] = tuple(first.shape[1:])
-    else:
-        axes = map(set, zip(*shapes, strict=False))
-        shape = tuple(sizes.pop() if len(sizes) == 1 else '*' for sizes in axes)
-    described: dict[str, Any] = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
+    sizes = map(set, zip(*(t.shape[1:] for t in ts), strict=False))
+    shape = tuple(axis.pop() if len(axis) == 1 else '*' for axis in sizes)
+    described = {'shape': shape, 'dtype': str(ts[0].dtype).removeprefix('torch.')}
     values = torch.cat([t.detach().reshape(-1) for t in ts])
-    are_integers = not values.is_floating_point() and not values.is_complex()
-    if are_integers and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
-        counts = Counter(values.tolist())
-        if len(counts) <= MANY_CLASSES:
-            return {**described, 'classes': dict(sorted(counts.items()))}
+    is_class = not values.is_floating_point() and all(t.numel() == len(t) for t in ts)
+    counts = Counter(values.tolist() if is_class else ())
+    if is_class and len(counts) <= MANY_CLASSES:
+        return {**described, 'classes': dict(sorted(counts.items()))}
     return {**described, **_moments(values)}
 
 
 def _moments(values: Tensor) -> dict[str, float]:
-    if not values.numel() or values.is_complex():
+    if not values.numel():
         return {}
     values = values.to('cpu', torch.float64)
     return {
