@@ -157,6 +157,7 @@ class Callback:
     run_valid: bool = True  # whether the events of a batch run in evaluation
     run_before: Any = ()  # classes (or names) of callbacks that must run after this one
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
+    runs_first: tuple[str, ...] = ()  # events in which it runs before all others, at any `order`
     runs_last: tuple[str, ...] = ()  # events in which it runs after all others, at any `order`
     remove_on_fetch: bool = False  # removed while FetchPredsCallback predicts
     remove_on_find: bool = False  # removed while lr_find searches for a learning rate

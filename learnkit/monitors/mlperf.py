@@ -17,7 +17,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
-from learnkit.core.files import atomic_write, check_file
+from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count
@@ -92,7 +92,7 @@ class MLPerf(Callback):
         check_count('index', index, 0)
         if target is not None and isinstance(monitor, str):
             as_comparison(comp, monitor)  # raises for an unknown direction
-        self.folder = Path(folder)
+        self.folder = as_local_path(folder)
         self.index = index
         self.benchmark = benchmark
         self.monitor = monitor

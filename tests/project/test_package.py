@@ -251,6 +251,16 @@ def test_every_module_declares_what_is_public() -> None:
     ]
 
 
+def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
+    exported = importlib.import_module('learnkit.all')
+    names = (
+        'L patch store_attr delegates noop first listify ifnone GetAttr AttrDict parallel test_eq'
+    )
+    assert set(names.split()) <= set(exported.__all__)
+    assert hasattr(Path, 'ls')
+    assert exported.defaults is importlib.import_module('learnkit').defaults
+
+
 def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
     names = set(importlib.import_module('learnkit.all').__all__)
     assert {
