@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,16 +151,6 @@ def test_pictures() -> None:
     assert torch.allclose(as_pictures(seven)[0, 0], seven[0].mean(0))
     assert as_pictures(torch.rand(2, 5, 6)).shape == (2, 1, 5, 6)
     assert as_pictures(torch.tensor([[[0.5, float('nan')]]])).isfinite().all()
-
-
-def test_it_draws_what_it_has(tmp_path: Path) -> None:
-    learn = learner(ImageVisualizer(n=3, mode='segment'))
-    with pytest.raises(OptionError, match='no images yet'):
-        learn.image_visualizer.show()
-    learn.fit(1)
-    fig = learn.image_visualizer.show().figure
-    fig.savefig(tmp_path / 'images.png')
-    assert len(fig.axes) == 27 and (tmp_path / 'images.png').stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -412,8 +412,7 @@ def test_they_come_in_the_middle_of_a_fit_and_copy_with_their_learner() -> None:
     seen = set(learn.history[0])
     expected = {'l2_norm/grad/a', 'lr-DecoupledSGD/group0', 'memory/peak_rss_mem', 'cpu_percentage'}
     assert expected <= seen
-    # no clock was started
-    assert not {'throughput/batches_per_sec', 'time/remaining_estimate'} & seen
+    assert 'throughput/batches_per_sec' not in seen  # no clock was started
     learn.remove_cb(late)
     again = copy.deepcopy(learn)
     again.fit(1)
