@@ -89,16 +89,6 @@ def test_the_best_weights_are_exported_where_they_are_loaded(tmp_path: Path) -> 
         assert torch.equal(value, best[name])
 
 
-def test_training_is_what_it_was_without(tmp_path: Path) -> None:
-    def weights(*cbs: Callback) -> list[Tensor]:
-        torch.manual_seed(0)
-        learn = learner(tmp_path, *cbs)
-        learn.fit(1)
-        return [*learn.model.state_dict().values()]
-
-    assert all(map(torch.equal, weights(), weights(ExportForInference())))
-
-
 class Named(nn.Module):
     "A model that takes the entries of a batch as keyword arguments."
 

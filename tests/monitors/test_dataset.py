@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.core.errors import OptionError
 from learnkit.loggers import JSONLinesLogger
 from learnkit.monitors.dataset import DatasetStats, ParamCount, count_parameters, loader_stats
 from learnkit.testing import synth_learner
@@ -181,12 +180,6 @@ def test_the_table() -> None:
     assert lines[0].split() == ['Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values']
     assert lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32']
     assert len(lines) == 5
-
-
-@pytest.mark.parametrize('n', [-1, 1.5, True, '3'])
-def test_bad_numbers_of_batches_are_refused(n: Any) -> None:
-    with pytest.raises(OptionError):
-        DatasetStats(n=n)
 
 
 def test_other_loaders_are_measured_again() -> None:

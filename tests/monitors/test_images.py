@@ -142,17 +142,6 @@ def test_loggers_get_bytes_at_their_steps() -> None:
     assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
 
 
-def test_pictures() -> None:
-    x = torch.randn(2, 3, 4, 4) * 5
-    assert torch.allclose(as_pictures(x), (x - x.min()) / (x.max() - x.min()))
-    expected = torch.full((1, 3, 2, 2), 0.2)
-    assert torch.equal(as_pictures(torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)), expected)
-    seven = torch.rand(1, 7, 2, 2)
-    assert torch.allclose(as_pictures(seven)[0, 0], seven[0].mean(0))
-    assert as_pictures(torch.rand(2, 5, 6)).shape == (2, 1, 5, 6)
-    assert as_pictures(torch.tensor([[[0.5, float('nan')]]])).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ('wrong', 'error'),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learnkit import Callback
-from learnkit.core.errors import MissingExtraError, TimeError
+from learnkit.core.errors import MissingExtraError
 from learnkit.monitors.system_monitor import SystemMonitor, find_sensors
 from learnkit.testing import synth_learner
 
@@ -71,8 +71,3 @@ def test_on_a_gpu() -> None:
     row = learn.history[0]
     assert row['memory_free_bytes'] + row['memory_used_bytes'] == total
     assert row['memory_free_bytes'] == pytest.approx(free, rel=0.1)
-
-
-def test_bad_interval() -> None:
-    with pytest.raises(TimeError):
-        SystemMonitor(every='-1s')
