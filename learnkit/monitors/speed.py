@@ -21,24 +21,25 @@ from learnkit.monitors.monitor import Monitor
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 
-# Dense floating-point operations per second of one device, from the vendors' data sheets. The first
-# name contained in the name of a device counts.
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    'b200': {'fp32': 75e12, 'tf32': 1.1e15, 'fp16': 2.25e15, 'bf16': 2.25e15},
-    'h200': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
-    'h100 pcie': {'fp32': 51e12, 'tf32': 378e12, 'fp16': 756e12, 'bf16': 756e12},
-    'h100 nvl': {'fp32': 60e12, 'tf32': 417e12, 'fp16': 835e12, 'bf16': 835e12},
-    'h100': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
-    'a100': {'fp32': 19.5e12, 'tf32': 156e12, 'fp16': 312e12, 'bf16': 312e12},
-    'a10g': {'fp32': 31.5e12, 'tf32': 35e12, 'fp16': 70e12, 'bf16': 70e12},
-    'a10': {'fp32': 31.2e12, 'tf32': 62.5e12, 'fp16': 125e12, 'bf16': 125e12},
-    'l40s': {'fp32': 91.6e12, 'tf32': 183e12, 'fp16': 362e12, 'bf16': 362e12},
-    'l4': {'fp32': 30.3e12, 'tf32': 60e12, 'fp16': 121e12, 'bf16': 121e12},
-    'v100': {'fp32': 15.7e12, 'fp16': 125e12},
-    't4': {'fp32': 8.1e12, 'fp16': 65e12},
+# Dense operations per second of one device in fp16 and bf16, from the vendors' data sheets. The
+# first name contained in the name of a device counts.
+PEAK_FLOPS = {
+    'b200': 2.25e15,
+    'h200': 989e12,
+    'h100 pcie': 756e12,
+    'h100 nvl': 835e12,
+    'h100': 989e12,
+    'a100': 312e12,
+    'a10g': 70e12,
+    'a10': 125e12,
+    'l40s': 362e12,
+    'l4': 121e12,
+    'v100': 125e12,
+    't4': 65e12,
 }
 
 SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
+HALF = {torch.float16, torch.bfloat16}
 COUNTED = ('batches', 'samples', 'tokens', 'flops')
 
 
@@ -53,8 +54,7 @@ class SpeedMonitor(Monitor):
     Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch
     (as the loader gave it) that returns a number, for forward and backward together. The ratio of
     these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
-    appendix B), needs `peak_flops`, or a known GPU in the precision in use; otherwise it is left
-    out.
+    appendix B), needs `peak_flops`, or a known GPU in fp16 or bf16; otherwise it is left out.
 
     Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
     another type. Checkpointed: the seconds of training and evaluation.
@@ -232,37 +232,23 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
 
 
 def find_peak(learn: LearnerLike) -> float | None:
-    "Return the peak flops of the model's device in its precision, None if unknown."
+    "Return the peak flops of the model's device; None if unknown, and outside of half precision."
     device = model_device(learn.model, learn.dls)
-    if device.type != 'cuda':
+    dtypes = {p.dtype for p in learn.model.parameters() if p.is_floating_point()}
+    is_half = any(isinstance(cb, MixedPrecision) for cb in learn.cbs) or dtypes <= HALF
+    if device.type != 'cuda' or not is_half:
         return None
-    return lookup_peak(torch.cuda.get_device_name(device), find_precision(learn))
+    return lookup_peak(torch.cuda.get_device_name(device))
 
 
-def lookup_peak(device_name: str, kind: str) -> float | None:
-    """Return the peak of a GPU in floating-point operations per second, by its name in the driver.
+def lookup_peak(device_name: str) -> float | None:
+    """Return the peak of a GPU in operations per second in half precision, by its name in the driver.
 
-    >>> lookup_peak('NVIDIA A100-SXM4-80GB', 'bf16')
+    >>> lookup_peak('NVIDIA A100-SXM4-80GB')
     312000000000000.0
     """
     words = f' {device_name.lower().replace("-", " ")} '
-    return next(
-        (peaks.get(kind) for name, peaks in PEAK_FLOPS.items() if f' {name} ' in words), None
-    )
-
-
-def find_precision(learn: LearnerLike) -> str:
-    "Return the precision of most matrix products of a model: fp16, bf16, tf32, fp32 or fp64."
-    for cb in learn.cbs:
-        if isinstance(cb, MixedPrecision):
-            return str(cb.amp_mode)
-    dtype = next(
-        (p.dtype for p in learn.model.parameters() if p.is_floating_point()), torch.float32
-    )
-    if dtype == torch.float32:
-        return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
-    names = {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}
-    return names.get(dtype, str(dtype))
+    return next((peak for name, peak in PEAK_FLOPS.items() if f' {name} ' in words), None)
 
 
 class RuntimeEstimator(Monitor):

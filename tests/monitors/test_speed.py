@@ -19,7 +19,7 @@ from learnkit.core.errors import (
 )
 from learnkit.monitors import speed
 from learnkit.monitors.monitor import Monitor
-from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
+from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_peak, lookup_peak
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
@@ -269,18 +269,19 @@ def test_known_peaks() -> None:
         'NVIDIA H100 PCIe': 756e12,
         'NVIDIA A100-SXM4-80GB': 312e12,
         'NVIDIA A10G': 70e12,
-        'Tesla V100-SXM2-16GB': None,
+        'Tesla V100-SXM2-16GB': 125e12,
         'NVIDIA L40': None,
         'NVIDIA L4': 121e12,
     }
-    assert {name: lookup_peak(name, 'bf16') for name in names} == names
+    assert {name: lookup_peak(name) for name in names} == names
 
 
-def test_precision_in_use() -> None:
-    learn = synth_learner()
-    assert find_precision(learn) == 'fp32'
-    assert find_precision(learn.to_bf16()) == 'bf16'
-    assert find_precision(synth_learner(model=RegModel().double())) == 'fp64'
+def test_the_peak_is_known_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, 'model_device', lambda model, dls: torch.device('cuda'))
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A10G')
+    assert find_peak(synth_learner()) is None
+    assert find_peak(synth_learner(model=RegModel().half())) == 70e12
+    assert find_peak(synth_learner().to_bf16()) == 70e12
 
 
 @pytest.mark.parametrize('flops', ['many', torch.tensor(2.0), -1, math.nan])
