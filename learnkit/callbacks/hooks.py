@@ -325,11 +325,6 @@ class HookCallback(Callback):
         if self.every is not None and self.learn.training:
             self._remove()
 
-    def after_fit(self) -> None:
-        "Remove the hooks, unless this was an evaluation inside a fit."
-        if self.remove_end and self.learn.run.depth <= 1:
-            self._remove()
-
     def cleanup(self) -> None:
         "Remove the hooks; after an error also drop the stored results."
         if self.remove_end or self.learn.error is not None:
