@@ -447,19 +447,6 @@ def test_at_most_ten_drawings_a_second(
     assert min(gaps) >= 0.1
 
 
-def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
-    learn = make_learner()
-    learn.progress._progress = learnkit.callbacks.progress.RunProgress(TerminalDisplay(Tty()))
-    learn.progress._progress.due = perf_counter() + 1000
-    after_batch, best = learn.progress.after_batch, float('inf')
-    for _ in range(20):
-        start = perf_counter()
-        for _ in range(1000):
-            after_batch()
-        best = min(best, perf_counter() - start)
-    assert best < 1e-3  # a microsecond; about 0.1 where nothing else runs
-
-
 def on_screen(written: str) -> list[str]:
     "Return the visible lines of terminal output; a carriage return overwrites its line."
     lines = []
@@ -693,7 +680,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=120)
+    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=600)
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')

@@ -75,7 +75,7 @@ def test_pyright_knows_the_types_of_a_users_script(tmp_path: Path) -> None:
     settings = {'extraPaths': [str(ROOT)], 'typeCheckingMode': 'standard'}
     (tmp_path / 'pyrightconfig.json').write_text(json.dumps(settings))
     command = [pyright, '--outputjson', '--pythonpath', sys.executable]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     found = json.loads(done.stdout)['generalDiagnostics']
     revealed = [one['message'] for one in found if one['severity'] == 'information']
     assert [text.split(' is "')[1].removesuffix('"') for text in revealed] == REVEALED
