@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, Learner, accuracy
+from learnkit import Callback, DataLoaders, F1Score, FocalLoss, Lamb, Learner, accuracy
 
 
 class Noise(Callback):
@@ -51,6 +51,8 @@ reveal_type((learn.history[-1], learn.history[1:], learn.recorder, learn.time))
 reveal_type((learn.to_bf16(), learn.add_cb(Noise()), learn.predict(torch.rand(3))))
 with learn.no_bar() as quiet:
     reveal_type(quiet)
+reveal_type((F1Score(), FocalLoss(), learn.opt.hypers[-1]['lr']))
+learn.opt.hypers[0]['lr'] = 0.1
 learn.noise.size = 0.2
 learn.validate()['accuracy']
 learn.fit(1).validate()  # a mistake: fit returns None
@@ -64,13 +66,14 @@ REVEALED = [
     'tuple[dict[str, Any], list[dict[str, Any]], Recorder, Timestamp]',
     'tuple[Learner, Learner, tuple[Any, ...]]',
     'Learner',
+    'tuple[F1Score, FocalLoss, Any]',
 ]
 
 
 def test_pyright_knows_the_types_of_a_users_script(tmp_path: Path) -> None:
     pyright = shutil.which('pyright')
     if pyright is None:
-        pytest.skip('pyright is not installed: npm install -g pyright')
+        pytest.skip('pyright is not installed: pip install pyright[nodejs]')
     (tmp_path / 'user.py').write_text(SCRIPT)
     settings = {'extraPaths': [str(ROOT)], 'typeCheckingMode': 'standard'}
     (tmp_path / 'pyrightconfig.json').write_text(json.dumps(settings))
