@@ -45,7 +45,7 @@ from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import SAVE_POINTS
+from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -180,7 +180,7 @@ class Checkpoint(Callback):
             self._interval.start(learn)
         self._monitored = self._find_monitored_name()
         self._lock_folder()
-        self._begin_run(learn.run.resume)
+        self._begin_run(learn.resuming)
         self._value = None
         self._begin_trainable()
         self._has_warned = False
@@ -307,7 +307,7 @@ class Checkpoint(Callback):
         The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
         `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
         """
-        if not self.learn.run.checkpoint_event:
+        if not checkpoint_point(self.learn):
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                 'of a fit: a run cannot be resumed from other places.'
@@ -315,7 +315,7 @@ class Checkpoint(Callback):
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         self._wait_on_all_ranks()
-        state, path, info = self._take_snapshot(self.learn.run.checkpoint_event)
+        state, path, info = self._take_snapshot(checkpoint_point(self.learn))
         state = self._write_own_files(state, path)
         if not self.background:
             self._write_on_all_ranks(state, path, info)
@@ -482,7 +482,7 @@ class Checkpoint(Callback):
 
     def _is_evaluating(self) -> bool:
         run = self.learn.run
-        return self._eval_snapshot is not None and run.evaluating and run.depth == 1
+        return self._eval_snapshot is not None and self.learn.evaluations.running and run.depth == 1
 
     def on_draw_failed(self) -> None:
         "Save and exit after SIGTERM, which may have ended the loader's workers, too."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.nan_diagnosis import named_parameters
 from learnkit.core.dtensor import distribute_like, reshard
 from learnkit.core.learner_type import LearnerLike
+from learnkit.engine.callback import declared
 
 __all__ = ['RollbackPoint', 'make_rollback_point', 'roll_back', 'find_buffers', 'copy_nested']
 
@@ -87,11 +88,7 @@ def find_module_buffers(root: nn.Module) -> dict[str, Slot]:
 
 def find_followers(learn: LearnerLike) -> dict[str, Any]:
     "Return the callbacks whose state belongs to the weights, such as an average, by key."
-    return {
-        learn.callbacks.keys[id(cb)]: cb
-        for cb in learn.cbs
-        if getattr(cb, 'follows_weights', False)
-    }
+    return {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs if declared(cb, 'follows_weights')}
 
 
 def copy_states(o: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from learnkit.core.files import as_local_path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import sample_count
+from learnkit.engine.counters import sample_count
 from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 

@@ -115,7 +115,7 @@ def test_accumulated_gradients_of_other_weights_are_dropped(microbatch: int | No
 
 def test_weights_that_sam_has_moved_match_the_copy_too() -> None:
     def spoil(cb: Any) -> None:
-        if cb.learn.run.repeating and cb.iter == 3:
+        if cb.learn.closure.repeating and cb.iter == 3:
             cb.learn.loss_grad = cb.learn.loss_grad * math.nan
 
     learn = learner(
