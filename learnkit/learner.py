@@ -62,7 +62,7 @@ from learnkit.engine.checks import (
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.loop import Loop, list_overrides
-from learnkit.engine.optimizer import prepare_opt, training_weights
+from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
 from learnkit.engine.own_loop import EventCheck
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
@@ -110,11 +110,12 @@ class Learner(Loop):
     batch: a tuple if there are several, otherwise the single element.
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
-    hand-written loop. Norm layers and biases are excluded from weight decay for the optimizers with
-    fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with
-    `wd_bn_bias=True` weight decay applies to them too. If `loss_func` is a module, its parameters
-    that require gradients are trained with the last group. `OptimWrapper` describes optimizers that
-    need a closure or that switch between training and evaluation.
+    hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
+    Norm layers and biases are excluded from weight decay for the optimizers with fastai's names
+    (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight
+    decay applies to them too. If `loss_func` is a module, its parameters that require gradients are
+    trained with the last group. `OptimWrapper` describes optimizers that need a closure or that
+    switch between training and evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
@@ -146,7 +147,7 @@ class Learner(Loop):
         model: nn.Module,
         loss_func: Callable[..., Any] | None = None,  # f(pred, *targets); None: of data or model
         opt_func: Any = Adam,  # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: `defaults.lr`
+        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: see below
         splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
         cbs: Any = None,  # callback (or callback class), or several
         metrics: Any = None,  # f(pred, *targets), Metric, torchmetrics metric, or several
@@ -172,7 +173,7 @@ class Learner(Loop):
         self.loss_func = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr = defaults.lr if lr is None else lr
+        self.lr = find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -178,12 +177,11 @@ class GuardNonFinite(Callback):
         if learn.loss_grad.numel() != 1:
             return  # the loop raises an error
         # `loss` is recorded, `loss_grad` is differentiated: both have to be finite
-        value = learn.loss + learn.loss_grad.detach()
-        if not self._is_late(value.device.type):
-            if learn.world.any(not math.isfinite(value.item())):
+        finite = (learn.loss.isfinite() & learn.loss_grad.isfinite()).reshape(())
+        if not self._is_late(finite.device.type):
+            if learn.world.any(not finite.item()):
                 self._act_on_loss(learn.iter)
             return
-        finite = value.isfinite().reshape(())
         pending = self._pending
         if pending and pending[-1][0] == learn.iter:
             pending[-1] = learn.iter, pending[-1][1] & finite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ HYPERS: dict[str, tuple[GroupKey, ...]] = {
     'wd': (('weight_decay', None),),
     'eps': (('eps', None),),
 }
+DECAYS = ('wd', 'weight_decay')  # names of the weight decay
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
 # exclusive upper bounds of hyperparameters that are decays of averages
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
@@ -80,9 +81,15 @@ class Hypers(MutableMapping[str, Any]):
     `weight_decay` stays 0 in param groups of exempt parameters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        exempt: set[nn.Parameter],
+        split: Callable[[], list[dict[str, Any]]] | None = None,  # splits off exempt parameters
+    ) -> None:
         self.groups = groups
         self._exempt = exempt
+        self._split = split
 
     def find(
         self,
@@ -112,6 +119,14 @@ class Hypers(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not self.find(name, with_exempt=True):
             raise KeyError(name)
+        if not isinstance(value, tuple):  # torch's `betas`
+            [value] = list_values(name, [value], 1)
+        if name in DECAYS and value and self._exempt and self._split is not None:
+            self.groups = self._split()
+        self.write(name, value)
+
+    def write(self, name: str, value: Any) -> None:
+        "Set a value that has been checked."
         for group, key, index in self.find(name):
             # the caller may change the tensor later
             own = value.clone() if isinstance(value, torch.Tensor) else value
@@ -180,8 +195,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    # checkpoints hold Python numbers only
-    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    values = [as_plain_number(v) for v in values]
     is_known = name in HYPERS or name in OPTIONS
     for v in values:
         if not isinstance(v, (Real, torch.Tensor)):
@@ -191,6 +205,16 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
                 f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
             )
     return values
+
+
+def as_plain_number(value: Any) -> Any:
+    "Convert NumPy's numbers, and numbers as text (YAML's 1e-3), to Python's, which checkpoints hold."
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def spread(values: slice, n: int) -> list[float]:

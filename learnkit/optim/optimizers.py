@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from learnkit.core.dtensor import local_shards
-from learnkit.core.errors import MissingExtraError, OptimizerError
+from learnkit.core.errors import OptimizerError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import is_count, is_number
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
@@ -26,7 +26,6 @@ __all__ = [
     'ranger',
     'QHAdam',
     'Lamb',
-    'Larc',
     'MuonAdamW',
     'hidden_matrices',
 ]
@@ -183,9 +182,7 @@ LAYOUT = (
     'frozen_idx',
     'called',
     'spares_norms',
-    'takes_closure',
     '_closures',
-    '_evaluating',
 )
 
 
@@ -313,14 +310,6 @@ def Lamb(
     opt = cls(as_groups(params), lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd)
     opt.clamp = float('inf')  # the default limits the norm of a layer to 10
     return _wrap(opt)
-
-
-def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
-    "Raise `MissingExtraError`, which names alternatives: no maintained library has LARC."
-    raise MissingExtraError(
-        'No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
-        'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.'
-    )
 
 
 def _import_class(name: str, instead: str) -> Any:

@@ -181,3 +181,39 @@ def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
 def test_options_that_cannot_work(options: Any, match: str) -> None:
     with pytest.raises(OptionError, match=match):
         GuardNonFinite(**options)
+
+
+def overwrite(loss: float, loss_grad: float, dtype: torch.dtype = torch.float16) -> Callback:
+    "Return a callback that replaces the loss and the differentiated loss of a batch."
+
+    def write(cb: Any) -> None:
+        cb.learn.loss = torch.tensor(loss, dtype=dtype)
+        cb.learn.loss_grad = torch.tensor(loss_grad, dtype=dtype, requires_grad=True)
+
+    return Callback(after_loss=write)
+
+
+@pytest.mark.parametrize(
+    ('loss', 'loss_grad', 'bad'),
+    [
+        (40_000.0, 40_000.0, None),
+        (60_000.0, -60_000.0, None),
+        (1.0, math.inf, 'inf'),
+        (math.nan, 1.0, 'nan'),
+        (math.inf, -math.inf, 'inf'),
+    ],
+)
+@pytest.mark.parametrize('every', [None, 2])
+def test_loss_and_differentiated_loss_are_checked_each(
+    loss: float, loss_grad: float, bad: str | None, every: int | None
+) -> None:
+    cbs = [GuardNonFinite(every=every, grads=False), overwrite(loss, loss_grad)]
+    learn = learner(None, cbs=cbs)
+    if bad is None:
+        learn.fit(1)
+        assert learn.opt.n_steps == 8
+        return
+    match = rf'The loss is {bad} at batch 0' if every is None else 'not finite at batch 0'
+    with pytest.raises(LossError, match=match):
+        learn.fit(1)
+    assert learn.opt.n_steps == (0 if every is None else 2)
