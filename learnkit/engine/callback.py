@@ -166,7 +166,7 @@ class Callback:
     observer: bool = False  # changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
     needs_whole_weights: bool = False  # a fit with sharded weights is refused
-    follows_weights: bool = False  # state is rolled back with the weights (`GuardNonFinite`)
+    follows_weights: bool = False  # state belongs to the weights, such as an average
     needs_events: bool = True  # warn if a custom loop never fires an event that it handles
     nondeterministic_state: tuple[str, ...] = ()  # entries of its state that measure time
     machine_dependent: bool = False  # its columns of the history differ from machine to machine
