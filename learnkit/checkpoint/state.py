@@ -215,7 +215,7 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.run.resume = learn.strategy.take_own_state(learn, resume)
-    learn.passes.stream = None
+    learn.passes.forget()
     _check_fits(learn, r)
     note_beginnings(learn)
     position = r.state['position']

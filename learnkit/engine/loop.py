@@ -645,10 +645,10 @@ class Loop(CallbackHost):
                 self('after_draw')
                 yield i, self.batch
         finally:
-            del batches  # or else a traceback keeps its worker processes running
             if self.training:
-                self.passes.n_drawn = self.iter + 1
+                self.passes.end(self, batches)
                 timings.stop(self)
+            del batches  # or else a traceback keeps its worker processes running
 
     def _open_loader(self) -> tuple[int, Iterator[Any] | None]:
         "Return the number of the first batch, and the iterator, or None if no batch is left."
@@ -658,7 +658,7 @@ class Loop(CallbackHost):
             return 0, read_ahead(self.dl, device)
         if self.run.resume is not None:
             return open_resumed(self)
-        return 0, self.passes.open(self)
+        return self.passes.begin(self)
 
     def _check_drawn(self, n: int) -> None:
         "Set `iter` to the last of the `n` batches that were drawn; raise `EmptyLoaderError` if `n` is 0."
@@ -744,12 +744,11 @@ class Loop(CallbackHost):
         return count() if self.n_epoch is None else range(self.n_epoch)
 
     def ends_iteration(self) -> bool:
-        "Return True if the current epoch is the last epoch of an iteration."
+        "Return True if the current epoch is the last epoch of an iteration, and was not cut."
         per_iteration = self.epochs_per_iteration
-        done = self.epoch + 1
-        if per_iteration is None:
+        if per_iteration is None or self.passes.is_cut:
             return False
-        return done % per_iteration == 0 or done == self.n_epoch or self.run.stopping
+        return (self.epoch + 1) % per_iteration == 0
 
     def end_iteration(self) -> None:
         "Fire the events at the end of an iteration."
@@ -879,7 +878,7 @@ class Loop(CallbackHost):
         "Release the tensors of a failed run, and the persistent workers of its loaders."
         for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
             forget_workers(dl)
-        self.passes.stream = None  # the error may have ended its iterator
+        self.passes.forget()
         self._end_cleanup()
         if self.opt is not None:
             self.opt.zero_grad()
@@ -893,7 +892,7 @@ class Loop(CallbackHost):
         self.batch = self.batch_form = None
         self.__dict__.pop('loss_grad', None)
         if self.run.depth <= 1:
-            self.passes.position = None
+            self.passes.close()
             self.end_resume()
 
     def end_resume(self) -> None:

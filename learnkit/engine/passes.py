@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,17 +23,61 @@ class TrainingPasses:
     """Passes over a training loader, and the position in the current pass for checkpoints.
 
     Each epoch is a pass, except when `n_iter` cuts a loader without a length into epochs: these
-    epochs share one pass, a `Stream`.
+    epochs share one pass, a `Stream`. A fit with a budget that ends within a pass leaves the rest of
+    the batches to the next fit with a budget.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None  # position in the current pass
         self.stream: Stream | None = None  # pass that all epochs share
         self.n_drawn = 0  # number of batches that the last pass has drawn
+        self.is_cut = False  # True if the fit was stopped within the last pass
+        self.rest: Iterator[Any] | None = None  # batches of a pass that a budget has cut
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        return {**self.__dict__, 'position': None, 'stream': None}
+        return {**self.__dict__, 'position': None, 'stream': None, 'rest': None}
+
+    def begin(self, learn: LoopLike) -> tuple[int, Iterator[Any]]:
+        "Return the number of the next batch, and the batches of the next epoch or of the pass that a budget has cut."
+        rest = self._take_rest(learn)
+        if rest is not None:
+            return self.n_drawn, rest
+        return 0, self.open(learn)
+
+    def _take_rest(self, learn: LoopLike) -> Iterator[Any] | None:
+        "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
+        rest = self.rest
+        self.rest = None
+        if rest is None or self.position is None:
+            return None
+        dl = learn.dl
+        if learn.n_epoch is not None or self.position.dl is not dl:
+            self.position = None
+            return None
+        if getattr(dl, 'persistent_workers', False):
+            # the workers may have served another pass in between
+            self.resume(learn.dls, self.position.state_dict(self.n_drawn))
+            rest = self.open(learn, continued=True)
+        first = next(rest, _END)
+        return None if first is _END else chain([first], rest)
+
+    def end(self, learn: LoopLike, batches: Iterator[Any]) -> None:
+        "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
+        self.n_drawn = learn.iter + 1
+        stopping = learn.run.stopping
+        self.is_cut = stopping and self.n_drawn != learn.n_iter
+        self.rest = batches if stopping and learn.n_epoch is None else None
+
+    def close(self) -> None:
+        "Release the position of the last pass, unless a budget has cut the pass."
+        self.is_cut = False
+        if self.rest is None:
+            self.position = None
+
+    def forget(self) -> None:
+        "Release all iterators, which an error may have ended."
+        self.stream = self.rest = self.position = None
 
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
@@ -60,6 +105,7 @@ class TrainingPasses:
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."
+        self.rest = None
         if position is None:
             return
         resumed = LoaderPosition.resume(dls.train, position)

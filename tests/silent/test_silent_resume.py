@@ -1,0 +1,48 @@
+"""What a later fit or a later process would have used without a word: batches, best weights, attributes, generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import DataLoaders, Learner
+
+X = torch.linspace(-2, 2, 24 * 3, dtype=torch.float64).sin().view(24, 3)
+Y = X.sum(1, keepdim=True)
+
+
+def make_learner(cbs: Any = (), shuffle: bool = False, **options: Any) -> Learner:
+    torch.manual_seed(0)
+    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=4, shuffle=shuffle, device='cpu')
+    options = {'opt_func': torch.optim.SGD, 'lr': 0.1, **options}
+    learn = Learner(dls, nn.Linear(3, 1).double(), nn.MSELoss(), cbs=cbs, **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+@pytest.mark.silent(
+    'six times fit("1ba"): distance of the weights from six batches of a plain loop'
+)
+def test_fits_of_one_batch_train_on_one_batch_after_the_other(
+    row: Callable[..., None],
+) -> None:
+    learn = make_learner()
+    plain, repeated = make_learner().model, make_learner().model
+    for _ in range(6):
+        learn.fit('1ba')
+    for model, batches in ((plain, range(6)), (repeated, [0] * 6)):
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        for i in batches:
+            opt.zero_grad()
+            nn.functional.mse_loss(model(X[4 * i : 4 * i + 4]), Y[4 * i : 4 * i + 4]).backward()
+            opt.step()
+
+    def distance(model: nn.Module) -> float:
+        return (model.weight - plain.weight).abs().max().item()
+
+    row(was=distance(repeated), now=distance(learn.model), independent=0.0)
+    assert distance(learn.model) == 0 and distance(repeated) > 0.01
