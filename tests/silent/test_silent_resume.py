@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from learnkit import DataLoaders, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, Learner
+from learnkit.checkpoint.file import read_state
+from learnkit.checkpoint.folder import find
 
 X = torch.linspace(-2, 2, 24 * 3, dtype=torch.float64).sin().view(24, 3)
 Y = X.sum(1, keepdim=True)
@@ -46,3 +49,32 @@ def test_fits_of_one_batch_train_on_one_batch_after_the_other(
 
     row(was=distance(repeated), now=distance(learn.model), independent=0.0)
     assert distance(learn.model) == 0 and distance(repeated) > 0.01
+
+
+@pytest.mark.silent(
+    "Checkpoint(every='5ba', monitor='valid_loss'): loss of the weights in the best file"
+)
+def test_the_best_file_has_the_weights_that_were_measured(
+    row: Callable[..., None], tmp_path: Path
+) -> None:
+    "The rate grows after the first of three epochs of six batches, so that this epoch is the best."
+
+    def grow(cb: Callback) -> None:
+        cb.learn.opt.set_hyper('lr', 0.1 if cb.train_iter < 6 else 1.0)
+
+    files = Checkpoint('5ba', tmp_path, monitor='valid_loss', keep_last=None, background=False)
+    learn = make_learner([files, Callback(before_batch=grow)])
+    learn.fit(3)
+
+    def measure(path: Path) -> float:
+        model = nn.Linear(3, 1).double()
+        model.load_state_dict(read_state(path)[0]['model'])
+        return nn.functional.mse_loss(model(X), Y).item()
+
+    measured = min(epoch['valid_loss'] for epoch in learn.history)
+    found = find('best', tmp_path)
+    assert found is not None and found[2]['value'] == measured
+    (next_file,) = tmp_path.glob('*-ba10.ckpt')  # the first at the interval after the evaluation
+    row(was=measure(next_file), now=measure(found[0]), independent=measured)
+    assert measure(found[0]) == pytest.approx(measured, rel=1e-12)
+    assert measure(next_file) > 2 * measured
