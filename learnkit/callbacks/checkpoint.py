@@ -44,6 +44,7 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every
 from learnkit.engine.resume import SAVE_POINTS
 from learnkit.metrics.direction import MetricProperties
@@ -95,7 +96,7 @@ class Checkpoint(Callback):
     Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
     written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises `WeightsError` if
     the model lacks the frozen weights that were left out. Checkpointed: the time at which the interval was last
-    checked, the monitored value, the best values, and with `trainable_only` the names of the parameters that were trained.
+    checked, the monitored value, the best values, and with `trainable_only` the names of the trained parameters.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -365,6 +366,7 @@ class Checkpoint(Callback):
         self._recreate_removed_folder()
         if not self._has_warned:
             self._has_warned = True
+            warn_of_lost_attributes(learn)
             learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
         state = self._collect_state(point)
         time = learn.time

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, Checkpoint, DataLoaders, Learner
+from learnkit import Callback, Checkpoint, DataLoaders, Learner, TrackerCallback
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import find
 
@@ -78,3 +78,31 @@ def test_the_best_file_has_the_weights_that_were_measured(
     row(was=measure(next_file), now=measure(found[0]), independent=measured)
     assert measure(found[0]) == pytest.approx(measured, rel=1e-12)
     assert measure(next_file) > 2 * measured
+
+
+class Smoothed(TrackerCallback):
+    "Sums the validation losses of its epochs in attributes that have names of a base's variables."
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        self.items = 0
+        self.values = 0.0
+
+    def after_epoch(self) -> None:
+        super().after_epoch()
+        self.items += 1
+        self.values += self.learn.history[-1]['valid_loss']
+
+
+@pytest.mark.silent('a subclass of TrackerCallback after a resume: epochs that it has counted')
+def test_attributes_of_a_subclass_are_resumed(row: Callable[..., None], tmp_path: Path) -> None:
+    def train(n: int, folder: Path, **options: Any) -> Smoothed:
+        learn = make_learner([cb := Smoothed(), Checkpoint(folder=folder, preemption=False)])
+        learn.fit(n, **options)
+        return cb
+
+    plain = train(4, tmp_path / 'plain')
+    train(3, tmp_path / 'resumed')
+    resumed = train(4, tmp_path / 'resumed', resume=True)
+    row(was=1, now=resumed.items, independent=plain.items)
+    assert (resumed.items, resumed.values) == (4, plain.values)
