@@ -52,6 +52,7 @@ ROWS = (
     ),
     (
         Box('callbacks', ('#8 recorder, schedules, precision', '#A #C checkpoint'), 1.2),
+        Box('monitors', ('speed, memory, optimizers', 'activations, data'), 0.9),
         Box('loggers', ('base: what all loggers share', 'files, console, services')),
         Box('debug', ('explain, trace, doc', 'repr: of a Learner'), 0.8),
     ),

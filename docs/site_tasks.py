@@ -21,9 +21,9 @@ class Task:
 
 # Modules from which users import names.
 PUBLIC_MODULES = (
-    'learnkit learnkit.all learnkit.callbacks learnkit.metrics learnkit.losses learnkit.loggers learnkit.optim '
-    'learnkit.data learnkit.testing learnkit.distributed learnkit.interop learnkit.checkpoint learnkit.inference '
-    'learnkit.debug'
+    'learnkit learnkit.all learnkit.callbacks learnkit.monitors learnkit.metrics learnkit.losses learnkit.loggers '
+    'learnkit.optim learnkit.data learnkit.testing learnkit.distributed learnkit.interop learnkit.checkpoint '
+    'learnkit.inference learnkit.debug'
 ).split()
 
 _ROWS = (
@@ -96,9 +96,9 @@ _ROWS = (
         'monitors',
         'Monitors',
         'Measure speed, memory, gradients, activations and data while training.',
-        'callbacks.monitor callbacks.periodic callbacks.speed callbacks.memory callbacks.system_monitor '
-        'callbacks.optimizer_monitor callbacks.activation_monitor callbacks.activation_stats callbacks.dataset '
-        'callbacks.images callbacks.mlperf callbacks.profiler',
+        'monitors.monitor monitors.periodic monitors.speed monitors.memory monitors.system_monitor '
+        'monitors.optimizer_monitor monitors.activation_monitor monitors.activation_stats monitors.dataset '
+        'monitors.images monitors.mlperf monitors.profiler',
     ),
     (
         'inference',
@@ -109,8 +109,8 @@ _ROWS = (
     (
         'debugging',
         'Find what is wrong',
-        'Values that are not finite, memory that runs out, batches to run again, hooks, and summaries of a model.',
-        'callbacks.nan_guard callbacks.oom callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
+        'Values that are not finite, batches to run again, hooks, and summaries of a model.',
+        'callbacks.nan_guard callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
     ),
     (
         'distributed',

@@ -1,9 +1,6 @@
 from .callbacks.accumulation import (
     GradientAccumulation as GradientAccumulation,
 )
-from .callbacks.activation_stats import (
-    ActivationStats as ActivationStats,
-)
 from .callbacks.best_metric import (
     BestMetric as BestMetric,
 )
@@ -26,9 +23,6 @@ from .callbacks.live_plot import (
 from .callbacks.lr_finder import (
     LRFinder as LRFinder,
 )
-from .callbacks.memory import (
-    MemoryMonitor as MemoryMonitor,
-)
 from .callbacks.mixed_precision import (
     MixedPrecision as MixedPrecision,
 )
@@ -40,20 +34,10 @@ from .callbacks.nan_guard import (
     GuardNonFinite as GuardNonFinite,
     TerminateOnNaNCallback as TerminateOnNaNCallback,
 )
-from .callbacks.optimizer_monitor import (
-    LRMonitor as LRMonitor,
-    OptimizerMonitor as OptimizerMonitor,
-)
-from .callbacks.periodic import (
-    PeriodicData as PeriodicData,
-)
 from .callbacks.predictions import (
     CollectDataCallback as CollectDataCallback,
     FetchPredsCallback as FetchPredsCallback,
     MCDropoutCallback as MCDropoutCallback,
-)
-from .callbacks.profiler import (
-    TorchProfiler as TorchProfiler,
 )
 from .callbacks.progress import (
     ProgressCallback as ProgressCallback,
@@ -75,16 +59,9 @@ from .callbacks.sam import (
 from .callbacks.schedule import (
     ParamScheduler as ParamScheduler,
 )
-from .callbacks.speed import (
-    RuntimeEstimator as RuntimeEstimator,
-    SpeedMonitor as SpeedMonitor,
-)
 from .callbacks.stoppers import (
     FixedStopper as FixedStopper,
     ThresholdStopper as ThresholdStopper,
-)
-from .callbacks.system_monitor import (
-    SystemMonitor as SystemMonitor,
 )
 from .callbacks.torch_scheduler import (
     LRScheduler as LRScheduler,
@@ -234,6 +211,29 @@ from .metrics.functional import (
     mae as mae,
     mse as mse,
     rmse as rmse,
+)
+from .monitors.activation_stats import (
+    ActivationStats as ActivationStats,
+)
+from .monitors.memory import (
+    MemoryMonitor as MemoryMonitor,
+)
+from .monitors.optimizer_monitor import (
+    LRMonitor as LRMonitor,
+    OptimizerMonitor as OptimizerMonitor,
+)
+from .monitors.periodic import (
+    PeriodicData as PeriodicData,
+)
+from .monitors.profiler import (
+    TorchProfiler as TorchProfiler,
+)
+from .monitors.speed import (
+    RuntimeEstimator as RuntimeEstimator,
+    SpeedMonitor as SpeedMonitor,
+)
+from .monitors.system_monitor import (
+    SystemMonitor as SystemMonitor,
 )
 from .optim.hyperparams import (
     params as params,

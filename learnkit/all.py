@@ -1,7 +1,8 @@
 """All public names for a notebook: `from learnkit.all import *`.
 
-Exports the names of learnkit, its callbacks, loggers, schedules, optimizers, losses and metrics, and common
-imports of notebooks: `torch`, `nn`, `F`, `np`, `partial` and `Path`.
+Exports the names of learnkit, its callbacks, loggers, schedules, optimizers, losses and metrics, the names of fastcore
+that `fastai.basics` has (`L`, `patch`, `store_attr`, `delegates`, `Path.ls`, ...), and common imports of notebooks:
+`torch`, `nn`, `F`, `np`, `partial` and `Path`. Where learnkit and fastcore share a name, learnkit's is exported.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from learnkit.core.contexts import paused_collection
 with paused_collection():
     import numpy as np
     import torch
+    from fastcore import basics, foundation, meta, parallel, test, xtras
+    from fastcore.imports import noop, noops
     from torch import nn
     from torch.nn import functional as F
 
     from learnkit import callbacks, loggers, losses, metrics, optim
     from learnkit.callbacks import lr_finder, schedule
 
-_MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
+_FASTCORE = (basics, foundation, meta, parallel, test, xtras)
+_MODULES = (*_FASTCORE, learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
 _exports = {
@@ -33,4 +37,4 @@ _exports = {
 globals().update(_exports)
 
 __all__ = sorted(_exports)  # collected at run time
-__all__ += ['F', 'Path', 'nn', 'np', 'partial', 'torch']
+__all__ += ['F', 'Path', 'nn', 'noop', 'noops', 'np', 'partial', 'torch']

@@ -34,6 +34,7 @@ from learnkit.core.errors import (
     LossError,
     TimeError,
 )
+from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
@@ -173,7 +174,7 @@ class Learner(Loop):
         self.opt_func = opt_func
         self.lr = defaults.lr if lr is None else lr
         self.splitter = splitter
-        self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
+        self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
         self.wd = wd
         self.wd_bn_bias = wd_bn_bias
@@ -501,7 +502,7 @@ class Learner(Loop):
 
         Everything is restored as by `lr_find`: weights, buffers, optimizer, random generators,
         loaders, counters and callbacks; the copies are in CPU memory. Callbacks run as in a fit,
-        except `GradientAccumulation`, `OOMObserver` and callbacks with `remove_on_find`.
+        except `GradientAccumulation` and callbacks with `remove_on_find`.
         Microbatches are disabled: the result is also the largest `microbatch`.
 
         On the CPU, an operating system that overcommits memory ends the process without an error:
@@ -891,7 +892,7 @@ class Learner(Loop):
         rm_type_tfms: Any = None,  # number of type transforms to skip (fastai data)
         with_input: bool = False,  # return the input, first
     ) -> tuple[Any, ...]:  # ([input,] label, decoded prediction, activated prediction)
-        """Predict on one sample.
+        """Predict on one sample, as a batch that the loader's collate function makes.
 
         The label is the result of `dls.decode_batch` if the data has it (fastai), otherwise the class name in
         `dls.vocab`, otherwise the decoded prediction. `loss_func.decodes` decodes; with torch's own losses this is the
@@ -1740,4 +1741,6 @@ def load_learner(
     from learnkit.checkpoint.exchange import build_learner
 
     learner_device = 'cpu' if cpu else device
-    return build_learner(Learner, Path(path), model, dls, loss_func, learner_device, **kwargs)
+    return build_learner(
+        Learner, as_local_path(path), model, dls, loss_func, learner_device, **kwargs
+    )

@@ -294,7 +294,7 @@ class _UnflattenedLoss(_ClassScores, nn.Module):
 
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of targets."
-        return Elements()
+        return Elements(self)
 
     def extra_repr(self) -> str:
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)

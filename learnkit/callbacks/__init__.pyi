@@ -1,21 +1,13 @@
+import learnkit.monitors as _monitors
+
 from .accumulation import (
     GradientAccumulation as GradientAccumulation,
-)
-from .activation_monitor import (
-    ActivationMonitor as ActivationMonitor,
-)
-from .activation_stats import (
-    ActivationStats as ActivationStats,
 )
 from .best_metric import (
     BestMetric as BestMetric,
 )
 from .checkpoint import (
     Checkpoint as Checkpoint,
-)
-from .dataset import (
-    DatasetStats as DatasetStats,
-    ParamCount as ParamCount,
 )
 from .ema import (
     EMA as EMA,
@@ -32,18 +24,12 @@ from .hooks import (
     hook_output as hook_output,
     hook_outputs as hook_outputs,
 )
-from .images import (
-    ImageVisualizer as ImageVisualizer,
-)
 from .live_plot import (
     ShowGraph as ShowGraph,
     ShowGraphCallback as ShowGraphCallback,
 )
 from .lr_finder import (
     LRFinder as LRFinder,
-)
-from .memory import (
-    MemoryMonitor as MemoryMonitor,
 )
 from .mixed_precision import (
     AMPMode as AMPMode,
@@ -54,9 +40,6 @@ from .mixup import (
     MixHandler as MixHandler,
     MixUp as MixUp,
 )
-from .mlperf import (
-    MLPerf as MLPerf,
-)
 from .model_summary import (
     Summary as Summary,
     dummy_eval as dummy_eval,
@@ -66,35 +49,18 @@ from .model_summary import (
     summary as summary,
     total_params as total_params,
 )
-from .monitor import (
-    Monitor as Monitor,
-)
 from .nan_guard import (
     GuardNonFinite as GuardNonFinite,
     TerminateOnNaNCallback as TerminateOnNaNCallback,
 )
-from .oom import (
-    MemorySnapshot as MemorySnapshot,
-    OOMObserver as OOMObserver,
-)
-from .optimizer_monitor import (
-    LRMonitor as LRMonitor,
-    OptimizerMonitor as OptimizerMonitor,
-)
 from .optuna import (
     OptunaPruning as OptunaPruning,
-)
-from .periodic import (
-    PeriodicData as PeriodicData,
 )
 from .predictions import (
     CollectDataCallback as CollectDataCallback,
     FetchPredsCallback as FetchPredsCallback,
     MCDropoutCallback as MCDropoutCallback,
     mc_dropout_preds as mc_dropout_preds,
-)
-from .profiler import (
-    TorchProfiler as TorchProfiler,
 )
 from .replay import (
     Replay as Replay,
@@ -111,18 +77,11 @@ from .sam import (
 from .schedule import (
     ParamScheduler as ParamScheduler,
 )
-from .speed import (
-    RuntimeEstimator as RuntimeEstimator,
-    SpeedMonitor as SpeedMonitor,
-)
 from .stoppers import (
     EarlyStopper as EarlyStopper,
     EarlyStopping as EarlyStopping,
     FixedStopper as FixedStopper,
     ThresholdStopper as ThresholdStopper,
-)
-from .system_monitor import (
-    SystemMonitor as SystemMonitor,
 )
 from .torch_scheduler import (
     LRScheduler as LRScheduler,
@@ -143,3 +102,19 @@ from .training import (
     SkipToEpoch as SkipToEpoch,
     before_batch_cb as before_batch_cb,
 )
+
+ActivationMonitor = _monitors.ActivationMonitor
+ActivationStats = _monitors.ActivationStats
+DatasetStats = _monitors.DatasetStats
+ImageVisualizer = _monitors.ImageVisualizer
+LRMonitor = _monitors.LRMonitor
+MLPerf = _monitors.MLPerf
+MemoryMonitor = _monitors.MemoryMonitor
+Monitor = _monitors.Monitor
+OptimizerMonitor = _monitors.OptimizerMonitor
+ParamCount = _monitors.ParamCount
+PeriodicData = _monitors.PeriodicData
+RuntimeEstimator = _monitors.RuntimeEstimator
+SpeedMonitor = _monitors.SpeedMonitor
+SystemMonitor = _monitors.SystemMonitor
+TorchProfiler = _monitors.TorchProfiler

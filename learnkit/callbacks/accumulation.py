@@ -27,9 +27,9 @@ class GradientAccumulation(Callback):
     The gradient is the mean over those samples, whatever the batch sizes, or over the elements that
     the loss averages over (targets that count, class weights); with `Learner(weight_func=)` the
     weighted mean; for a loss with reduction 'sum' the sum. Terms that other callbacks add to
-    `loss_grad` are averaged likewise. The reported loss is each batch's own. `before_step` and
-    later events of a step occur only at optimizer steps, so that clipping, mixed precision,
-    schedules and averages see one big batch. A batch without a step ends with `after_cancel_batch`.
+    `loss_grad` are averaged likewise. The reported loss is each batch's own. All other callbacks,
+    of any order, get `before_step` and later events only where a step is due, with its gradients.
+    A batch without a step ends with `after_cancel_batch`.
 
     In a user's own loop each call of `optimize` counts the batch's samples for the optimizer that
     it names: each optimizer has its own sum and its own steps. A call without a step returns False,
@@ -53,6 +53,7 @@ class GradientAccumulation(Callback):
     order = 6  # before mixed precision (10) unscales the gradients
     run_valid = False
     run_in = 'fit'
+    runs_first = ('before_step',)  # others see no step that is put off, and no partial sum
     runs_last = ('before_backward',)  # terms that others add to the loss are averaged too
 
     def __init__(

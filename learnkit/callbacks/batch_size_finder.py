@@ -11,7 +11,6 @@ import torch
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
-from learnkit.callbacks.oom import OOMObserver
 from learnkit.core.batch import batch_counter, slice_batch
 from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
@@ -53,8 +52,7 @@ def find_batch_size(
     left_out = [
         cb
         for cb in learn.cbs
-        if getattr(cb, 'remove_on_find', False)
-        or isinstance(cb, (GradientAccumulation, OOMObserver))
+        if getattr(cb, 'remove_on_find', False) or isinstance(cb, GradientAccumulation)
     ]
     with (
         deferred_interrupts() as deferred,

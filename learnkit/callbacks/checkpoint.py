@@ -38,7 +38,7 @@ from learnkit.checkpoint.weights import (
 )
 from learnkit.core.dtensor import gather_full_state, mesh_of
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
-from learnkit.core.files import FolderLock, check_writable, sweep
+from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
@@ -135,7 +135,7 @@ class Checkpoint(Callback):
             raise OptionError(f"mode={mode!r}: give 'min', 'max', or None.")
         if monitor is not None and mode is None:
             mode = _find_mode(monitor)
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else as_local_path(folder)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.monitor = monitor

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from typing import Any, Self
 
-import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from learnkit.core.batch import tensors_in, to_detach
-from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.model import has_weights
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -62,14 +60,10 @@ class Hook:
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph first
         cpu: bool = False,  # with `detach`: whether to copy tensors to the CPU, synchronously
-        gather: bool = False,  # accepted as in fastai and ignored; an error in a process group
+        gather: bool = False,  # accepted as in fastai, and ignored
     ) -> None:
         if not isinstance(m, nn.Module):
             raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
-        if gather and torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise OptionError(
-                'gather=True: hooks do not gather over processes. Gather `hook.stored` afterwards.'
-            )
         self.hook_func = hook_func
         self.detach = detach
         self.cpu = cpu
@@ -218,12 +212,7 @@ def flatten_model(m: nn.Module) -> list[nn.Module]:
 
 def named_layers(m: nn.Module) -> dict[str, nn.Module]:
     "Return the layers of a model by their dotted names."
-    return {name: o for name, o in m.named_modules() if is_layer(o)}
-
-
-def is_layer(m: nn.Module) -> bool:
-    "Return True if a module has no children, or has parameters of its own."
-    return not m._modules or has_own_params(m)
+    return {name: o for name, o in m.named_modules() if not o._modules or has_own_params(o)}
 
 
 def has_own_params(m: nn.Module) -> bool:
@@ -233,8 +222,8 @@ def has_own_params(m: nn.Module) -> bool:
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
     "Return the model inside the result of `torch.compile(model)`, or the model itself."
-    inner = model._modules.get('_orig_mod')
-    return model if inner is None else inner
+    inner: nn.Module = getattr(model, '_orig_mod', model)
+    return inner
 
 
 @contextmanager
@@ -298,13 +287,9 @@ class HookCallback(Callback):
     ) -> None:
         self._requested = None if modules is None else _list_modules(modules)
         self.every = None if every is None else as_time(every, 'ba')
-        if self.every is not None and self.every.unit == 'tok':
-            raise TimeError(f'every={every!r}: tokens are not counted.')
         self._interval: Every | None = None  # None: every nth batch of the fit, or all
         if self.every is not None and self.every.unit != 'ba':
             self._interval = Every(self.every)
-        if hook is not None and not callable(hook):
-            raise OptionError(f'hook={hook!r}: give f(module, inputs, output).')
         self.remove_end = remove_end
         self.is_forward = is_forward
         self.detach = detach
@@ -366,8 +351,7 @@ class HookCallback(Callback):
         n = self.learn.train_iter
         if self._interval is not None:
             return self._interval.is_due(self.learn) or not n
-        assert self.every is not None  # checked by the caller
-        return bool(n % self.every.value == 0)
+        return self.every is not None and n % self.every.value == 0
 
     def _find(self) -> None:
         model = unwrap_compiled(self.learn.model)
@@ -399,13 +383,13 @@ class HookCallback(Callback):
         self._registration = None
         registration.close()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        "Return the number of intervals passed; None if the number of the batch decides."
-        return None if self._interval is None else self._interval.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        "Return the number of intervals passed; nothing if the number of the batch decides."
+        return {} if self._interval is None else self._interval.state_dict()
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed."
-        if self._interval is not None:
+        if self._interval is not None and 'every' in sd:
             self._interval.load_state_dict(sd)
 
 
@@ -428,8 +412,7 @@ def _find_module(model: nn.Module, wanted: nn.Module | str) -> tuple[str, nn.Mod
         return next(names, type(wanted).__name__), wanted
     if wanted in named:
         return wanted, named[wanted]
-    close = get_close_matches(wanted, named, n=3, cutoff=0.5) or [n for n in named if n][:8]
-    there = f' There is {", ".join(f"`{n}`" for n in close)}.' if close else ''
     raise OptionError(
-        f'{type(model).__name__} has no module named {wanted!r}.{there} `learn.summary()` lists them.'
+        f'{type(model).__name__} has no module named {wanted!r}.{did_you_mean(wanted, named)} '
+        '`learn.summary()` lists them.'
     )

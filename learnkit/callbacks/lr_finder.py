@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from learnkit.callbacks.lr_suggestions import (
     Point,
@@ -225,7 +226,8 @@ class LRFinder(ParamScheduler):
 class NoEvaluations(EvaluationSchedule):
     "Evaluation schedule without evaluations."
 
-    def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    @override
+    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
         return []
 

@@ -38,12 +38,9 @@ __all__ = [
     'make_display',
 ]
 
-GAP = '..'  # replaces columns that do not fit
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs
 PATIENCE_S = 0.5
-# of JupyterLab, of VS Code, or of the browser
-PAGE_BACKGROUND = 'var(--jp-layout-color0,var(--vscode-editor-background,Canvas))'
 
 
 @dataclass(slots=True)
@@ -95,11 +92,9 @@ class Section:
         self,
         names: Sequence[str],  # cells of the header
         cells: Sequence[str],  # cells of the first row, which count for the column widths
-        max_width: float = inf,  # characters of a line
     ) -> None:
         self.names = [*names, *[''] * (len(cells) - len(names))]
         self.widths = [max(map(len, pair)) for pair in zip_longest(self.names, cells, fillvalue='')]
-        self.n_shown = count_columns(self.widths, max_width)
         self.lines: list[str] = []  # rows as text
         self.html_rows: list[str] = []  # rows as HTML
 
@@ -111,19 +106,11 @@ class Section:
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
         self.lines.append(self._format_line(cells))
-        self.html_rows.append(html_row('td', cells, last_style=self._style_last_cell()))
-
-    def _style_last_cell(self) -> str:
-        "Return CSS that keeps the column of the time in view where the page is narrower than the table."
-        if self.names[-1:] != ['time']:
-            return ''
-        return f'position:sticky;right:0;background:{PAGE_BACKGROUND}'
+        self.html_rows.append(html_row('td', cells))
 
     def _format_line(self, cells: Sequence[str]) -> str:
-        "Return one aligned line of text, without the columns that do not fit."
+        "Return one aligned line of text."
         aligned = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)]
-        if self.n_shown < len(self.widths):
-            aligned = [*aligned[: self.n_shown - 1], GAP, *aligned[-1:]]
         return '  '.join(aligned).rstrip()
 
     def format_header(self) -> list[str]:
@@ -137,34 +124,10 @@ class Section:
 
     def html(self, max_rows: int) -> str:
         "Return the section as an HTML table; colors and borders are left to the page's theme."
-        header = ''
-        if any(self.names):
-            header = (
-                f'<thead>{html_row("th", self.names, last_style=self._style_last_cell())}</thead>'
-            )
+        header = f'<thead>{html_row("th", self.names)}</thead>' if any(self.names) else ''
         note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
         rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
         return f'<table style="text-align:right">{header}<tbody>{"".join(rows)}</tbody></table>'
-
-
-def count_columns(
-    widths: Sequence[int],  # characters of each column
-    max_width: float,  # characters of a line
-) -> int:
-    """Return the number of columns that fit, at least two: the first ones, and the last one, which has the time.
-
-    >>> count_columns([5, 10, 10, 8], 80), count_columns([5, 10, 10, 8], 32), count_columns([5, 10, 10, 8], 10)
-    (4, 3, 2)
-    """
-    total = sum(widths) + 2 * (len(widths) - 1)
-    n = len(widths)
-    if total <= max_width:
-        return n
-    total += 2 + len(GAP)
-    while n > 2 and total > max_width:
-        n -= 1
-        total -= widths[n - 1] + 2
-    return n
 
 
 class Table:
@@ -172,7 +135,6 @@ class Table:
 
     def __init__(self) -> None:
         self.sections: list[Section] = []
-        self.max_width: float = inf  # characters of a line; more columns are left out in the middle
 
     def add(
         self,
@@ -183,7 +145,7 @@ class Table:
         cells = [format_cell(value) for value in row]
         is_new = not self.sections or not self.sections[-1].fits(names, cells)
         if is_new:
-            self.sections.append(Section(names, cells, self.max_width))
+            self.sections.append(Section(names, cells))
         section = self.sections[-1]
         section.add(cells)
         header = section.format_header() if is_new else []
@@ -220,7 +182,7 @@ class Display:
 
 
 class AboveBar:
-    "Text stream of a terminal that clears the bar before text is written, and draws it again below whole lines."
+    "Text stream of a terminal that prints whole lines above the bar."
 
     def __init__(
         self,
@@ -229,19 +191,14 @@ class AboveBar:
     ) -> None:
         self.stream = stream
         self.display = display
+        self.line = ''  # text of a line that is not complete
 
     def write(self, text: str) -> int:
-        "Write above the bar."
-        display = self.display
-        if not display.is_line_open:
-            display.clear_bar()
-        n = self.stream.write(text)
-        if text:
-            display.is_line_open = not text.endswith('\n')
-        if not display.is_line_open:
-            self.stream.flush()
-            display.refresh_bar()
-        return n
+        "Write the lines that are complete above the bar."
+        lines, newline, self.line = (self.line + text).rpartition('\n')
+        if newline:
+            self.display.print_above(lines, self.stream)
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -253,6 +210,7 @@ class TerminalDisplay(Display):
     While the bar is displayed, other output is printed above it: `sys.stdout` and `sys.stderr` are replaced."""
 
     interval_s = 0.1
+    margin = len('^C')  # columns behind the bar, where a terminal echoes Ctrl-C
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from tqdm import tqdm
@@ -261,18 +219,16 @@ class TerminalDisplay(Display):
         # tqdm's monitor thread would make every later fork of a loader worker a risk
         self.make_bar: Any = type('Bar', (tqdm,), {'monitor_interval': 0})
         self.bar: Any = None
-        self.is_line_open = False  # whether the last line that others printed is not finished
-        self.table.max_width = get_terminal_size().columns
 
     def draw(self, bar: Bar | None) -> None:
-        if bar is None or self.is_line_open:
+        if bar is None:
             return
         if self.bar is None:
             self.bar = self.make_bar(file=self.stream, leave=False, delay=1e-9)
             self._replace_streams()
         # the size falls back to 80 x 24 for a terminal that does not report one
         columns, self.bar.nrows = get_terminal_size()
-        self.bar.ncols = max(columns - len('^C'), 1)  # Ctrl-C is echoed behind the bar
+        self.bar.ncols = max(columns - self.margin, 1)
         self.bar.total = bar.total
         self.bar.n = bar.done
         self.bar.desc = bar.label
@@ -283,11 +239,7 @@ class TerminalDisplay(Display):
         self.bar.refresh()
 
     def close(self, stopped_at: Bar | None = None) -> None:
-        if self.is_line_open and self.stream is not None:
-            self.stream.write('\n')
-            self.is_line_open = False
-        if stopped_at is not None:
-            self.clear_bar()
+        self.margin = 0  # the bar that stays covers an echo
         self.draw(stopped_at)
         self._restore_streams()
         if self.bar is None:
@@ -295,15 +247,13 @@ class TerminalDisplay(Display):
         self.bar.leave = stopped_at is not None
         self.bar.delay = 0
         self.bar.close()
-        self.bar = None  # code that has kept a replaced stream then writes to the stream itself
+        self.bar = None
 
-    def clear_bar(self) -> None:
-        "Clear the line of the bar, with what the terminal has echoed behind the bar."
-        if self.bar is not None and self.stream is not None:
-            self.stream.write(f'\r{" " * (self.bar.ncols + len("^C") - 1)}\r')
-
-    def refresh_bar(self) -> None:
-        "Draw the bar as it was."
+    def print_above(self, text: str, stream: TextIO | None) -> None:
+        "Print lines above the bar; a run that is over has no bar."
+        if self.bar is not None:
+            self.bar.clear()
+        print(text, file=stream, flush=True)
         if self.bar is not None:
             self.bar.refresh()
 
@@ -318,9 +268,11 @@ class TerminalDisplay(Display):
             stream = getattr(sys, name)
             if isinstance(stream, AboveBar) and stream.display is self:
                 setattr(sys, name, stream.stream)
+                if stream.line:
+                    stream.write('\n')
 
     def _emit(self, text: str) -> None:
-        self.make_bar.write(text, file=self.stream)
+        self.print_above(text, self.stream)
 
 
 class NotebookDisplay(Display):

@@ -323,7 +323,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Return the training loss of the epoch that ends."
         if self.train_loss == 'smooth':
             return self.smooth_loss.smooth[-1]
-        return self.smooth_loss.mean_since(self._n_before)
+        return self.smooth_loss.mean_since(self._n_before, self._reduction())
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict':
@@ -472,8 +472,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         "Replace this epoch's losses by their sample-weighted mean over ranks."
         losses = [sd['losses'] for sd in states]
         weights = [sd['weights'] for sd in states]
-        reduction = 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
-        self.smooth_loss.replace(merged_losses(losses, weights, reduction), merged_weights(weights))
+        merged = merged_losses(losses, weights, self._reduction())
+        self.smooth_loss.replace(merged, merged_weights(weights))
+
+    def _reduction(self) -> str:
+        return 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
 
     def _merge_logged(self, seconds: float) -> float:
         "Merge the logged values of all ranks, and return the seconds of the first rank."

@@ -195,7 +195,7 @@ def fit_one_cycle(
     scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
     if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
         scheds['mom'] = momentum
-    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
 
 
 def fit_flat_cos(
@@ -215,7 +215,7 @@ def fit_flat_cos(
     _check_share(pct_start)
     flat = _prepare_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
-    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, flat, wd, cbs, start_epoch, resume)
 
 
 def fit_sgdr(
@@ -239,7 +239,7 @@ def fit_sgdr(
     shares = [n / n_epoch for n in lengths]
     peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
     scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
-    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
 
 
 def fine_tune(
@@ -321,13 +321,14 @@ def _fit_with_schedules(
     learn: LearnerLike,
     scheds: Mapping[str, Schedule],
     n_epoch: int,
+    peak: Any,
     wd: float | None,
     cbs: Any,
     start: int,
     resume: Any,
 ) -> None:
     cbs = [ParamScheduler(scheds), *as_list(cbs)]
-    learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
+    learn.fit(n_epoch, peak, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 
 
 def _check_share(pct_start: Any) -> None:

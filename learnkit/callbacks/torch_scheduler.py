@@ -45,6 +45,7 @@ class LRScheduler(Callback):
     """
 
     order = 60
+    runs_last = ('after_batch',)  # others see the rate of the batch's step there
     run_valid = False
     remove_on_find = True
     sets_lr = True

@@ -17,7 +17,7 @@ from typing import Any
 
 from learnkit.checkpoint.file import read_info, read_state
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
-from learnkit.core.files import flush_file, flush_folder
+from learnkit.core.files import as_local_path, flush_file, flush_folder
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -146,7 +146,7 @@ def find(
     does not exist, and if all checkpoints are damaged.
     """
     if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
-        return _load_path(Path(which), folder, digests)
+        return _load_path(as_local_path(which), folder, digests)
     if which is not True and not isinstance(which, str):
         raise CheckpointError(
             f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "

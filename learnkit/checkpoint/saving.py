@@ -33,7 +33,7 @@ from learnkit.core.batch import (
 )
 from learnkit.core.dtensor import gather_full_state, mesh_of
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
-from learnkit.core.files import atomic_write, check_file
+from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     bare_model,
@@ -153,7 +153,7 @@ def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
 
 def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> Path:
     "Return the path of a weights file. A file to read may have another suffix, or end in `.pth.pth`, as in fastai."
-    folder = learn.path / learn.model_dir
+    folder = learn.path / as_local_path(learn.model_dir)
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
     if not to_read or path.is_file():
         return path
@@ -212,6 +212,7 @@ def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
             'is loaded by `learn.model.load_state_dict(...)`.'
         )
     name = str(file)
+    as_local_path(name)  # raises for a URL
     if (
         not name.strip()
         or '\0' in name

@@ -6,20 +6,20 @@ ranks. Only with these weights does the mean over batches equal the loss of all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from math import isclose
-from typing import Any
+from math import isclose, isnan
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit.core.batch import find_bs
+from learnkit.core.batch import find_bs, slice_batch, tensors_in
 from learnkit.core.errors import LossError, OptionError, did_you_mean
 from learnkit.core.learner_type import LoopLike
-from learnkit.core.model import name_of, takes_batches
+from learnkit.core.model import copy_buffers, name_of, restore_buffers, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 
@@ -40,6 +40,8 @@ __all__ = [
     'denominator_of_model',
 ]
 
+Parts = tuple[tuple[int, float], ...]  # number of samples and loss of each part of a batch
+
 MAX_LIST = 128  # up to this number of targets, counting in a list is faster than with NumPy
 IGNORED = -100  # torch's default `ignore_index`
 WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
@@ -51,6 +53,9 @@ ELEMENT_LOSSES = (
     nn.HuberLoss,
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+    nn.KLDivLoss,
 )
 CLASS_FUNCTIONS = (F.cross_entropy, F.nll_loss)
 ELEMENT_FUNCTIONS = (
@@ -60,9 +65,23 @@ ELEMENT_FUNCTIONS = (
     F.huber_loss,
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+    F.kl_div,
 )
 # a `functools.partial` with other keywords is not recognized
-KEYWORDS = {'weight', 'ignore_index', 'reduction', 'label_smoothing', 'pos_weight', 'beta', 'delta'}
+KEYWORDS = {
+    'weight',
+    'ignore_index',
+    'reduction',
+    'label_smoothing',
+    'pos_weight',
+    'beta',
+    'delta',
+    'log_input',
+    'log_target',
+    'full',
+}
 
 
 class Denominator:
@@ -85,10 +104,19 @@ class Samples(Denominator):
 
 
 class Elements(Denominator):
-    "Denominator of a mean over all elements of the targets."
+    "Denominator of a mean over all elements of the targets; of another reduction, the number of samples."
+
+    def __init__(
+        self,
+        options: nn.Module | Mapping[str, Any],  # `reduction`, read for each batch
+    ) -> None:
+        self.options = options
 
     def count(self, yb: tuple[Any, ...]) -> Any:
-        return yb[0].numel() if yb and isinstance(yb[0], Tensor) else None
+        reduction = read_options(self.options).get('reduction')
+        if reduction in ('sum', 'batchmean') or not (yb and isinstance(yb[0], Tensor)):
+            return None
+        return yb[0].numel()
 
 
 class Tokens(Denominator):
@@ -117,21 +145,20 @@ class ClassTargets(Denominator):
         self.options = options
         self.is_module = isinstance(options, nn.Module)
 
-    def _read_options(self) -> Mapping[str, Any]:
-        return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]
-
     @property
     def ignore_index(self) -> int:
-        return int(self._read_options().get('ignore_index', IGNORED))
+        return int(read_options(self.options).get('ignore_index', IGNORED))
 
     def varies(self, yb: tuple[Any, ...]) -> bool:
-        return has_class_numbers(yb) and self._read_options().get('reduction', 'mean') == 'mean'
+        return (
+            has_class_numbers(yb) and read_options(self.options).get('reduction', 'mean') == 'mean'
+        )
 
     def count(self, yb: tuple[Any, ...]) -> Any:
         if not yb or not isinstance(yb[0], Tensor):
             return None
         targ = yb[0]
-        values = self._read_options()
+        values = read_options(self.options)
         reduction = values.get('reduction', 'mean')
         if reduction == 'sum':
             return None
@@ -176,6 +203,8 @@ class Unknown(Denominator):
         self.name = name
         self.why = why
         self.has_warned = False
+        self._has_compared = False  # a batch of an evaluation was compared with its parts
+        self._sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
     def look(self, yb: tuple[Any, ...]) -> None:
         if self.has_warned or not (self.why or has_ignored(yb)):
@@ -189,6 +218,29 @@ class Unknown(Denominator):
             'as in gradients of microbatches or accumulated batches. If the loss is a mean over the targets '
             f"that are not {IGNORED}, write Learner(weight_func='tokens'); for another mean, a function "
             "weight_func(xb, yb); for a mean over samples, weight_func='samples'."
+        )
+
+    def compare(self, learn: LoopLike, n: int) -> None:
+        "Compare the loss of a batch of `n` samples with its parts, once, if batches of evaluations differ in size."
+        self._sizes.add(n)
+        if self._has_compared or len(self._sizes) == 1 or n == 1:
+            return
+        self._has_compared = True
+        check_is_mean(learn, vars(learn).get('pred'))
+
+    def warn_of_parts(self, yb: tuple[Any, ...], whole: float, parts: Parts) -> None:
+        "Warn once that the loss of a batch is not the mean of the losses of its parts."
+        self.look(yb)
+        if self.has_warned:
+            return
+        self.has_warned = True
+        n = sum(n for n, _ in parts)
+        warn_user(
+            f'{self.name} is not a mean over samples: it is {whole:.6g} for {n} samples, and its parts average to '
+            f'{mean_of_parts(parts):.6g}. Microbatches, accumulated batches, processes and the batches of an '
+            'evaluation are weighted by their number of samples, so that losses and gradients are not those of the '
+            'whole. If the loss divides by another number, give that of a batch: Learner(weight_func=f), f(xb, yb); '
+            'otherwise it cannot be split, and needs whole batches.'
         )
 
 
@@ -212,7 +264,7 @@ def denominator_of(loss_func: Any) -> Denominator:
     if isinstance(loss_func, CLASS_LOSSES) and has_forward_of(loss_func, CLASS_LOSSES):
         return ClassTargets(loss_func)
     if isinstance(loss_func, ELEMENT_LOSSES) and has_forward_of(loss_func, ELEMENT_LOSSES):
-        return Elements()
+        return Elements(loss_func)
     func = loss_func
     keywords = {}
     if (
@@ -225,10 +277,15 @@ def denominator_of(loss_func: Any) -> Denominator:
     if func in CLASS_FUNCTIONS:
         return ClassTargets(keywords)
     if func in ELEMENT_FUNCTIONS and keywords.get('weight') is None:
-        return Elements()
+        return Elements(keywords)
     if type(loss_func).__module__.startswith('torch.nn'):
         return Samples()
     return Unknown(getattr(loss_func, '__name__', None) or type(loss_func).__name__)
+
+
+def read_options(options: nn.Module | Mapping[str, Any]) -> Mapping[str, Any]:
+    "Return the options of a loss: the attributes of a module, or keywords."
+    return vars(options) if isinstance(options, nn.Module) else options
 
 
 def has_forward_of(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
@@ -277,15 +334,20 @@ class LossWeights:
     def weigh_batch(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         weight = None
+        denominator = self.denominator(learn)
         if callable(learn.weight_func):
             weight = learn.weight_func(xb, yb)
         elif not (learn.training and learn.callbacks.average_samples()):
-            denominator = self.denominator(learn)
             if not learn.iter:
                 # only for the first batch, because it synchronizes with the device
                 denominator.look(yb)
             weight = denominator.count(yb)
-        return find_bs(xb, yb, learn.size_func) if weight is None else weight
+        if weight is not None:
+            return weight
+        n = find_bs(xb, yb, learn.size_func)
+        if not learn.training and is_guess(denominator, learn):
+            denominator.compare(learn, n)
+        return n
 
     def denominator(self, learn: LoopLike) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."
@@ -316,39 +378,71 @@ def check_is_mean(
     learn: LoopLike,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
-    """Raise `LossError` if a loss function of unknown reduction is a sum over samples.
+    """Compare the loss of a batch with the losses of its parts, if it is unknown what the loss averages over.
 
-    The losses of the parts of a batch would be averaged. The check compares the loss of the batch with the losses of
-    its halves. A function with an attribute `reduction = 'sum'` is known to be a sum, and is not checked.
+    Raises `LossError` for a sum over samples without an attribute `reduction = 'sum'`, and warns of any other loss
+    that is not the mean of the losses of the parts, weighted by their numbers of samples.
     """
+    denominator = learn.loss_weights.denominator(learn)
+    if learn.callbacks.average_samples() or not is_guess(denominator, learn):
+        return
+    for whole, parts in compare_parts(learn, pred):
+        if is_mean(whole, parts, pred):
+            continue
+        if isclose(whole, sum(loss for _, loss in parts), rel_tol=1e-3):
+            raise LossError(
+                f'{name_of(learn.loss_func)} adds up the losses of the samples, and does not say so: the parts of a '
+                'batch (microbatches, accumulated batches, several processes) would be averaged. Return the mean, or '
+                "set the attribute `reduction = 'sum'` of the loss function."
+            )
+        denominator.warn_of_parts(learn.yb, whole, parts)
+        return
+
+
+def is_guess(denominator: Denominator, learn: LoopLike) -> TypeGuard[Unknown]:
+    "Return True if the loss function is assumed to be a mean over samples."
+    is_unknown = isinstance(denominator, Unknown) and learn.weight_func is None
+    return is_unknown and learn.loss_func is not None and not learn.loss_weights.is_sum(learn)
+
+
+def compare_parts(learn: LoopLike, pred: Any) -> Iterator[tuple[float, Parts]]:
+    "Yield the loss of the batch and of two parts, for two divisions; nothing if the batch cannot be divided."
     loss_func = learn.loss_func
-    weights = learn.loss_weights
-    yb = learn.yb
-    is_unknown = isinstance(weights.denominator(learn), Unknown) and learn.weight_func is None
-    if loss_func is None or not is_unknown or weights.is_sum(learn):
-        return
-    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
-        return
-    half = len(pred) // 2
-    n = len(pred)
-    parts = [slice(None), slice(half), slice(half, None)]
+    buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []
+    preds = tuple(pred) if isinstance(pred, (tuple, list)) else (pred,)
+
+    def compute(preds: tuple[Any, ...], yb: tuple[Any, ...]) -> float:
+        with torch.no_grad(), preserved_rng():
+            loss = loss_func(preds[0] if isinstance(pred, Tensor) else preds, *yb)
+        if isinstance(loss, Mapping):
+            loss = loss['loss'] if 'loss' in loss else sum(loss.values())
+        return float(loss)
+
     try:
-        with torch.no_grad():
-            losses = []
-            for part in parts:
-                with preserved_rng():
-                    losses.append(float(loss_func(pred[part], *(t[part] for t in yb))))
+        n = find_bs(learn.xb, learn.yb, learn.size_func)
+        # two divisions, because the parts of one may have equal denominators by chance
+        for middle in sorted({n // 2, n // 3} - {0}, reverse=True):
+            parts = slice_batch(preds, learn.yb, n, [slice(middle), slice(middle, n)])
+            first, second = (compute(*part) for part in parts)
+            yield compute(preds, learn.yb), ((middle, first), (n - middle, second))
     except Exception:
         return  # the loop raises the error of the loss function
-    whole, first, second = losses
-    mean = (half * first + (n - half) * second) / n
-    if not isclose(whole, first + second, rel_tol=1e-3) or isclose(whole, mean, rel_tol=1e-2):
-        return
-    raise LossError(
-        f'{name_of(loss_func)} adds up the losses of the samples, and does not say so: the parts of a batch '
-        '(microbatches, accumulated batches, several processes) would be averaged. Return the mean, or set the '
-        "attribute `reduction = 'sum'` of the loss function."
-    )
+    finally:
+        restore_buffers(buffers, skip_equal=True)
+
+
+def is_mean(whole: float, parts: Parts, pred: Any) -> bool:
+    "Return True if a loss is the mean of the losses of its parts, up to rounding errors."
+    mean = mean_of_parts(parts)
+    is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors_in(pred))
+    tolerance = 1e-2 if is_half else 1e-4
+    size = max(abs(loss) for _, loss in parts)
+    return isnan(whole) or isclose(whole, mean, rel_tol=tolerance, abs_tol=tolerance * size)
+
+
+def mean_of_parts(parts: Parts) -> float:
+    "Return the mean of losses weighted by their numbers of samples."
+    return sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)
 
 
 def check_weight_func(weight_func: Any) -> Any:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     'FolderLock',
+    'as_local_path',
     'atomic_write',
     'check_file',
     'check_folder',
@@ -37,6 +38,9 @@ __all__ = [
     'flush_folder',
     'unused_path',
 ]
+
+# `Path` leaves one of the slashes of `s3://`; the drives of Windows have one letter
+_URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]+:/')
 
 # errors of file systems that do not support fsync of a folder
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
@@ -117,8 +121,19 @@ def check_folder_name(
 ) -> Path:
     "Return the path of a folder; raise `OptionError` for an empty name and for other types."
     if isinstance(folder, (str, os.PathLike)) and str(folder).strip():
-        return Path(folder)
+        return as_local_path(folder)
     raise OptionError(f'folder={folder!r}: give a folder.')
+
+
+def as_local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file or folder; raise `OptionError` for a URL.
+
+    >>> as_local_path('runs/s3').parts
+    ('runs', 's3')
+    """
+    if _URL.match(os.fspath(path)):
+        raise OptionError(f'{os.fspath(path)!r} is a URL: give a path of this machine.')
+    return Path(path)
 
 
 def unused_path(path: Path) -> Path:

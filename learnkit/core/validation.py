@@ -321,7 +321,10 @@ def classes_hint(loss_func: Any, pred: Tensor, yb: tuple[Any, ...], e: Exception
 
 
 def takes_alone(f: Any) -> str:
-    "Return 'only' if a function takes one positional argument, 'also' if it takes one or two, or an empty string."
+    """Return 'only' if a function takes one positional argument, 'also' if it takes one or two, or an empty string.
+
+    A first parameter `*args` takes any number, and does not count: the losses of fastai have it.
+    """
     try:
         sig = signature(f.forward if isinstance(f, nn.Module) else f)
     except (TypeError, ValueError):
@@ -334,7 +337,8 @@ def takes_alone(f: Any) -> str:
             return False
         return True
 
-    if not accepts(1):
+    first = next(iter(sig.parameters.values()), None)
+    if first is None or first.kind is first.VAR_POSITIONAL or not accepts(1):
         return ''
     return 'also' if accepts(2) else 'only'
 

@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
+from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising, table
 from learnkit.core.validation import check_count
 from learnkit.data.evaluator import Evaluator, named_loaders
+from learnkit.data.preserve import undisturbed_loader
 from learnkit.data.show import first_batch, first_samples, own_method, show_samples
 from learnkit.data.tensors import are_inputs_and_targets, are_rows_apart, as_rows, is_rows
 from learnkit.data.torch_loader import iterates_as_torch, rebuild_without_workers, torch_in_order
@@ -101,7 +103,7 @@ class DataLoaders:
         self.others = list(others)
         self.n_inp: int | Mapping[str, int] | None = n_inp
         self.n_iter = n_iter
-        self.path = Path(path)
+        self.path = as_local_path(path)
         self.targets = as_names(targets)
         self._device = None if device is None else check_device(device)
 
@@ -284,13 +286,16 @@ class DataLoaders:
         return self.to('cuda')
 
     def one_batch(self) -> Any:
-        """Return the first batch of the training loader.
+        """Return the first batch of the training loader, and restore the loader and all random generators.
+
+        A loader that is an iterator loses the batch.
 
         >>> DataLoaders([(torch.zeros(2), torch.ones(2))]).one_batch()
         (tensor([0., 0.]), tensor([1., 1.]))
         """
-        for batch in self.train:
-            return batch
+        with undisturbed_loader(self.train):
+            for batch in self.train:
+                return batch
         raise EmptyLoaderError(
             f'The training loader ({type(self.train).__name__}) gave no batch. Is it used up, or '
             'its data set empty?'

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from learnkit.core.time import Timestamp
     from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['Callback', 'Periodic', 'MissingAttribute']
+__all__ = ['Callback', 'IntervalCallback', 'Periodic', 'MissingAttribute']
 
 # prefixes of methods that display an object in a notebook; a callback does not take them from the Learner
 SHOWN_ELSEWHERE = ('_repr_', '_ipython_')
@@ -159,6 +159,7 @@ class Callback:
     run_valid: bool = True  # whether the events of a batch run in evaluation
     run_before: Any = ()  # classes (or names) of callbacks that must run after this one
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
+    runs_first: tuple[str, ...] = ()  # events in which it runs before all others, at any `order`
     runs_last: tuple[str, ...] = ()  # events in which it runs after all others, at any `order`
     remove_on_fetch: bool = False  # removed while FetchPredsCallback predicts
     remove_on_find: bool = False  # removed while lr_find searches for a learning rate
@@ -542,7 +543,43 @@ def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
     return None
 
 
-class Periodic(Callback):
+class IntervalCallback(Callback):
+    """Count an interval from the Learner's start; base of `Periodic` and of monitors.
+
+    Raises `TimeError` for an interval that is not positive or cannot be parsed and, before training, for an interval
+    in tokens if tokens are not counted. Checkpointed: the number of intervals passed.
+
+    >>> IntervalCallback(2, 'ep').every
+    Time('2ep')
+    """
+
+    run_valid = False
+
+    def __init__(
+        self,
+        every: str | int | Time,  # interval
+        unit: str,  # unit of a plain number
+        **handlers: Any,  # event=function pairs, `order`, `run_in`
+    ) -> None:
+        super().__init__(**handlers)
+        self.every = as_time(every, unit)
+        self._interval = Every(self.every)
+
+    def before_fit(self) -> None:
+        "Count from the Learner's current time."
+        if self.learn.fitting:
+            self._interval.start(self.learn)
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the number of intervals passed."
+        return self._interval.state_dict()
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the number of intervals passed."
+        self._interval.load_state_dict(sd)
+
+
+class Periodic(IntervalCallback):
     """Call `on_every` each time the run crosses a multiple of `every`.
 
     `every` counts from the Learner's start, in any unit of `learnkit.core.time.Time`:
@@ -555,14 +592,10 @@ class Periodic(Callback):
     `track_after_accumulation_step`), `after_batch` once a batch, `after_step` once an optimizer step
     (`track_after_update_step`).
 
-    Raises `TimeError` for an interval that is not positive or cannot be parsed and, before training, for an interval
-    in tokens if tokens are not counted.
-
     >>> Periodic(every='2ep', on_every=lambda cb: print(cb.epoch)).every
     Time('2ep')
     """
 
-    run_valid = False
     at_eval: bool = False  # whether `on_every` is also called after an evaluation outside a fit
 
     def __init__(
@@ -571,9 +604,7 @@ class Periodic(Callback):
         on_every: Callable[[Any], Any] | None = None,  # function of the callback; None: the method
         **handlers: Any,  # further event=function pairs, `order`, `run_in`
     ) -> None:
-        super().__init__(**handlers)
-        self.every = as_time(every, 'ep')
-        self._interval = Every(self.every)
+        super().__init__(every, 'ep', **handlers)
         if on_every is not None:
             _check_takes_callback('on_every', on_every, self)
             self.__dict__['on_every'] = MethodType(on_every, self)
@@ -586,11 +617,6 @@ class Periodic(Callback):
 
     def on_every(self) -> None:
         "Run at the end of each interval."
-
-    def before_fit(self) -> None:
-        "Count from the Learner's current time."
-        if self.learn.fitting:
-            self._interval.start(self.learn)
 
     def after_eval(self) -> None:
         "Call `on_every` after an evaluation outside a fit if `at_eval` is set."
@@ -606,11 +632,3 @@ class Periodic(Callback):
     def _run_if_due(self) -> None:
         if self._interval.is_due(self.learn):
             self.on_every()
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the number of intervals passed."
-        return self._interval.state_dict()
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of intervals passed."
-        self._interval.load_state_dict(sd)

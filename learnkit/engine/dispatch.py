@@ -450,7 +450,7 @@ class HandlerTable(dict[str, list[Entry]]):
         switches = self.callbacks.switches
         handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.list_ordered()]
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
-        entries.sort(key=lambda entry: event in getattr(entry[2], 'runs_last', ()))
+        entries.sort(key=lambda entry: _place_in_event(entry[2], event))
         self[name] = entries
         return entries
 
@@ -467,6 +467,11 @@ class HandlerTable(dict[str, list[Entry]]):
             if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
+
+
+def _place_in_event(cb: Any, event: str) -> int:
+    "Return -1 for a callback that runs first in an event, 1 for one that runs last, and 0 for others."
+    return (event in getattr(cb, 'runs_last', ())) - (event in getattr(cb, 'runs_first', ()))
 
 
 def contains_object(items: Iterable[Any], o: object) -> bool:

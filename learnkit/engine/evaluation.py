@@ -23,7 +23,7 @@ class EvaluationSchedule:
     def __init__(self) -> None:
         self.every: Time | None = None  # interval of loaders without their own; None: never
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
-        self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last call of `due`
+        self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last `list_due`
         self.fit_began = Timestamp()
 
     def every_of(self, learn: LoopLike, name: str) -> Time | None:

@@ -126,7 +126,7 @@ LIFECYCLE = tuple(
             '`xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch',
         ),
         (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
-        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is set'),
+        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is what the model returned'),
         (
             5,
             'after_loss',
@@ -142,7 +142,12 @@ LIFECYCLE = tuple(
             '',
             '`xb` and `yb` are the whole batch again, `loss` is the weighted mean',
         ),
-        (5, 'before_step', 'AFTER_TRAIN_BATCH', 'gradients are unscaled and final'),
+        (
+            5,
+            'before_step',
+            'AFTER_TRAIN_BATCH',
+            'a step is due; its gradients are unscaled from order 10 on (MixedPrecision), clipped from 11 on',
+        ),
         (6, 'after_cancel_step', '', 'CancelStepException was raised'),
         (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
         (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),

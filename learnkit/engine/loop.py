@@ -293,8 +293,11 @@ class Loop(CallbackHost):
     def _do_pred_loss(self) -> None:
         self('before_pred')
         with self.contexts('forward'):
-            self.pred, own_loss = self._do_pred()
+            output, own_loss = self._do_pred()
+            self.pred = output
             self('after_pred')
+            if not self.run.takes_batches:
+                own_loss = self._unpack_pred(output)
             self._do_loss(own_loss)
         self('after_loss')
         if self.training and 'loss_grad' not in self.__dict__:
@@ -375,12 +378,12 @@ class Loop(CallbackHost):
         self.xb, self.yb = form.split(b, self.phase == 'predict')
 
     def _do_pred(self) -> tuple[Any, Any]:
-        "Call the model, and return its predictions and the loss that it computes itself, or None."
+        "Call the model, and return its output, and the loss of a model that takes whole batches, or None."
         model = self.model if self.replica is None or not self.training else self.replica
         try:
             if self.run.takes_batches:
                 return predict_batch(self, model)
-            return unpack_output(apply_model(model, self.xb))
+            return apply_model(model, self.xb), None
         except Exception as e:
             __tracebackhide__ = True
             if not isinstance(self.xb, (tuple, list)):
@@ -388,6 +391,13 @@ class Loop(CallbackHost):
             hint = model_hint(self.xb, self.model, e)
             add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{hint}')
             raise
+
+    def _unpack_pred(self, output: Any) -> Any:
+        "Set `pred` to the prediction in it, and return the loss that the model computed itself, or None."
+        self.pred, own_loss = unpack_output(self.pred)
+        if own_loss is None and self.pred is not output:
+            own_loss = unpack_output(output)[1]  # a callback has taken the logits only
+        return own_loss
 
     def _do_loss(self, own_loss: Tensor | None) -> None:
         "Set `loss_grad` and `loss`, from the loss function or the model's own loss."

@@ -22,11 +22,14 @@ from learnkit.core.batch import (
     have_listed_samples,
     is_sample_list,
     map_tensors,
+    microbatches,
     rebuild,
     tensors_in,
 )
 from learnkit.core.comm import SINGLE_RANK, Comm
+from learnkit.core.denominator import IGNORED, denominator_of
 from learnkit.core.errors import BatchError, LossError
+from learnkit.core.files import as_local_path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
@@ -41,6 +44,8 @@ __all__ = [
     'Replicated',
     'shard_loader',
     'average_per_sample',
+    'compute_sample_losses',
+    'find_ignore_index',
     'reorder_samples',
 ]
 
@@ -76,8 +81,8 @@ class GatherPredsCallback(Callback):
         self.with_loss = with_loss
         self.with_preds = with_preds
         self.with_targs = with_targs
-        self.save_preds = save_preds
-        self.save_targs = save_targs
+        self.save_preds = None if save_preds is None else as_local_path(save_preds)
+        self.save_targs = None if save_targs is None else as_local_path(save_targs)
         self.concat_dim = concat_dim
         self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
@@ -107,7 +112,7 @@ class GatherPredsCallback(Callback):
         self._world = _get_sharing_ranks(self.learn.world, self.learn.dl)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
 
     def before_batch(self) -> None:
         if self.with_input and self._is_gathered_run():
@@ -123,7 +128,7 @@ class GatherPredsCallback(Callback):
         inputs = self._input if self.with_input else None
         losses = None
         if self.with_loss:
-            losses = average_per_sample(learn.loss, count_samples(learn), learn.yb)
+            losses = compute_sample_losses(learn, count_samples(learn))
         n = sample_count(learn)
         self._sizes.append(n)
         self._has_lists = self._has_lists or has_listed_samples((*learn.xb, *learn.yb), n)
@@ -146,9 +151,9 @@ class GatherPredsCallback(Callback):
             self.targets.append(targs)
         number = str(i * self._world.size + self._world.rank)  # batches go to the ranks in turn
         if self.save_preds is not None:
-            save_plain(preds, Path(self.save_preds) / number)
+            save_plain(preds, self.save_preds / number)
         if self.save_targs is not None and targs:
-            save_plain(targs[0], Path(self.save_targs) / number)
+            save_plain(targs[0], self.save_targs / number)
 
     def after_validate(self) -> None:
         if self._is_gathered_run():
@@ -366,7 +371,7 @@ class PredictionSink:
             entries['targs'] = detuplify(self._detach(learn.yb))
         if 'losses' in self.names:
             n = n or count_samples(learn)  # raises `BatchError` for an unknown number
-            entries['losses'] = self._detach(average_per_sample(learn.loss, n, learn.yb))
+            entries['losses'] = self._detach(compute_sample_losses(learn, n))
         if self.transfer is None:
             return self._pass_on(entries)
         for batch_entries in self.transfer.put(entries):
@@ -413,11 +418,38 @@ def reorder_samples(
     )
 
 
-def average_per_sample(loss: Tensor, bs: int, yb: tuple[Any, ...] = ()) -> Tensor:
+def compute_sample_losses(learn: LearnerLike, n: int) -> Tensor:
+    """Average the unreduced loss of a batch over the targets of each sample that count.
+
+    `learn.weight_func(xb, yb)` counts them for each sample, if it is a function. Otherwise, targets of the loss
+    function's `ignore_index` do not count.
+    """
+    loss = learn.loss
+    weights = None
+    if callable(learn.weight_func) and loss.numel() > n:
+        samples = microbatches(learn.xb, learn.yb, 1, n)
+        weights = torch.tensor([float(learn.weight_func(xb, yb)) for xb, yb in samples])
+    return average_per_sample(loss, n, learn.yb, find_ignore_index(learn.loss_func), weights)
+
+
+def find_ignore_index(loss_func: Any) -> int:
+    "Return the `ignore_index` of a loss function, or torch's default."
+    owners = (loss_func, getattr(loss_func, 'func', None), denominator_of(loss_func))
+    found = [o.ignore_index for o in owners if hasattr(o, 'ignore_index')]
+    return int(found[0]) if found else IGNORED
+
+
+def average_per_sample(
+    loss: Tensor,  # unreduced loss of a batch
+    bs: int,  # number of samples
+    yb: tuple[Any, ...] = (),  # targets
+    ignore_index: int = IGNORED,  # target whose loss of 0 does not count, like the loss 0 of NaN
+    weights: Tensor | None = None,  # denominator of each sample; None: the targets that count
+) -> Tensor:
     """Average an unreduced loss over all dimensions but the samples, and return it with shape [samples].
 
-    >>> average_per_sample(torch.tensor([[1., 3.], [5., 7.]]), 2)
-    tensor([2., 6.])
+    >>> average_per_sample(torch.tensor([[1., 3.], [5., 0.]]), 2, (torch.tensor([[2, 0], [1, -100]]),))
+    tensor([2., 5.])
     """
     n_targets = [t.shape[0] for t in yb if isinstance(t, Tensor) and t.ndim]
     if loss.numel() in (bs, *n_targets[:1]):
@@ -429,4 +461,17 @@ def average_per_sample(loss: Tensor, bs: int, yb: tuple[Any, ...] = ()) -> Tenso
             f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '
             'needs a `loss_func` that takes `reduction`.'
         )
-    return loss.reshape(bs, -1).mean(1)
+    rows = loss.reshape(bs, -1)
+    if weights is None:
+        weights = _find_counted(loss, yb, ignore_index).reshape(bs, -1).sum(1).clamp_min(1)
+    return rows.sum(1) / weights.to(rows)
+
+
+def _find_counted(loss: Tensor, yb: tuple[Any, ...], ignore_index: int) -> Tensor:
+    "Return False for each entry of a loss that is 0 because its target is `ignore_index` or NaN."
+    targ = yb[0] if yb else None
+    if not isinstance(targ, Tensor) or targ.numel() != loss.numel():
+        return torch.ones_like(loss, dtype=torch.bool)
+    targ = targ.reshape(loss.shape)
+    is_left_out = targ.isnan() if targ.is_floating_point() else targ.long() == ignore_index
+    return ~(is_left_out & (loss == 0))

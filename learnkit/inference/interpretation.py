@@ -34,7 +34,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.preserve import preserve_loaders
 from learnkit.data.show import as_targets, class_axis, find_errors, show_samples
 from learnkit.data.tables import class_names, shorten
-from learnkit.inference.gather import reorder_samples
+from learnkit.inference.gather import find_ignore_index, reorder_samples
 from learnkit.inference.predict import plan_loader
 
 __all__ = ['Interpretation', 'ClassificationInterpretation']
@@ -256,7 +256,7 @@ class ClassificationInterpretation(Interpretation):
         self, learn: LearnerLike, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
     ) -> None:
         super().__init__(learn, dl, preds, targs, decoded, losses)
-        ignore_index = _find_ignore_index(learn.loss_func)
+        ignore_index = find_ignore_index(learn.loss_func)
         self._d, self._t = _flatten_classes(preds, decoded, targs, ignore_index)
         n = int(max(self._d.max(), self._t.max())) + 1 if len(self._t) else 0
         has_scores = isinstance(preds, Tensor) and preds.ndim == targs.ndim + 1
@@ -365,13 +365,6 @@ def _write_cells(image: Any, numbers: Any, spec: str) -> None:
             color='white' if is_dark else 'black',
             alpha=1 if value else 0.35,
         )
-
-
-def _find_ignore_index(loss_func: Any) -> int:
-    "Return the `ignore_index` of a loss function, or torch's default."
-    wrapped = getattr(loss_func, 'func', None)
-    default = getattr(wrapped, 'ignore_index', -100)
-    return int(getattr(loss_func, 'ignore_index', default))
 
 
 def _flatten_classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tuple[Tensor, Tensor]:

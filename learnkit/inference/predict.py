@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
@@ -22,6 +22,7 @@ from learnkit.core.batch import (
     children_of,
     describe,
     detuplify,
+    form_of,
     is_sample_list,
     map_tensors,
     tensors_in,
@@ -248,14 +249,7 @@ def predict(
     "Predict on one sample."
     if callable(getattr(learn.dls, 'test_dl', None)):
         return _predict_typed(learn, item, rm_type_tfms, with_input)
-    try:
-        batch = default_collate([item])
-    except TypeError as e:
-        raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
-    if isinstance(item, (tuple, list)):
-        batch = tuple(batch)
-    elif not isinstance(item, Mapping):
-        batch = (batch,)
+    batch = _collate_item(learn, item)
     inputs, preds, _, decoded = learn.get_preds(
         dl=Replicated([batch]), with_input=True, with_decoded=True, cbs=_make_input_callback()
     )
@@ -263,6 +257,34 @@ def predict(
     label = _find_class_name(sample_decoded, getattr(learn.dls, 'vocab', None))
     res = label, sample_decoded, _take_first(preds)
     return (_take_first(inputs), *res) if with_input else res
+
+
+def _collate_item(learn: LearnerLike, item: Any) -> Any:
+    "Return a batch of one item, by the collate function of the loader that validates, or else trains."
+    loaders = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
+    name, dl = loaders[min(1, len(loaders) - 1)]
+    collate = getattr(dl, 'collate_fn', None)
+    is_own = collate not in (None, default_collate) and dl.batch_sampler is not None
+    try:
+        if is_own:
+            with preserved_rng():
+                batch = collate([_complete_sample(item, dl.dataset)])
+            return form_of(learn.dls, name).split(batch, predicting=True)[0]
+        batch = default_collate([item])
+    except Exception as e:
+        raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
+    if isinstance(item, (tuple, list)):
+        return tuple(batch)
+    return batch if isinstance(item, Mapping) else (batch,)
+
+
+def _complete_sample(item: Any, dataset: Any) -> Any:
+    "Add the targets of the data set's first sample to the inputs of an item, if samples are tuples."
+    if isinstance(item, Mapping) or isinstance(dataset, IterableDataset):
+        return item
+    inputs = item if isinstance(item, tuple) else (item,)
+    sample = dataset[0]
+    return (*inputs, *sample[len(inputs) :]) if isinstance(sample, (tuple, list)) else item
 
 
 def _predict_typed(

@@ -23,6 +23,7 @@ from torch import Tensor
 from learnkit.core.batch import describe
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, OptionError
+from learnkit.core.files import as_local_path
 from learnkit.core.plain import ATOMS, as_atom
 
 __all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
@@ -36,6 +37,8 @@ def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:
 def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     if callable(sink):
         return
+    if _is_path(sink):
+        as_local_path(sink)  # raises for a URL
     if _is_folder(sink):
         _check_free(Path(sink), True)
         return

@@ -11,7 +11,7 @@ from typing import Any
 from fastcore.basics import noop
 from torch import nn
 
-from learnkit.core.files import atomic_write
+from learnkit.core.files import as_local_path, atomic_write
 from learnkit.core.optional import check_libraries, import_library
 from learnkit.learner import Learner, load_learner
 from learnkit.loggers.values import configuration
@@ -43,7 +43,7 @@ def save_for_hub(
     ['README.md', 'learner.pth']
     """
     check_libraries('save_for_hub', 'huggingface_hub')
-    target = Path(learn.path / folder).absolute()
+    target = Path(learn.path / as_local_path(folder)).absolute()
     config = model_config or {}
     _run_on_first_rank(learn, partial(target.mkdir, parents=True, exist_ok=True))
     learn.save_learner(target / FILE, **config)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.dataset import n_samples
 from learnkit.core.errors import LoaderError, MetricError, did_you_mean
 from learnkit.core.files import atomic_write
 from learnkit.core.time import Time
@@ -22,6 +21,7 @@ from learnkit.interop.composer_state import log_as_named
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.interop.ksuit_construct import extend
 from learnkit.metrics.direction import MetricProperties
+from learnkit.monitors.dataset import n_samples
 
 __all__ = [
     'Progress',

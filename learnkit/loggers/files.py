@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
-from learnkit.core.files import atomic_write, check_file
+from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
 from learnkit.loggers.values import encode_png
@@ -42,7 +42,7 @@ class _FileLogger(Logger):
 
     def __init__(self, fname: str | Path, every: str | Time, append: bool) -> None:
         super().__init__(every)
-        if Path(fname).suffix not in self._suffixes:
+        if as_local_path(fname).suffix not in self._suffixes:
             ends = ' or '.join(self._suffixes)
             raise OptionError(f'{fname!r}: {type(self).__name__} writes files that end in {ends}.')
         self.fname = fname

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import sleep, strftime, time
 from typing import Any
 
-from learnkit.core.files import check_folder
+from learnkit.core.files import as_local_path, check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
@@ -42,7 +42,7 @@ class TensorBoardLogger(Logger):
     ) -> None:
         check_libraries('TensorBoardLogger', 'tensorboard')
         super().__init__(every)
-        self.folder = folder
+        self.folder = None if folder is None else as_local_path(folder)
         self._run_folder = ''
 
     def where(self) -> Path:

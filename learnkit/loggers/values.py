@@ -162,7 +162,7 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
     if learn.microbatch:
         config['microbatch'] = learn.microbatch
     if learn.opt is not None:
-        config |= _optimizer_settings(learn.opt)
+        config |= _optimizer_settings(learn)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
         key = learn.callbacks.keys.get(id(cb), cb.name)
@@ -175,8 +175,13 @@ def configuration(learn: LearnerLike) -> dict[str, Any]:
     return {name: to_loggable(value) for name, value in config.items()}
 
 
-def _optimizer_settings(opt: Any) -> dict[str, Any]:
-    hypers = opt.hypers
+def _optimizer_settings(learn: LearnerLike) -> dict[str, Any]:
+    "Return hyperparameters by name; during a fit the rates it was called with, of schedules the peak."
+    opt = learn.opt
+    hypers = [dict(group.items()) for group in opt.hypers]
+    if learn.fitting:
+        for group, lr in zip(hypers, learn.last_lrs, strict=False):  # a group may be new
+            group['lr'] = lr
     settings = {'optimizer': '+'.join(type(o).__name__ for o in opt.optimizers.values())}
     for i, group in enumerate(hypers):
         suffix = f'/{i}' if len(hypers) > 1 else ''

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import OptionError
+from learnkit.core.files import as_local_path
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger, open_loggers
@@ -58,7 +59,7 @@ class WandbLogger(RunLogger):
             )
         self.project = project
         self.mode = mode
-        self.folder = folder
+        self.folder = as_local_path(folder)
         self.options = options
         self._id = id  # id of the run
         self._last_step = -1  # last step that the run has

@@ -142,6 +142,8 @@ class AvgMetric(Mean, Metric):
 class AvgLoss(Mean, Metric):
     """Average the loss over the units that the loss averages over: samples, targets not ignored, or class weights.
 
+    For a loss with reduction 'sum', the value is the sum over the data set divided by its samples.
+
     >>> AvgLoss().name
     'loss'
     """
@@ -155,7 +157,10 @@ class AvgLoss(Mean, Metric):
         loss = learn.loss
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
-        self.add(loss, loss_weight(learn))
+        weight = loss_weight(learn)
+        weights = getattr(learn, 'loss_weights', None)
+        is_sum = weights is not None and weights.is_sum(learn)
+        self.add(loss / weight if is_sum else loss, weight)
 
 
 class SumMetric(Metric):

@@ -221,6 +221,7 @@ class AvgSmoothLoss(Metric):
     def mean_since(
         self,
         n: int,  # number of steps to skip
+        reduction: str = 'mean',  # reduction of the loss; 'sum' divides the sum of losses by the weights
     ) -> float:
         "Return the weighted mean of the losses after `n` steps; nan if all weights are 0."
         self._finish()
@@ -231,7 +232,8 @@ class AvgSmoothLoss(Metric):
         ]
         if not counted:
             return nan
-        return fsum(x * w for x, w in counted) / fsum(w for _, w in counted)
+        total = fsum(x if reduction == 'sum' else x * w for x, w in counted)
+        return total / fsum(w for _, w in counted)
 
     def mark(
         self,

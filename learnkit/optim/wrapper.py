@@ -522,6 +522,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     @contextmanager
     def _switch_to_eval(self) -> Iterator[None]:
+        self.train()  # a callback may have called `eval` of an optimizer itself
         params = [p for o in self._switching for g in o.param_groups for p in g['params']]
         trained = [p.detach().clone() for p in params]
         self.eval()

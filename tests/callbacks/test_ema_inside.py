@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit import Callback, FitError, Learner, SaveModelCallback
-from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.predictions import MCDropoutCallback
 from learnkit.inference.gather import GatherPredsCallback
+from learnkit.monitors.activation_monitor import ActivationMonitor
 from tests.helpers.comparing import same
 
 

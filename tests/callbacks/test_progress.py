@@ -626,30 +626,6 @@ def test_ctrl_c_leaves_one_bar(terminal: list[str]) -> None:
     assert re.match(r'stopped at epoch 1/1 train: +75%\|', line) and '^C' not in line
 
 
-@pytest.mark.parametrize(
-    ('width', 'expected'),
-    [
-        (80, 'epoch  train_loss  valid_loss  accuracy   time'),
-        (46, 'epoch  train_loss  valid_loss  accuracy   time'),
-        (45, 'epoch  train_loss  valid_loss  ..   time'),
-        (39, 'epoch  train_loss  ..   time'),
-        (10, 'epoch  ..   time'),
-    ],
-)
-def test_a_narrow_terminal_keeps_the_time(
-    width: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('COLUMNS', str(width))
-    stream = Tty()
-    display = TerminalDisplay(stream)
-    names = ['epoch', 'train_loss', 'valid_loss', 'accuracy', 'time']
-    for epoch in range(2):
-        display.write(names, [epoch, 0.5, 0.25, 0.125, '00:02'])
-    head, *rows = on_screen(stream.getvalue())
-    assert head == expected
-    assert all(row.endswith('00:02') and len(row) == len(head) for row in rows) and len(rows) == 2
-
-
 # -- a script that Ctrl-C ends ---------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from time import sleep
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, TensorLoader
-from learnkit.callbacks import Checkpoint, OOMObserver
+from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import DistributedError
 from learnkit.distributed import DistributedTraining
 from tests.helpers.distributing import (
@@ -235,18 +234,6 @@ def test_processes_with_different_world_sizes() -> None:
         return torch.distributed.is_initialized()
 
     assert run_ranks(job) == [False, False]
-
-
-def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
-    def job(rank: int) -> None:
-        warnings.simplefilter('ignore')
-        learn = make_learner(make_dls(16, 8), tmp_path, cbs=OOMObserver())
-        with learn.distributed('ddp', timeout='20s'):
-            for _ in range(5):
-                learn.fit(1)
-
-    run_ranks(job)
-    assert not (tmp_path / 'oom').exists()
 
 
 @pytest.mark.parametrize(

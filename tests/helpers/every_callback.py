@@ -24,6 +24,7 @@ from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.schedule import SchedCos
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
+from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
@@ -64,6 +65,7 @@ def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
     "Return functions that create callbacks with required arguments."
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     return {
+        IntervalCallback: lambda: IntervalCallback('1ba', 'ba'),
         Periodic: lambda: Periodic(every='1ba', on_every=lambda cb: None),
         SkipToEpoch: lambda: SkipToEpoch(1),
         ParamScheduler: lambda: ParamScheduler({'lr': SchedCos(0.1, 0.0)}),

@@ -12,10 +12,10 @@ import pytest
 import learnkit.callbacks
 import learnkit.metrics
 from learnkit.callbacks import EarlyStoppingCallback, SaveModelCallback
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.errors import OptionError
 from learnkit.metrics import as_metrics
 from learnkit.metrics.direction import MetricProperties, as_comparison
+from learnkit.monitors.monitor import Monitor
 
 LOWER = {
     'error_rate',

@@ -42,6 +42,7 @@ PACKAGES = [
     'distributed',
     'inference',
     'callbacks',
+    'monitors',
     'loggers',
     'debug',
     'learner',
@@ -250,6 +251,16 @@ def test_every_module_declares_what_is_public() -> None:
     ]
 
 
+def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
+    exported = importlib.import_module('learnkit.all')
+    names = (
+        'L patch store_attr delegates noop first listify ifnone GetAttr AttrDict parallel test_eq'
+    )
+    assert set(names.split()) <= set(exported.__all__)
+    assert hasattr(Path, 'ls')
+    assert exported.defaults is importlib.import_module('learnkit').defaults
+
+
 def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
     names = set(importlib.import_module('learnkit.all').__all__)
     assert {
@@ -281,6 +292,7 @@ def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
 PUBLIC = [
     '',
     '.callbacks',
+    '.monitors',
     '.metrics',
     '.losses',
     '.loggers',
@@ -476,7 +488,14 @@ def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
 
 @pytest.mark.parametrize(
     'package',
-    ['learnkit', 'learnkit.callbacks', 'learnkit.metrics', 'learnkit.optim', 'learnkit.data'],
+    [
+        'learnkit',
+        'learnkit.callbacks',
+        'learnkit.monitors',
+        'learnkit.metrics',
+        'learnkit.optim',
+        'learnkit.data',
+    ],
 )
 def test_every_lazy_name_exists(package: str) -> None:
     module = importlib.import_module(package)

@@ -32,9 +32,7 @@ site_test = pytest.mark.site
 
 def list_public_values() -> Iterator[Any]:
     "Yield the classes and functions of the package that users import."
-    public = (
-        'all callbacks metrics losses loggers optim data testing distributed interop checkpoint'
-    )
+    public = 'all callbacks monitors metrics losses loggers optim data testing distributed interop checkpoint'
     for module in ('learnkit', *(f'learnkit.{name}' for name in public.split())):
         for name in getattr(import_module(module), '__all__', ()):
             value = getattr(import_module(module), name)

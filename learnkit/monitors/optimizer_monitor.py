@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
+from learnkit.monitors.monitor import Monitor
 from learnkit.optim.hyperparams import Hypers
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.errors import ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.time import Time
 from learnkit.core.validation import check_count, check_number
+from learnkit.monitors.monitor import Monitor
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 
@@ -48,84 +48,67 @@ class _TimedMonitor(Monitor):
 
     machine_dependent = True
     nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
-    # over all fits, up to `_last_read`
-    _train_s = 0.0
-    _eval_s = 0.0
-    _last_read: float | None = None  # last reading of the clock; None: no fit is running
-    _eval_depth: int | None = None  # depth of the run that evaluates; None: training
+    _phase: str | None = None  # 'train' or 'val': where time is spent now; None: outside of fits
+    _since = 0.0  # last reading of the clock
+    _eval_depth = 0  # depth of the run that evaluates
 
-    def _read_clock(self) -> float:
-        "Read the clock, and return the seconds of training so far."
-        if self._last_read is not None:
-            before = self._last_read
-            self._last_read = perf_counter()
-            if self._eval_depth is None:
-                self._train_s += self._last_read - before
-            else:
-                self._eval_s += self._last_read - before
-        return self._train_s
+    def __init__(self, every: int | str | Time) -> None:
+        super().__init__(every)
+        self._seconds = {'train': 0.0, 'val': 0.0}  # over all fits, up to `_since`
+
+    def _read_clock(self, phase: str | None) -> None:
+        "Add the seconds since the last reading to the current phase, and continue with another phase."
+        now = perf_counter()
+        if self._phase is not None:
+            self._seconds[self._phase] += now - self._since
+        self._since = now
+        self._phase = phase
 
     def before_fit(self) -> None:
         "Start the clock."
         super().before_fit()
         if self.learn.fitting:
-            self._last_read = perf_counter()
-            self._eval_depth = None
+            self._read_clock('train')
 
     def before_eval(self) -> None:
-        "Count evaluation from now on."
-        if self._last_read is None or self._eval_depth is not None:
-            return  # no fit, or a nested evaluation
-        self._read_clock()
-        self._eval_depth = self.learn.run.depth
+        "Count evaluation from now on, unless this evaluation is inside another one."
+        if self._phase == 'train':
+            self._read_clock('val')
+            self._eval_depth = self.learn.run.depth
 
     def after_eval(self) -> None:
         "Count training from now on."
-        if self._eval_depth == self.learn.run.depth:
-            self._count_training()
+        if self._phase == 'val' and self._eval_depth == self.learn.run.depth:
+            self._read_clock('train')
 
     before_predict = before_eval
     after_predict = after_eval
 
     def before_train(self) -> None:
-        "Count training after an evaluation that a Cancel exception ended."
-        if self._eval_depth is not None:
-            self._count_training()
-
-    def _count_training(self) -> None:
-        self._read_clock()
-        self._eval_depth = None
+        "Count training also after an evaluation that did not end."
+        if self._phase == 'val':
+            self._read_clock('train')
 
     def after_fit(self) -> None:
         "Stop the clock."
         if self.learn.fitting:
-            self._stop_clock()
-
-    def on_run_failed(self) -> None:
-        "Count training after an evaluation that failed, if the fit continues."
-        if self._eval_depth is not None and self._eval_depth >= self.learn.run.depth:
-            self._count_training()
+            self._read_clock(None)
 
     def cleanup(self) -> None:
         "Stop the clock."
-        self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        self._read_clock()
-        self._last_read = None
-        self._eval_depth = None
+        self._read_clock(None)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
-        self._read_clock()
-        return {**super().state_dict(), 'train_s': self._train_s, 'eval_s': self._eval_s}
+        self._read_clock(self._phase)
+        seconds = self._seconds
+        return {**super().state_dict(), 'train_s': seconds['train'], 'eval_s': seconds['val']}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the seconds so far."
         super().load_state_dict(sd)
-        self._read_clock()  # seconds since the last reading belong to another run
-        self._train_s = sd['train_s']
-        self._eval_s = sd['eval_s']
+        self._read_clock(self._phase)
+        self._seconds = {'train': sd['train_s'], 'val': sd['eval_s']}
 
 
 class SpeedMonitor(_TimedMonitor):
@@ -143,8 +126,7 @@ class SpeedMonitor(_TimedMonitor):
     out.
 
     Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
-    another type. Checkpointed: the seconds of training and evaluation, and the counts at the last
-    batch.
+    another type. Checkpointed: the seconds of training and evaluation.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
@@ -166,9 +148,7 @@ class SpeedMonitor(_TimedMonitor):
         'time/total': 'the sum of both',
     }
     latest = ('time/',)
-    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'point.0')
     _flops_per_batch: Any = None
-    _resumed = False  # whether the first point is from the checkpoint
     _peak: float | None = None
 
     def __init__(
@@ -195,38 +175,30 @@ class SpeedMonitor(_TimedMonitor):
         if not self.learn.fitting:
             return
         self._points.clear()
-        self._resumed = False
         self._flops = 0.0
-        self._flops_per_batch = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
-        if self._flops_per_batch is None:
-            return
-        if not callable(self._flops_per_batch):
-            _check_flops(self.learn.model, self._flops_per_batch)
+        flops = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
+        if flops is not None and not callable(flops):
+            _check_flops(self.learn.model, flops)
+        self._flops_per_batch = flops
         self._peak = self.peak_flops or find_peak(self.learn)
 
     def after_batch(self) -> None:
         "Record time and counts of this batch, and log if due."
         learn = self.learn
-        done = self.learn.counters
         flops = self._flops_per_batch
         if callable(flops):
             flops = _check_flops(learn.model, flops(learn.batch))
-        if flops is not None:
-            self._flops += flops
-        self._points.append(
-            (self._read_clock(), done.batches, done.samples, done.tokens, self._flops)
-        )
-        # after a resume the batch between the first two points warmed up
-        if self._resumed and len(self._points) == 3:
-            self._points.popleft()
-            self._resumed = False
+        self._flops += flops or 0.0
+        self._read_clock(self._phase)
+        done = learn.counters
+        counts = done.batches, done.samples, done.tokens, self._flops
+        self._points.append((self._seconds['train'], *counts))
         super().after_batch()
 
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        train_s = self._read_clock()
-        eval_s = self._eval_s
-        seconds = {'train': train_s, 'val': eval_s, 'total': train_s + eval_s}
+        self._read_clock(self._phase)
+        seconds = {**self._seconds, 'total': sum(self._seconds.values())}
         times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
         return self._compute_rates() | times
 
@@ -234,9 +206,8 @@ class SpeedMonitor(_TimedMonitor):
         "Return the rates over the window, by name."
         if len(self._points) < 2:
             return {}
-        seconds, *counts = (
-            last - first for first, last in zip(self._points[0], self._points[-1], strict=True)
-        )
+        first, last = self._points[0], self._points[-1]
+        seconds, *counts = (b - a for a, b in zip(first, last, strict=True))
         if seconds <= 0:
             return {}
         n = self.learn.world.size
@@ -244,28 +215,14 @@ class SpeedMonitor(_TimedMonitor):
         for what, count in zip(COUNTED, counts, strict=True):
             if not count:
                 continue
-            rate = count / seconds
-            if what == 'flops':
-                rate *= n  # flops are counted for this device's batches only
-            rates[f'throughput/{what}_per_sec'] = rate
-            rates[f'throughput/device/{what}_per_sec'] = rate / n
+            # flops are counted for this device's batches only
+            n_counted = 1 if what == 'flops' else n
+            rate = count / seconds / n_counted
+            rates[f'throughput/{what}_per_sec'] = rate * n
+            rates[f'throughput/device/{what}_per_sec'] = rate
         if counts[-1] and self._peak:
             rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
         return rates
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the seconds so far, and time and counts at the last batch."
-        return {**super().state_dict(), 'point': list(self._points[-1]) if self._points else None}
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the counts at the last batch; rates count batches of this process only."
-        super().load_state_dict(sd)
-        self._points.clear()
-        if sd['point'] is None:
-            return
-        self._points.append(tuple(sd['point']))
-        self._flops = sd['point'][-1]
-        self._resumed = True
 
     def cleanup(self) -> None:
         "Stop the clock, and drop the reference to the model."
@@ -327,8 +284,14 @@ def find_precision(learn: LearnerLike) -> str:
 
 
 @dataclass
-class _Evaluations:
-    "Cost of the evaluations of one loader, and their positions as shares of the fit."
+class Evaluations:
+    """Cost of the evaluations of a fit so far, and their positions as shares of the fit.
+
+    >>> evaluations = Evaluations()
+    >>> for seconds, at in ((5.0, 0.3), (2.0, 0.6)): evaluations.add(seconds, at)
+    >>> evaluations.remaining_s()
+    4.0
+    """
 
     n: int = 0
     first_s: float = 0.0  # seconds of the first evaluation, which warms up
@@ -337,6 +300,7 @@ class _Evaluations:
     last_at: float = 0.0
 
     def add(self, seconds: float, at: float) -> None:
+        "Record an evaluation."
         if not self.n:
             self.first_s = seconds
             self.first_at = at
@@ -344,14 +308,12 @@ class _Evaluations:
         self.total_s += seconds
         self.last_at = at
 
-    def remaining_s(self, start: float) -> float:
-        "Return the cost of future evaluations at the same interval as those since `start`."
+    def remaining_s(self) -> float:
+        "Return the seconds of the evaluations that follow, at the same interval and cost."
+        gap, cost = self.first_at, self.first_s
         if self.n > 1:
             gap = (self.last_at - self.first_at) / (self.n - 1)
             cost = (self.total_s - self.first_s) / (self.n - 1)
-        else:
-            gap = self.first_at - start
-            cost = self.first_s
         # rounded up, as the fit ends with an evaluation
         return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.0
 
@@ -360,13 +322,13 @@ class RuntimeEstimator(_TimedMonitor):
     """Estimate the remaining time of the fit, including its future evaluations.
 
     Training is assumed to continue at the rate of this fit so far, without its first
-    `skip_batches`. Each loader is assumed to be evaluated as often and as fast as so far: without
-    its first evaluation once there are two; before its first evaluation its cost counts as 0. The
-    progress of the fit is `learn.pct_train`, so budgets of any unit work; for an epoch of unknown
-    length, batches are compared with the previous epoch. `remaining_s` is the estimate in seconds.
+    `skip_batches`, and evaluations to come as often and to take as long as so far: without the
+    first one once there are two; before the first evaluation their cost counts as 0. The progress
+    of the fit is `learn.pct_train`, so budgets of any unit work; with epochs of unknown length it
+    grows once an epoch, and the estimate is rough. `remaining_s` is the estimate in seconds.
 
-    Raises `OptionError` for an invalid option. Checkpointed: rates, costs and positions, so that
-    the estimate is available right after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: rates and costs, so that the estimate
+    is available right after a resume.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
@@ -379,20 +341,7 @@ class RuntimeEstimator(_TimedMonitor):
         'time/remaining_estimate': 'time until the end of the fit, evaluations included'
     }
     latest = ('time/',)
-    nondeterministic_state = (
-        *_TimedMonitor.nondeterministic_state,
-        'seconds',
-        'share',
-        'evals.*.first_s',
-        'evals.*.total_s',
-    )
-    _start: float | None = None  # share of the fit at its start
-    _base: tuple[float, float] | None = None  # seconds of training, and share, at the first rate
-    _earlier_totals = (0.0, 0.0)  # seconds and share measured before a resume
-    _epoch_at = 0.0  # share at the start of this epoch
-    _n_last: int | None = None  # number of batches of the last complete epoch
-    _eval_started = 0.0  # time when the current evaluation started
-    _position: float | None = None  # share at the last batch; None: unknown
+    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'measured', 'evals')
 
     def __init__(
         self,
@@ -404,24 +353,22 @@ class RuntimeEstimator(_TimedMonitor):
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
         self.time_unit = time_unit
         self._unit_s = get_seconds(time_unit)
-        self._evals: dict[str, _Evaluations] = {}
+        # seconds of training, and the share of the fit that was trained in them
+        self._measured = (0.0, 0.0)
+        # seconds of training, and share of the fit, at the last measurement
+        self._last: tuple[float, float] | None = None
+        self._evals = Evaluations()
+        self._val_s = 0.0  # seconds of evaluation up to the last recorded evaluation
 
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._get_progress()
-        if self._position is None or share <= 0 or seconds <= 0:
+        seconds, share = self._measured
+        if share <= 0 or seconds <= 0:
             return None  # no rate yet
-        rest = 1 - self._position if self._position < 1 - 1e-9 else 0.0  # without rounding errors
-        evaluations_s = sum(e.remaining_s(self._start or 0.0) for e in self._evals.values())
-        return seconds / share * rest + evaluations_s
-
-    def _get_progress(self) -> tuple[float, float]:
-        "Return the seconds of training, and their share of the fit."
-        seconds, share = self._earlier_totals
-        if self._base is None or self._position is None:
-            return seconds, share
-        return seconds + self._read_clock() - self._base[0], share + self._position - self._base[1]
+        rest = 1 - self.learn.pct_train
+        training_s = seconds / share * rest if rest > 1e-9 else 0.0  # without rounding errors
+        return training_s + self._evals.remaining_s()
 
     def measure(self) -> dict[str, float]:
         "Return the estimate by name."
@@ -431,79 +378,56 @@ class RuntimeEstimator(_TimedMonitor):
     def before_fit(self) -> None:
         "Reset the estimate."
         super().before_fit()
-        if not self.learn.fitting:
-            return
-        self._base = None
-        self._earlier_totals = (0.0, 0.0)
-        self._skip = self.skip_batches
-        self._evals = {}
-        self._n_last = self._position = self._start = None
+        if self.learn.fitting:
+            self._measured = (0.0, 0.0)
+            self._last = None
+            self._skip = self.skip_batches
+            self._evals = Evaluations()
+            self._val_s = self._seconds['val']
 
     def before_train(self) -> None:
-        "Record the position of the epoch."
+        "Measure up to the start of the epoch, where an epoch of unknown length is counted."
         super().before_train()
-        self._epoch_at = self.learn.pct_train
-        if self._start is None:
-            self._start = self._epoch_at
+        self._update()
 
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
-        if self._skip:
-            self._skip -= 1
-        self._update_position()
+        self._skip = max(self._skip - 1, 0)
+        self._update()
         super().after_batch()
 
-    def _update_position(self) -> None:
-        "Set the share of the fit that is done, and measure from here if the first batches are over."
-        learn = self.learn
-        if learn.n_iter or learn.pct_train != self._epoch_at:
-            self._position = min(1.0, learn.pct_train)
-        elif self._n_last is None or not learn.n_epoch:
-            self._position = None
-        else:
-            share_of_epoch = min(1.0, (learn.iter + 1) / self._n_last)
-            self._position = self._epoch_at + share_of_epoch / learn.n_epoch
-        if self._base is None and not self._skip and self._position is not None:
-            self._base = self._read_clock(), self._position
-
-    def after_train(self) -> None:
-        "Record the number of batches of an epoch."
-        if not self.learn.n_iter:
-            self._n_last = self.learn.iter + 1
-            self._update_position()
-        super().after_train()
-
-    def before_validate(self) -> None:
-        "Start the time of this loader."
-        self._eval_started = perf_counter()
-
-    def after_validate(self) -> None:
-        "Record the time of this loader."
-        if self._last_read is None or self._position is None or self.learn.phase == 'predict':
+    def _update(self) -> None:
+        "Add the time and the share of the fit since the last measurement."
+        if self._skip:
             return
-        evaluations = self._evals.setdefault(self.learn.dl_name, _Evaluations())
-        evaluations.add(perf_counter() - self._eval_started, self._position)
+        self._read_clock(self._phase)
+        now = self._seconds['train'], self.learn.pct_train
+        if self._last is None:
+            self._last = now
+        elif now[1] > self._last[1]:
+            seconds, share = self._measured
+            self._measured = seconds + now[0] - self._last[0], share + now[1] - self._last[1]
+            self._last = now
+
+    def after_eval(self) -> None:
+        "Record the evaluation, and count training from now on."
+        is_over = self._phase == 'val' and self._eval_depth == self.learn.run.depth
+        super().after_eval()
+        if is_over:
+            seconds = self._seconds['val']
+            self._evals.add(seconds - self._val_s, min(1.0, self.learn.pct_train))
+            self._val_s = seconds
 
     def state_dict(self) -> dict[str, Any]:
-        "Return rates, costs and positions of this fit."
-        seconds, share = self._get_progress()
-        return {
-            **super().state_dict(),
-            'seconds': seconds,
-            'share': share,
-            'start': self._start,
-            'at': self._position,
-            'n_last': self._n_last,
-            'evals': {name: asdict(e) for name, e in self._evals.items()},
-        }
+        "Return rates and costs of this fit."
+        state = {'measured': list(self._measured), 'evals': asdict(self._evals)}
+        return {**super().state_dict(), **state}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore rates, costs and positions."
+        "Restore rates and costs."
         super().load_state_dict(sd)
-        self._earlier_totals = (sd['seconds'], sd['share'])
-        self._base = None
+        self._measured = tuple(sd['measured'])
+        self._last = None
         self._skip = self.skip_batches
-        self._start = sd['start']
-        self._position = sd['at']
-        self._n_last = sd['n_last']
-        self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}
+        self._evals = Evaluations(**sd['evals'])
+        self._val_s = self._seconds['val']

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.hooks import HookCallback
 from learnkit.core.batch import tensors_in
-from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.errors import OptionError
 from learnkit.core.plotting import axes_or_new, color, new_axes
-from learnkit.core.time import Time
 from learnkit.engine.dispatch import as_list
 
 __all__ = ['ActivationStats']
@@ -22,7 +21,6 @@ NEAR_ZERO = 0.05  # upper bound of values near zero, negative values included, a
 # histograms have 40 bins from 0 to 10; other values are not counted
 BINS = 40
 TOP = 10
-SEND_EVERY = 64  # number of batches whose statistics are copied to the host together
 FIELDS = ('mean', 'std', 'near_zero')
 
 
@@ -32,7 +30,7 @@ class ActivationStats(HookCallback):
     Values of at most 0.05 count as near zero, as in fastai: after a ReLU, the dead share.
     `layer_stats(idx)` returns the three series of a layer (by index or name), `stats` all series;
     `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the
-    device, in float32 (float64 for float64), and copied to the host in groups of 64 batches.
+    device, in float32 (float64 for float64), and copied to the host without waiting.
 
     A batch is measured as a whole, also if it passes through a layer in microbatches
     (`Learner(microbatch=n)`) or several times (a shared layer). A layer with several outputs (an
@@ -56,16 +54,9 @@ class ActivationStats(HookCallback):
     def __init__(
         self,
         with_hist: bool = False,  # whether to record histograms, for `hist` and `color_dim`
-        *,
-        modules: Any = None,  # this and the following: as in `HookCallback`
-        every: int | str | Time | None = None,
-        remove_end: bool = True,
-        is_forward: bool = True,
-        detach: bool = True,
-        cpu: bool = False,  # whether to move whole activations to the CPU first, which is slow
-        include_paramless: bool = False,
+        **options: Any,  # options of `HookCallback`; `cpu` is False
     ) -> None:
-        super().__init__(modules, every, remove_end, is_forward, detach, cpu, include_paramless)
+        super().__init__(**{'cpu': False, **options})
         self.with_hist = with_hist
         self._records = _Records()
         # (layer, part, size) and statistics of each call in the current batch
@@ -115,16 +106,12 @@ class ActivationStats(HookCallback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded."
-        return {
-            **(super().state_dict() or {}),
-            **self._records.state_dict(),
-            'layers': list(self.layer_names),
-        }
+        layers = {'layers': list(self.layer_names)}
+        return {**super().state_dict(), **self._records.state_dict(), **layers}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
-        if 'every' in sd:
-            super().load_state_dict(sd)
+        super().load_state_dict(sd)
         self._records = _Records()
         self.layer_names = list(sd['layers'])
         self._records.load_state_dict(sd)
@@ -137,31 +124,21 @@ class ActivationStats(HookCallback):
 
         The entry is a list of dicts for a layer with several outputs, None for a layer not
         called."""
-        columns = [self._make_cells(layer) for layer in range(len(self.layer_names))]
+        columns = [self._list_cells(layer) for layer in range(len(self.layer_names))]
         return L(L(cells) for cells in zip(*columns, strict=True))
 
-    def _make_cells(self, layer: int) -> list[Any]:
+    def _list_cells(self, layer: int) -> list[Any]:
         "Return the statistics of one layer, one entry per batch."
-        records = self._records
-        series = [records.series(layer, part) for part in records.parts(layer)]
-        if not series:
-            return [None] * len(records.at)
-        entries: list[Any] = []
-        for values_per_part in zip(*series, strict=True):
-            cells = [self._make_cell(values) for values in values_per_part]
-            measured = [cell for cell in cells if cell is not None]
-            if len(measured) == 1:
-                entries.append(measured[0])
-            else:
-                entries.append(measured or None)
-        return entries
+        cells: list[list[Any]] = [[] for _ in self._records.at]
+        for part in self._records.parts(layer):
+            for found, values in zip(cells, self._records.series(layer, part), strict=True):
+                if values[0]:
+                    found.append(self._make_cell(values[1:]))
+        return [found[0] if len(found) == 1 else found or None for found in cells]
 
-    def _make_cell(self, values: Tensor) -> dict[str, Any] | None:
-        size, *values_per_field = values[:4].tolist()
-        if not size:
-            return None
-        cell: dict[str, Any] = dict(zip(FIELDS, values_per_field, strict=True))
-        return {**cell, 'hist': values[4:].float()} if self.with_hist else cell
+    def _make_cell(self, values: Tensor) -> dict[str, Any]:
+        cell: dict[str, Any] = dict(zip(FIELDS, values[:3].tolist(), strict=True))
+        return {**cell, 'hist': values[3:].float()} if self.with_hist else cell
 
     def _find_series(self, idx: int | str, part: int) -> tuple[str, Tensor]:
         "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
@@ -175,16 +152,13 @@ class ActivationStats(HookCallback):
     def _find_layer(self, idx: int | str) -> int:
         "Return the index of a hooked layer, given by its index or name."
         names = self.layer_names
-        if isinstance(idx, str):
-            if idx in names:
-                return names.index(idx)
+        try:
+            return names.index(idx) if isinstance(idx, str) else range(len(names))[idx]
+        except (ValueError, IndexError):
             raise OptionError(
-                f'No layer {idx!r} was hooked.{did_you_mean(idx, names)} See `layer_names`.'
-            )
-        if -len(names) <= idx < len(names):
-            return idx % len(names)
-        hint = '' if names else ' Call fit first.'
-        raise OptionError(f'There is no layer {idx}: {len(names)} were hooked.{hint}')
+                f'There is no layer {idx!r}: a fit hooks layers, and `layer_names` lists the {len(names)} of '
+                'the last fit.'
+            ) from None
 
     def layer_stats(
         self,
@@ -262,47 +236,35 @@ class ActivationStats(HookCallback):
 
 
 class _Records:
-    "Statistics of each call of a layer: collected on the device, copied to the host in groups."
+    "Statistics of each call of a layer, copied to the host without waiting."
 
     def __init__(self) -> None:
         self.at: list[int] = []  # index in the fit of each batch
-        # calls since the last copy: index in `at`, layer, part, size
-        self.keys: list[tuple[int, ...]] = []
-        self.pending: list[Tensor] = []  # batches since the last copy: [calls, 3 + bins]
-        # on the host: keys [n, 4] and statistics [n, 3 + bins]
-        self.sent: list[tuple[Tensor, ...]] = []
-        self.device = torch.device('cpu')  # GPU with unfinished copies, or the CPU
+        # of each call: index in `at`, layer, part, size; and its statistics, [n calls, 3 + bins]
+        self.keys = torch.empty(0, 4, dtype=torch.int64)
+        self.numbers = torch.empty(0, 3)
+        # calls that are not in these tables yet
+        self.new_keys: list[tuple[int, ...]] = []
+        self.new_numbers: list[Tensor] = []
 
     def add(self, at: int, calls: list[tuple[tuple[int, ...], Tensor]]) -> None:
         "Record the calls of one batch."
-        self.keys += [(len(self.at), *key) for key, _ in calls]
-        self.pending.append(torch.stack([t.to(calls[0][1].device) for _, t in calls]))
+        self.new_keys += [(len(self.at), *key) for key, _ in calls]
+        numbers = torch.stack([t.to(calls[0][1].device) for _, t in calls])
+        self.new_numbers.append(numbers.to('cpu', non_blocking=True))
         self.at.append(at)
-        if len(self.pending) >= SEND_EVERY:
-            self.send()
 
-    def send(self) -> None:
-        "Copy pending statistics to the host; copies from a GPU are asynchronous."
-        numbers = torch.cat([t.to(self.pending[0].device) for t in self.pending])
-        if numbers.is_cuda:
-            self.device = numbers.device
-        self.sent.append((torch.tensor(self.keys), numbers.to('cpu', non_blocking=numbers.is_cuda)))
-        self.pending = []
-        self.keys = []
-
-    def table(self) -> tuple[Tensor, ...]:
+    def table(self) -> tuple[Tensor, Tensor]:
         "Return keys and statistics of all calls, after waiting for unfinished copies."
-        if self.pending:
-            self.send()
-        if self.device.type == 'cuda':
-            torch.cuda.synchronize(self.device)
-        self.device = torch.device('cpu')
-        if not self.sent:
-            return torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 3)
-        if len(self.sent) > 1:
-            keys, numbers = zip(*self.sent, strict=True)
-            self.sent = [(torch.cat(keys), torch.cat(numbers))]
-        return self.sent[0]
+        if self.new_keys:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            old = [self.numbers] if len(self.numbers) else []
+            self.keys = torch.cat([self.keys, torch.tensor(self.new_keys)])
+            self.numbers = torch.cat([*old, *self.new_numbers])
+            self.new_keys = []
+            self.new_numbers = []
+        return self.keys, self.numbers
 
     def parts(self, layer: int) -> list[int]:
         "Return the indices of the measured outputs of a layer."
@@ -335,7 +297,8 @@ class _Records:
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.at = list(sd['at'])
-        self.sent = [(sd['keys'], sd['numbers'])]
+        self.keys = sd['keys']
+        self.numbers = sd['numbers']
 
 
 @torch.no_grad()

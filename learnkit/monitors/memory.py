@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.model import model_device
+from learnkit.monitors.monitor import Monitor
 
 __all__ = ['MemoryMonitor']
 
@@ -37,8 +37,7 @@ class MemoryMonitor(Monitor):
 
     Peaks of the process are since its start, peaks of the allocator since the last call of
     `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
-    does not wait for the device. On systems that do not report the current memory of a process
-    (other than Linux, without psutil) only its peak is logged.
+    does not wait for the device. Other systems than Linux report only the peak of a process.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MemoryMonitor(every='5ba'))
@@ -99,15 +98,7 @@ def read_resident() -> dict[str, int]:
     True
     """
     # on Linux `ru_maxrss` is wrong: a process starts with the peak of its parent process
-    if STATUS.exists():
-        return parse_status(STATUS.read_text())
-    try:
-        psutil = import_module('psutil')
-    except ModuleNotFoundError:
-        return {'peak': _read_peak()}
-    info = psutil.Process().memory_info()
-    peak = getattr(info, 'peak_wset', 0) or max(info.rss, _read_peak())
-    return {'current': info.rss, 'peak': peak}
+    return parse_status(STATUS.read_text()) if STATUS.exists() else _read_peak()
 
 
 def parse_status(
@@ -126,11 +117,11 @@ def parse_status(
     }
 
 
-def _read_peak() -> int:
-    "Return the largest number of bytes by getrusage, 0 if not available."
+def _read_peak() -> dict[str, int]:
+    "Return the largest number of bytes by getrusage, which Windows does not have."
     try:
         resource = import_module('resource')
     except ModuleNotFoundError:
-        return 0
+        return {}
     unit = 1 if sys.platform == 'darwin' else 1024
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+    return {'peak': int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit}

@@ -11,9 +11,9 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.images import ImageVisualizer, as_pictures, class_colors
 from learnkit.core.errors import BatchError, OptionError, TimeError
 from learnkit.loggers import Logger
+from learnkit.monitors.images import ImageVisualizer, as_pictures, class_colors
 from learnkit.testing import synth_learner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ class TorchProfiler(Callback):
     https://ui.perfetto.dev or chrome://tracing, and rank 0 prints the table. Existing files are kept.
     `files` has the paths of this process, and `table` is the last table.
 
-    An error or the end of the fit ends the recording, and the batches so far are written. Before the
-    recording a batch costs a comparison of two numbers, and nothing after the last one. An
+    An error or the end of the fit ends the recording, and the batches so far are written. An
     evaluation between recorded batches is in the trace. A GPU is recorded if there is one. A fit that
     ends before the first recorded batch is a warning.
 
@@ -79,25 +79,23 @@ class TorchProfiler(Callback):
         self.files: list[Path] = []
         self.table = ''
         self._profiler: Any = None  # while it runs
-        self._n_files_before = 0  # number of files before this fit
-        self._n_begun = 0  # number of recordings of this fit
-        self._begins_at: int | None = None  # batch of the fit at which the next recording begins
+        self._n_left = 0.0  # number of recordings to begin in this fit
+        self._n_waits = 0  # number of batches before the next recording
         self._n_steps = 0  # number of batches of this recording
+        self._n_files_before = 0  # number of files before this fit
         self._name = ''  # name of the file of this recording
 
     def before_fit(self) -> None:
         "Check the folder, and wait for the first batch."
         if self.learn.world.is_first:
             check_folder(self.learn.path / self.folder)
-        self._n_begun = 0
-        self._begins_at = None
+        self._n_left = self.repeat or inf
+        self._n_waits = self.wait
         self._n_files_before = len(self.files)
-        self.before_draw = self._begin_when_due  # type: ignore[method-assign]
 
-    def _begin_when_due(self) -> None:
-        if self._begins_at is None:
-            self._begins_at = self.learn.train_iter + self.wait
-        if self.learn.train_iter >= self._begins_at:
+    def before_draw(self) -> None:
+        "Begin a recording if it is due."
+        if self._profiler is None and self._n_left and not self._n_waits:
             self._begin()
 
     def _begin(self) -> None:
@@ -108,50 +106,42 @@ class TorchProfiler(Callback):
         rank = f'-rank{world.rank}' if world.size > 1 else ''
         self._name = f'trace-batch-{first}{rank}.json'
         self._n_steps = 0
-        self._n_begun += 1
-        profiler = torch.profiler.profile(
+        self._n_left -= 1
+        self._n_waits = self.wait
+        self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(
                 wait=0, warmup=self.warmup, active=self.active, repeat=1
             ),
             on_trace_ready=self._write,
             **self.options,
         )
-        profiler.start()
-        self._profiler = profiler
-        del self.before_draw
-        self.after_batch = self._step  # type: ignore[method-assign]
+        self._profiler.start()
 
-    def _step(self) -> None:
+    def after_batch(self) -> None:
         "End a batch of the recording; after the last batch, end the recording."
+        if self._profiler is None:
+            self._n_waits = max(self._n_waits - 1, 0)
+            return
         self._n_steps += 1
         self._profiler.step()
-        if self._n_steps < self.warmup + self.active:
-            return
-        self._end()
-        if self._n_begun != self.repeat:
-            self._begins_at = self.learn.train_iter + self.wait
-            self.before_draw = self._begin_when_due  # type: ignore[method-assign]
-
-    def _end(self) -> None:
-        profiler = self._profiler
-        self._profiler = None
-        del self.after_batch
-        profiler.stop()  # writes what was recorded
+        if self._n_steps == self.warmup + self.active:
+            self._stop()
 
     def after_fit(self) -> None:
         "End the recording with the fit, even if an outer run continues; warn if no batch was recorded."
         self._stop()
-        if self._begins_at is not None and len(self.files) == self._n_files_before:
+        if self.learn.train_iter and len(self.files) == self._n_files_before:
             warn_user(
                 f'TorchProfiler has recorded no batch: the fit ended before batch {self.wait + self.warmup}. Give a '
                 f'smaller `wait` (it is {self.wait}) or `warmup` ({self.warmup}), or train for longer.'
             )
 
     def _stop(self) -> None:
-        "End a running recording, and begin no other."
-        vars(self).pop('before_draw', None)
-        if self._profiler is not None:
-            self._end()
+        "End a running recording, and write what was recorded."
+        profiler = self._profiler
+        self._profiler = None
+        if profiler is not None:
+            profiler.stop()
 
     def on_run_failed(self) -> None:
         "End the recording with a fit that failed in an outer run."

@@ -24,9 +24,9 @@ from learnkit.callbacks import (
     SpeedMonitor,
     ThresholdStopper,
 )
-from learnkit.callbacks.monitor import Monitor
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.loggers import JSONLinesLogger, read_log
+from learnkit.monitors.monitor import Monitor
 from learnkit.testing import synth_learner
 
 MONITORS = (

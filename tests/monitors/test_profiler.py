@@ -63,24 +63,6 @@ def test_the_batches_that_were_asked_for_are_recorded(
     assert times == sorted(times, reverse=True)
 
 
-def test_batches_outside_of_a_recording_cost_nothing(tmp_path: Path) -> None:
-    handlers: list[list[str]] = []
-
-    def note(cb: Callback) -> None:
-        found = [
-            e.function for name in ('before_draw', 'after_batch') for e in cb.learn.explain(name)
-        ]
-        handlers.append([name for name in found if 'TorchProfiler' in name])
-
-    learn = learner(
-        tmp_path, TorchProfiler(wait=2, warmup=0, active=1, n_rows=0), Callback(after_pred=note)
-    )
-    fit(learn)
-    waiting, stepping = ['TorchProfiler._begin_when_due'], ['TorchProfiler._step']
-    assert handlers[:12] == [waiting, waiting, stepping] + [[]] * 9
-    assert learn.torch_profiler.table == '' and len(learn.torch_profiler.files) == 1
-
-
 def test_training_is_the_same(tmp_path: Path) -> None:
     plain, profiled = learner(tmp_path), learner(tmp_path, TorchProfiler(wait=1, repeat=0))
     for learn in (plain, profiled):

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks import speed
-from learnkit.callbacks.monitor import Monitor
-from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
 from learnkit.core.errors import (
     CancelEpochException,
     CancelTrainException,
@@ -23,6 +20,9 @@ from learnkit.core.errors import (
     OptionError,
     TimeError,
 )
+from learnkit.monitors import speed
+from learnkit.monitors.monitor import Monitor
+from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
@@ -198,12 +198,12 @@ def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     assert seen.of('time/train') == pytest.approx({10: 20 / 60, 20: 40 / 60})
     assert seen.of('time/val') == pytest.approx({10: 42 / 60, 20: (42 + 21) / 60})
     assert seen.of('time/total') == pytest.approx({10: 62 / 60, 20: 103 / 60})
-    assert monitor._eval_s == pytest.approx(42 + 21 + 21)
+    assert monitor._seconds['val'] == pytest.approx(42 + 21 + 21)
     clock.now += 500
     learn.validate()
     learn.fit(1)
     # without the time between fits and of separate evaluations
-    assert monitor._train_s == pytest.approx(60)
+    assert monitor._seconds['train'] == pytest.approx(60)
     assert list(seen.of('throughput/batches_per_sec').values())[-1] == pytest.approx(0.5)
 
 
@@ -214,7 +214,7 @@ def test_an_evaluation_that_was_cancelled_ends(clock: Clock) -> None:
 
     monitor = SpeedMonitor()
     synth_learner(cbs=[monitor, Pass(clock, valid=7.0), Callback(after_batch=cancel)]).fit(2)
-    assert (monitor._train_s, monitor._eval_s) == pytest.approx((40, 28))
+    assert (monitor._seconds['train'], monitor._seconds['val']) == pytest.approx((40, 28))
 
 
 def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
@@ -229,7 +229,7 @@ def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
     clock.now += 100
     learn.remove_cb(failing)
     learn.fit(1)
-    assert monitor._train_s == pytest.approx(8 + 20)
+    assert monitor._seconds['train'] == pytest.approx(8 + 20)
 
 
 def test_tokens(clock: Clock) -> None:
@@ -337,7 +337,7 @@ def test_times_continue_after_a_resume(clock: Clock) -> None:
         )
     )
     synth_learner(cbs=[second, Pass(clock, valid=7.0), load]).fit(1)
-    assert (second._train_s, second._eval_s) == pytest.approx((40, 28))
+    assert (second._seconds['train'], second._seconds['val']) == pytest.approx((40, 28))
 
 
 def saved(cb: Callback) -> Any:
@@ -372,7 +372,7 @@ def test_remaining_time_is_exact_when_nothing_varies(clock: Clock) -> None:
 def test_every_fit_ends_with_an_evaluation() -> None:
     # every 3 of 10 epochs, and the last
     for n, (last_at, left) in enumerate(((0.3, 3), (0.6, 2), (0.9, 1)), 1):
-        assert speed._Evaluations(n, 5.0, 5.0 * n, 0.3, last_at).remaining_s(0.0) == 5.0 * left
+        assert speed.Evaluations(n, 5.0, 5.0 * n, 0.3, last_at).remaining_s() == 5.0 * left
 
 
 def test_first_batches_and_first_evaluation_do_not_count(clock: Clock) -> None:
@@ -410,20 +410,17 @@ def test_right_after_a_resume(clock: Clock) -> None:
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
 
 
-def test_without_a_length_an_epoch_is_taken_to_be_as_long_as_the_last(clock: Clock) -> None:
+def test_without_a_length_the_estimate_comes_with_each_epoch(clock: Clock) -> None:
     class Endless:
         def __iter__(self) -> Any:
             return iter(list(dls.train))
 
     dls, seen = synth_dls(), Seen()
     estimator = RuntimeEstimator(time_unit='seconds', every=5)
-    synth_learner(
-        dls=DataLoaders(Endless(), dls.valid), cbs=[estimator, Pass(clock, valid=5.0), seen]
-    ).fit(3)
+    synth_learner(dls=DataLoaders(Endless(), dls.valid), cbs=[estimator, Pass(clock), seen]).fit(3)
     got = seen.of('time/remaining_estimate')
-    assert 5 not in got and 10 not in got  # nothing is known in the first epoch
-    assert got[20] == pytest.approx(2 * 10 + 2 * 10)
-    assert got[25] == pytest.approx(2 * 5 + 1 * 10)
+    # nothing is known in the first epoch, of whose 10 batches 9 are measured
+    assert got == pytest.approx({15: 2 * 18, 20: 2 * 18, 25: (18 + 20) / 2, 30: (18 + 20) / 2})
 
 
 def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.recorder import Recorder
 from learnkit.core.errors import OptionError, TimeError
+from learnkit.monitors.activation_monitor import ActivationMonitor
 from learnkit.testing import synth_learner
 from tests.helpers.measuring import transfers
 

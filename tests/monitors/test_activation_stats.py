@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.activation_stats import ActivationStats, _measure
 from learnkit.callbacks.hooks import Hooks
 from learnkit.core.batch import microbatches
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
+from learnkit.monitors.activation_stats import ActivationStats, _measure
 from learnkit.testing import synth_learner
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
@@ -201,17 +201,6 @@ def test_a_resumed_fit_measures_the_batches_that_are_due() -> None:
     assert measured == [[0, 4, 8]] * 2
 
 
-def test_a_validation_inside_a_hooked_batch_adds_nothing() -> None:
-    def look(cb: Callback) -> None:
-        if cb.learn.training:
-            cb.learn.validate()
-
-    model = nn.Linear(2, 1)
-    learn = quiet(model, cb := ActivationStats())
-    learn.fit(1, cbs=Callback(before_backward=look))
-    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
-
-
 def test_further_forward_passes_of_a_batch_add_nothing() -> None:
     model = nn.Linear(2, 1)
     learn = quiet(model, cb := ActivationStats())
@@ -222,26 +211,6 @@ def test_further_forward_passes_of_a_batch_add_nothing() -> None:
     learn.opt_func = torch.optim.LBFGS
     learn.fit(1)
     assert cb._records.table()[0][:, 3].tolist() == [8, 8, 8], 'the first evaluation of each batch'
-
-
-def test_many_batches_travel_in_groups() -> None:
-    learn = quiet(model := nn.Linear(2, 1), cb := ActivationStats(), bs=2, n=300)
-    learn.fit(1)
-    assert len(cb._records.sent) == 2 and len(cb._records.pending) == 150 - 128
-    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
-    assert not cb._records.pending and len(cb._records.sent) == 1
-
-
-def test_an_observer_changes_no_number() -> None:
-    ends = []
-    for cbs in ([], [ActivationStats(with_hist=True)], [ActivationStats(is_forward=False)]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1))
-        learn = synth_learner(cbs=cbs, model=model)
-        with learn.no_bar():
-            learn.fit(2)
-        ends.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
-    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
 def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
@@ -257,26 +226,14 @@ def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
     assert empty.stats == []
 
 
-def test_after_a_failure_the_next_fit_starts_over() -> None:
-    def fail(cb: Callback) -> None:
-        raise ZeroDivisionError
-
-    learn = quiet(nn.Linear(2, 1), cb := ActivationStats())
-    with pytest.raises(ZeroDivisionError):
-        learn.fit(1, cbs=Callback(after_loss=fail))
-    assert cb._batch == [] and not learn.model._forward_hooks
-    learn.fit(1)
-    assert len(cb.stats) == 3
-
-
 def test_bad_questions_are_reported() -> None:
     learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
-    with pytest.raises(OptionError, match=r'no layer 0: 0 .*fit'):
+    with pytest.raises(OptionError, match=r'no layer 0: .* 0 of'):
         cb.layer_stats(0)
     learn.fit(1)
-    with pytest.raises(OptionError, match='no layer 1: 1 were hooked'):
+    with pytest.raises(OptionError, match=r'no layer 1: .* 1 of'):
         cb.plot_layer_stats(1)
-    with pytest.raises(OptionError, match=r"No layer '00' was hooked.*`0`"):
+    with pytest.raises(OptionError, match="no layer '00'"):
         cb.layer_stats('00')
     with pytest.raises(OptionError, match='with_hist=True'):
         cb.color_dim(0)
@@ -307,7 +264,7 @@ def test_plots() -> None:
 
 def test_matplotlib_is_imported_for_plots_only() -> None:
     code = (
-        'import sys, learnkit; from learnkit.callbacks.activation_stats import ActivationStats\n'
+        'import sys, learnkit; from learnkit.monitors.activation_stats import ActivationStats\n'
         'from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n'
         'with learn.no_bar(): learn.fit(1)\n'
         "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules"

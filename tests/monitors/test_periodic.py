@@ -16,13 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.best_metric import BestMetric
-from learnkit.callbacks.dataset import DatasetStats, ParamCount
-from learnkit.callbacks.images import ImageVisualizer
-from learnkit.callbacks.mlperf import MLPerf
-from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
-from learnkit.callbacks.periodic import PeriodicData
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
+from learnkit.monitors.dataset import DatasetStats, ParamCount
+from learnkit.monitors.images import ImageVisualizer
+from learnkit.monitors.mlperf import MLPerf
+from learnkit.monitors.periodic import PeriodicData
 
 
 def data(workers: int = 0) -> DataLoaders:
@@ -274,8 +273,6 @@ def test_a_pass_at_evaluation() -> None:
     [
         ParamCount,
         DatasetStats,
-        OOMObserver,
-        MemorySnapshot,
         BestMetric,
         PeriodicData,
         MLPerf,

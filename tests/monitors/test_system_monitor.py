@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from learnkit import Callback
-from learnkit.callbacks.system_monitor import SystemMonitor, find_sensors
 from learnkit.core.errors import MissingExtraError, TimeError
+from learnkit.monitors.system_monitor import SystemMonitor, find_sensors
 from learnkit.testing import synth_learner
 
 psutil = pytest.importorskip('psutil')

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from learnkit.core.errors import TimeError
-from learnkit.core.time import Time, as_time
-from learnkit.engine.callback import Callback
-from learnkit.engine.counters import Every
+from learnkit.core.time import Time
+from learnkit.engine.callback import IntervalCallback
 
 __all__ = ['Monitor']
 
 
-class Monitor(Callback):
+class Monitor(IntervalCallback):
     """Log the values of `measure` at an interval; the base class measures nothing.
 
     A subclass defines `measure`, which returns numbers by name, and describes the names in
@@ -44,7 +43,6 @@ class Monitor(Callback):
 
     order = 100
     observer = True
-    run_valid = False
     remove_on_find = True
     remove_on_fetch = True
     metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
@@ -54,9 +52,7 @@ class Monitor(Callback):
         self,
         every: int | str | Time = '10ba',  # interval of measurements; an int counts batches
     ) -> None:
-        super().__init__()
-        self.every = as_time(every, 'ba')
-        self._interval = Every(self.every)
+        super().__init__(every, 'ba')
         if self.every.unit == 'iter':
             raise TimeError(
                 f'every={str(every)!r}: monitors look while an epoch is trained. Give a number of epochs, '
@@ -73,11 +69,6 @@ class Monitor(Callback):
             weight = None if name.startswith(self.latest) else 1
             self.learn.log(name, value, weight=weight, shown=False)
 
-    def before_fit(self) -> None:
-        "Count intervals from the Learner's current time."
-        if self.learn.fitting:
-            self._interval.start(self.learn)
-
     def after_batch(self) -> None:
         "Measure if due."
         if self.every.unit != 'ep' and self._interval.is_due(self.learn):
@@ -87,11 +78,3 @@ class Monitor(Callback):
         "Measure if due, for intervals in epochs."
         if self.every.unit == 'ep' and self._interval.is_due(self.learn, ahead=1):
             self.look()  # the epoch is counted after this event
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the number of intervals passed."
-        return self._interval.state_dict()
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of intervals passed."
-        self._interval.load_state_dict(sd)

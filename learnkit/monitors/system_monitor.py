@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from learnkit.callbacks.monitor import Monitor
 from learnkit.core.model import model_device
 from learnkit.core.optional import import_library
 from learnkit.core.time import Time
+from learnkit.monitors.monitor import Monitor
 
 __all__ = ['SystemMonitor']
 

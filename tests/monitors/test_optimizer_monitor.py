@@ -21,14 +21,14 @@ from learnkit import (
     LRScheduler,
     MixedPrecision,
 )
-from learnkit.callbacks.activation_monitor import ActivationMonitor
-from learnkit.callbacks.memory import MemoryMonitor
-from learnkit.callbacks.monitor import Monitor
-from learnkit.callbacks.optimizer_monitor import LRMonitor, OptimizerMonitor
 from learnkit.callbacks.recorder import Recorder
-from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
-from learnkit.callbacks.system_monitor import SystemMonitor
 from learnkit.core.errors import CancelStepException, TimeError
+from learnkit.monitors.activation_monitor import ActivationMonitor
+from learnkit.monitors.memory import MemoryMonitor
+from learnkit.monitors.monitor import Monitor
+from learnkit.monitors.optimizer_monitor import LRMonitor, OptimizerMonitor
+from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor
+from learnkit.monitors.system_monitor import SystemMonitor
 from learnkit.testing import synth_learner
 from tests.helpers.measuring import transfers
 

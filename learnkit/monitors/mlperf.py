@@ -14,50 +14,24 @@ from typing import Any, TextIO
 import torch
 
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.dataset import n_samples
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
-from learnkit.core.files import atomic_write, check_file
+from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.validation import is_count
+from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import as_comparison
+from learnkit.monitors.dataset import n_samples
 
 __all__ = ['MLPerf']
 
 START = 'INTERVAL_START'
 END = 'INTERVAL_END'
 POINT = 'POINT_IN_TIME'
-
-# fields of the system's description that the submitter completes
-TO_COMPLETE = (
-    'host_processors_per_node',
-    'host_processor_core_count',
-    'host_processor_vcpu_count',
-    'host_processor_frequency',
-    'host_processor_caches',
-    'host_processor_interconnect',
-    'host_memory_capacity',
-    'host_memory_configuration',
-    'host_storage_type',
-    'host_storage_capacity',
-    'host_networking',
-    'host_networking_topology',
-    'accelerator_memory_capacity',
-    'accelerator_memory_configuration',
-    'accelerator_host_interconnect',
-    'accelerator_frequency',
-    'accelerator_on-chip_memories',
-    'accelerator_interconnect',
-    'accelerator_interconnect_topology',
-    'cooling',
-    'hw_notes',
-    'sw_notes',
-)
 
 
 class MLPerf(Callback):
@@ -71,7 +45,7 @@ class MLPerf(Callback):
     before. Without a target, a fit that runs to its end is a success. Epochs are counted from 1.
     Each line is passed to the operating system before training continues, so it survives the
     process; `file` is the path. `<folder>/systems/<system>.json` describes the machine: a
-    submission has to complete it.
+    submission adds the fields that only its author knows.
 
     Caches are not cleared, which rules of the benchmark require: clear them before, and pass
     `cache_cleared=True`. To stop at the target too, add `ThresholdStopper`. Each fit gets the first
@@ -115,15 +89,10 @@ class MLPerf(Callback):
     ) -> None:
         _check_choice('division', division, ('open', 'closed'))
         _check_choice('status', status, ('onprem', 'cloud', 'preview'))
-        if benchmark is not None:
-            _check_folder_name('benchmark', benchmark)
-        if system is not None:
-            _check_folder_name('system', system)
-        if not is_count(index, 0):
-            raise OptionError(f'index={index!r}: give a number, 0 or more.')
+        check_count('index', index, 0)
         if target is not None and isinstance(monitor, str):
             as_comparison(comp, monitor)  # raises for an unknown direction
-        self.folder = Path(folder)
+        self.folder = as_local_path(folder)
         self.index = index
         self.benchmark = benchmark
         self.monitor = monitor
@@ -245,20 +214,18 @@ class MLPerf(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Continue the file of the resumed run."
-        kept = from_portable_path(self.learn, sd['file'], self.folder)
-        if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']):
-            return  # the file was deleted or replaced
-        if self._out is not None and self.file is not None:
+        "Continue the file of the resumed run, if it is there."
+        file = from_portable_path(self.learn, sd['file'], self.folder)
+        if not sd['is_on']:
+            self.file = file
+        elif self._out is not None and file is not None and file.exists():
             self._out.close()
-            self.file.unlink()  # the file that `before_fit` began
-        self.file = kept
-        self._out = None
-        self._in_block = sd['in_block']
-        is_fitting = self.learn is not None and self.learn.fitting
-        if sd['is_on'] and kept is not None and is_fitting:
-            os.truncate(kept, sd['size'])
-            self._out = kept.open('a', encoding='utf-8')
+            if self.file is not None:
+                self.file.unlink()  # the file that `before_fit` began
+            os.truncate(file, sd['size'])
+            self._out = file.open('a', encoding='utf-8')
+            self.file = file
+            self._in_block = sd['in_block']
 
     # -- lines of the file -------------------------------------------------------------------------
 
@@ -308,9 +275,9 @@ class MLPerf(Callback):
         )
 
     def _description(self, system: str) -> dict[str, Any]:
-        "Return what is known of the machine; the submitter completes the other fields."
+        "Return what is known of the machine; the submitter adds the other fields."
         on_gpu = model_device(self.learn.model, self.learn.dls).type == 'cuda'
-        known = {
+        return {
             'submitter': self.submitter,
             'division': self.division,
             'status': self.status,
@@ -326,7 +293,6 @@ class MLPerf(Callback):
                 'cuda': torch.version.cuda or '',
             },
         }
-        return {**known, **dict.fromkeys(TO_COMPLETE, '')}
 
 
 def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
@@ -336,21 +302,15 @@ def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
         )
 
 
-def _check_folder_name(option: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.strip() or not set('/\\\0').isdisjoint(name):
-        raise OptionError(f'{option}={name!r}: give a name that a folder can have.')
-
-
 def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
-    "Return the number of samples of a step (None if unknown), and the number of its microbatches."
+    "Return the number of samples of a step (None if unknown), and the number of its batches."
     bs = batch_size_of(learn.dls.train)
     if bs is None:
         return None, 1
     accumulations = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
     n_batches = max((cb.batches or math.ceil(cb.n_acc / bs) for cb in accumulations), default=1)
-    size = learn.microbatch
-    # the size of 'auto' is not known yet and counts as one microbatch
-    n_microbatches = math.ceil(bs / size) if isinstance(size, int) else 1
+    # the size of 'auto' is not known yet
+    n_microbatches = math.ceil(bs / learn.microbatch) if isinstance(learn.microbatch, int) else 1
     return bs * n_batches, n_batches * n_microbatches
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation
-from learnkit.callbacks.mlperf import MLPerf
 from learnkit.core.errors import MetricError, OptionError
+from learnkit.monitors.mlperf import MLPerf
 from learnkit.testing import synth_learner
 
 
@@ -142,8 +142,6 @@ def test_a_step_of_several_batches_in_pieces(tmp_path: Path) -> None:
     [
         {'division': 'shut'},
         {'status': 'here'},
-        {'benchmark': 'a/b'},
-        {'system': ''},
         {'index': -1},
         {'monitor': 'quux', 'target': 1.0},
         {'monitor': 'lr', 'target': 1.0},

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.dataset import DatasetStats, ParamCount, count_parameters, loader_stats
 from learnkit.core.errors import OptionError
 from learnkit.loggers import JSONLinesLogger
+from learnkit.monitors.dataset import DatasetStats, ParamCount, count_parameters, loader_stats
 from learnkit.testing import synth_learner
 
 

@@ -1,0 +1,237 @@
+"""What callbacks see and change: outputs of models, gradients before a step, rates, evaluation weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnkit.callbacks import LRFinder, LRMonitor, LRScheduler
+from learnkit.data import Evaluator
+from learnkit.loggers.base import Logger
+
+X = torch.linspace(-2, 2, 48 * 3, dtype=torch.float64).sin().view(48, 3)
+Y = X.sum(1, keepdim=True)
+
+
+def learner(model: nn.Module | None = None, **options: Any) -> Learner:
+    torch.manual_seed(0)
+    dls = DataLoaders.from_tensors((X, Y), (X, Y), bs=16, shuffle=False, device='cpu')
+    options = {'loss_func': nn.MSELoss(), 'opt_func': torch.optim.SGD, 'lr': 0.1, **options}
+    learn = Learner(dls, model or nn.Linear(3, 1).double(), **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+def train_by_hand(loss_of: Any = F.mse_loss) -> tuple[Tensor, float]:
+    "Return the weights after one epoch of a plain loop, and the mean loss of the validation set."
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in zip(X.split(16), Y.split(16), strict=True):
+        opt.zero_grad()
+        loss_of(model(x), y).backward()
+        opt.step()
+    return model.weight.detach(), F.mse_loss(model(X), Y).item()
+
+
+# -- outputs of models -----------------------------------------------------------------------------
+
+
+@dataclass
+class Output(OrderedDict[str, Tensor]):
+    "An output as transformers has it: fields, keys and indices."
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.update({k: v for k, v in vars(self).items() if v is not None})
+
+    def __getitem__(self, i: Any) -> Tensor:
+        return super().__getitem__(i) if isinstance(i, str) else list(self.values())[i]
+
+
+class WithOutput(nn.Module):
+    def __init__(self, make: Any, with_loss: bool = False) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 1).double()
+        self.make = make
+        self.with_loss = with_loss
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.lin(x)
+        if not self.with_loss:
+            return self.make(logits=logits)
+        return self.make(logits=logits, loss=(logits - x.sum(1, keepdim=True)).square().mean())
+
+
+KINDS = {
+    'index': lambda pred: pred[0],
+    'attribute': lambda pred: pred.logits,
+    'key': lambda pred: pred['logits'],
+}
+
+
+@pytest.mark.silent(
+    'pred at after_pred, `learn.pred = pred.logits`: validation loss after an epoch'
+)
+@pytest.mark.parametrize('take', KINDS)
+def test_pred_is_what_the_model_returned(row: Any, take: str) -> None:
+    def drop(cb: Callback) -> None:
+        cb.learn.pred = KINDS[take](cb.pred)
+
+    torch.manual_seed(0)
+    learn = learner(WithOutput(Output), cbs=Callback(after_pred=drop))
+    learn.fit(1)
+    weight, loss = train_by_hand()
+    if take == 'attribute':
+        row(was='AttributeError', now=learn.validate()[0], independent=loss)
+    torch.testing.assert_close(learn.model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
+    assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
+    preds, _ = learn.get_preds()
+    torch.testing.assert_close(preds, learn.model.lin(X).detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('make', [Output, dict, SimpleNamespace])
+@pytest.mark.parametrize('takes', [False, True])
+def test_the_loss_in_an_output_is_used_after_the_event(make: Any, takes: bool) -> None:
+    kinds = []
+
+    def look(cb: Callback) -> None:
+        kinds.append(type(cb.pred))
+        if takes:  # the loss of the output still counts
+            cb.learn.pred = cb.pred['logits'] if make is dict else cb.pred.logits
+
+    def mae(pred: Tensor, y: Tensor) -> Tensor:
+        return (pred - y).abs().mean()
+
+    torch.manual_seed(0)
+    model = WithOutput(make, with_loss=True)
+    learn = learner(model, loss_func=None, metrics=mae, cbs=Callback(after_pred=look))
+    learn.fit(1)
+    weight, loss = train_by_hand()
+    assert set(kinds) == {make}
+    torch.testing.assert_close(model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
+    expected = loss, (model.lin(X) - Y).abs().mean().item()
+    assert list(learn.validate()) == pytest.approx(list(expected), abs=1e-12)
+
+
+# -- gradients before a step -----------------------------------------------------------------------
+
+
+@pytest.mark.silent('before_step under accumulation, Callback(before_step=): mean gradient norm')
+@pytest.mark.parametrize('options', [{'cbs': []}, {'microbatch': 8}])
+def test_before_step_has_the_gradients_of_a_step(row: Any, options: dict[str, Any]) -> None:
+    norms = []
+
+    def note(cb: Callback) -> None:
+        norms.append(nn.utils.get_total_norm([p.grad for p in cb.model.parameters()]).item())
+
+    options = {**options, 'cbs': [Callback(before_step=note, after_step=note)]}
+    learn = learner(**options)
+    learn.add_cb(GradientAccumulation(32))
+    learn.fit(2)
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for x, y in [(X[:32], Y[:32]), (X[32:], Y[32:])] * 2:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        expected += 2 * [nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]
+        opt.step()
+    if 'microbatch' not in options:
+        row(was=3.73192, now=sum(norms) / len(norms), independent=sum(expected) / len(expected))
+    assert norms == pytest.approx(expected, abs=1e-12)
+
+
+# -- rates -----------------------------------------------------------------------------------------
+
+
+class RateLogger(Logger):
+    def __init__(self) -> None:
+        super().__init__('1ba')
+        self.rates: list[float] = []
+        self.params: list[dict[str, Any]] = []
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        self.rates += [values['lr']] if 'lr' in values else []
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self.params.append(params)
+
+
+@pytest.mark.silent("LRScheduler(by='batch'): rate that a logger writes for the second step")
+def test_loggers_and_monitors_write_the_rate_of_the_step(row: Any) -> None:
+    def note(cb: Callback) -> None:
+        used.append(cb.opt.hypers[0]['lr'])
+
+    def note_after(cb: Callback) -> None:
+        if cb.training:
+            seen.append(cb.opt.hypers[0]['lr'])
+
+    used: list[float] = []
+    seen: list[float] = []
+    log = RateLogger()
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    own = Callback(before_step=note, after_batch=note_after)
+    learn = learner(cbs=[LRScheduler(halve, by='batch'), LRMonitor('1ba'), own, log])
+    learn.fit(2)
+    expected = [0.1 * 0.5**i for i in range(6)]
+    row(was=0.025, now=log.rates[1], independent=expected[1])
+    assert used == seen == log.rates == learn.recorder.lrs == pytest.approx(expected)
+    assert learn.history[1]['lr-SGD/group0'] == pytest.approx(expected[-1])
+    assert learn.opt.hypers[0]['lr'] == pytest.approx(0.1 * 0.5**6)
+
+
+@pytest.mark.silent('lr in the configuration that a logger writes, fit_one_cycle(lr_max=0.5)')
+def test_the_logged_configuration_has_the_requested_rate(row: Any) -> None:
+    log = RateLogger()
+    learn = learner(cbs=log)
+    learn.fit_one_cycle(1, 0.5)
+    learn.fit_flat_cos(1, 0.25)
+    learn.fit_sgdr(1, 1, 0.125)
+    learn.fit(1, 0.2)
+    warm_up = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1)
+    learn.fit(1, 0.3, cbs=LRScheduler(warm_up))
+    learn.fit(1)
+    row(was=0.484923, now=log.params[0]['lr'], independent=0.5)
+    assert [params['lr'] for params in log.params] == [0.5, 0.25, 0.125, 0.2, 0.3, 0.1]
+
+
+# -- searches --------------------------------------------------------------------------------------
+
+SEARCHES = {
+    'lr_find': lambda learn: learn.lr_find(num_it=12, show_plot=False, stop_div=False),
+    'LRFinder': lambda learn: learn.fit(4, cbs=LRFinder(num_it=12, stop_div=False)),
+    'find_batch_size': lambda learn: learn.find_batch_size(max_size=32),
+}
+
+
+@pytest.mark.silent('lr_find with an Evaluator of its own interval: validation batches')
+@pytest.mark.parametrize('search', SEARCHES)
+def test_a_search_evaluates_nothing(row: Any, search: str) -> None:
+    def count(cb: Callback) -> None:
+        phases.append(cb.phase)
+
+    phases: list[str] = []
+    torch.manual_seed(0)
+    train = DataLoaders.from_tensors((X, Y), bs=16, shuffle=False, device='cpu').train
+    dls = DataLoaders(train, {'often': Evaluator(train, '1ba')}, device='cpu')
+    cbs = Callback(before_batch=count)
+    learn = Learner(dls, nn.Linear(3, 1).double(), nn.MSELoss(), cbs=cbs)
+    with learn.no_bar():
+        SEARCHES[search](learn)
+    if search == 'lr_find':
+        row(was=33, now=phases.count('valid'), independent=0)
+    assert set(phases) == {'train'}
