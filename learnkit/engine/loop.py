@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ from learnkit.engine.run import (
     is_in_use,
     make_cancel_error,
     preserved_state,
+    refuse_run,
 )
 from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
@@ -139,7 +141,7 @@ class Loop(CallbackHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run()
+        self._run = Run()
         self.counters = Counters()
         self.strategy = SingleProcess()
         self.evaluations = EvaluationSchedule()
@@ -163,6 +165,8 @@ class Loop(CallbackHost):
         self.turn: str | None = None  # optimizer that `optimize(only=)` trains; None: all
         self.error: BaseException | None = None
         self._end_cleanup()
+
+    run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
 
     # -- the loop --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from learnkit.core.errors import CancelError, CancelException, add_note
+from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.model import preserved_modes, takes_batches
@@ -32,6 +32,7 @@ __all__ = [
     'open_run',
     'preserved_state',
     'raise_first',
+    'refuse_run',
 ]
 
 NO_CONTEXT = nullcontext()
@@ -80,6 +81,14 @@ class Run:
     microbatch: int = 0  # number of the current microbatch
     is_last_microbatch: bool = True
     microbatch_share: Any = 1.0  # weight of the microbatch in the loss of its batch
+
+
+def refuse_run(learn: LoopLike, value: object) -> None:
+    "Raise `FitError` for an assignment to `learn.run`."
+    raise FitError(
+        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
+        'trains; to switch a callback off, set `run = False` on the callback.'
+    )
 
 
 def is_in_use(learn: LoopLike) -> bool:
