@@ -245,7 +245,8 @@ class Learner(Loop):
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
-        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation.
+        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation. The next fit
+        with a budget trains on the batches that are left of the loader's pass.
 
         With `resume=True` the fit resumes from the newest complete checkpoint of its folder (see `Checkpoint`), at the
         exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
@@ -1774,7 +1775,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.replay_source = self.passes.stream = None
+        self.replay_source = None
+        self.passes.forget()
         if not self._is_open_for_use:
             return []
         _open_learners.discard(self)

@@ -197,9 +197,9 @@ def list_hints(cb: Any) -> list[str]:
     if has_own_state(cb):
         return []
     return [
-        f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-        '`load_state_dict`.'
-        for name, kind in lost_attributes(cb).items()
+        f'{type(cb).__name__} keeps `{name}` ({type(value).__name__}), which no checkpoint holds: '
+        'give it `state_dict` and `load_state_dict`.'
+        for name, value in lost_attributes(cb).items()
     ]
 
 

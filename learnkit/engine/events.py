@@ -85,7 +85,12 @@ LIFECYCLE = tuple(
             'FIT_START',
             'counters are zero, the model is on its device; `fitting` is False in validate()',
         ),
-        (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
+        (
+            1,
+            '[for each iteration, when set]',
+            '',
+            'an iteration is a number of whole epochs; one that is not finished has no end',
+        ),
         (
             1,
             'before_iteration',
