@@ -102,10 +102,9 @@ def check_drawn(learn: LoopLike, n: int) -> None:
 def ends_iteration(learn: LoopLike) -> bool:
     "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
-    done = learn.epoch + 1
     if per_iteration is None or learn.passes.is_cut:
         return False
-    return done % per_iteration == 0
+    return (learn.epoch + 1) % per_iteration == 0
 
 
 def end_iteration(learn: LoopLike) -> None:
