@@ -14,7 +14,7 @@ from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.optimizer import has_foreign_opt
@@ -250,7 +250,7 @@ class KnownPass(TrainingPasses):
         super().__init__()
         self.known = known
 
-    def indices(self, learn: LoopLike) -> list[Any] | None:
+    def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known
 
