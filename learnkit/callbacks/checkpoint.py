@@ -46,7 +46,7 @@ from learnkit.core.version import VERSION
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import SAVE_POINTS
+from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -73,9 +73,9 @@ class Checkpoint(Callback):
     thread is raised at the next batch. A second checkpoint waits for the first. `background=False` writes
     synchronously.
 
-    If the weights are sharded (strategy 'fsdp'), each rank writes its shards to a folder of safetensors files next to
-    the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False` gathers the
-    shards into one file.
+    If the weights are sharded (strategy 'fsdp'), each rank writes its shards by `torch.distributed.checkpoint` to a
+    folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False`
+    gathers the shards into one file.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
     model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
@@ -184,7 +184,7 @@ class Checkpoint(Callback):
             self._interval.start(learn)
         self._monitored = self._find_monitored_name()
         self._lock_folder()
-        self._begin_run(learn.run.resume)
+        self._begin_run(learn.resuming)
         self._value = self._measured_at = None
         self._best_values = []
         self._begin_trainable()
@@ -333,7 +333,7 @@ class Checkpoint(Callback):
         The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
         `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
         """
-        if not self.learn.run.checkpoint_event:
+        if not checkpoint_point(self.learn):
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                 'of a fit: a run cannot be resumed from other places.'
@@ -341,7 +341,7 @@ class Checkpoint(Callback):
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         self._wait_on_all_ranks()
-        state, path, info = self._take_snapshot(self.learn.run.checkpoint_event)
+        state, path, info = self._take_snapshot(checkpoint_point(self.learn))
         state = self._write_own_files(state, path)
         if not self.background:
             self._write_on_all_ranks(state, path, info)
@@ -414,7 +414,11 @@ class Checkpoint(Callback):
             self._writers = Writers(self.learn.world)
         state, places, tensors = take_parts(state)
         parts = {'places': places, 'tensors': tensors}
-        return {**state, 'parts': parts} if self.learn.world.is_first else {'parts': parts}
+        if not self.learn.world.is_first:
+            return {'parts': parts}
+        # also the model's buffers, so that torch's tools can read the whole model
+        weights = {f'model.{k}': t for k, t in state['model'].items() if isinstance(t, Tensor)}
+        return {**state, 'parts': {**parts, 'tensors': {**tensors, **weights}}}
 
     def _recreate_removed_folder(self) -> None:
         "Create and lock the folder again if it was removed during the run."
@@ -446,8 +450,8 @@ class Checkpoint(Callback):
         "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
         assert self._writers is not None  # created by `_separate_shards`
         parts = state['parts']
-        written = self._writers.write(parts['tensors'], find_parts_folder(path))
-        return {**state, 'parts': {'places': parts['places'], **written}}
+        files = self._writers.write(parts['tensors'], find_parts_folder(path))
+        return {**state, 'parts': {'places': parts['places'], 'files': files}}
 
     def _write_on_all_ranks(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         "Write the file in rank 0, while other ranks write their shards or wait."
@@ -510,7 +514,7 @@ class Checkpoint(Callback):
 
     def _is_evaluating(self) -> bool:
         run = self.learn.run
-        return self._eval_snapshot is not None and run.evaluating and run.depth == 1
+        return self._eval_snapshot is not None and self.learn.evaluations.running and run.depth == 1
 
     def on_draw_failed(self) -> None:
         "Save and exit after SIGTERM, which may have ended the loader's workers, too."

@@ -26,7 +26,7 @@ from learnkit.core.model import model_device
 from learnkit.core.plain import is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.core.validation import warn_user
-from learnkit.engine.callback import SET_BY_BASE, Callback
+from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
 __all__ = [
     'callback_states',
@@ -136,9 +136,9 @@ def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
     The key '*' stands for every callback.
     """
     keys = learn.callbacks.keys
-    timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
-    found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
-    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
+    names = {keys[id(cb)]: declared(cb, 'nondeterministic_state', ()) for cb in learn.cbs}
+    found = {key: list(value) for key, value in names.items() if value}
+    measuring = [cb for cb in learn.cbs if declared(cb, 'machine_dependent')]
     columns = [name for cb in measuring for name in cb.metric_names]
     # places of columns in the states of the Recorder and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from threading import RLock
 from types import FunctionType
 from typing import Any, Self, cast
@@ -22,21 +23,42 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
     Callback,
+    declared,
     defined_on_class,
     get_own_handler,
     list_defined_events,
+    list_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
+from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import get_fastai_handler, is_fastai_callback
 from learnkit.engine.lint import lint
 
-__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
+__all__ = [
+    'CallbackSet',
+    'CallbackHost',
+    'ContextStack',
+    'HandlerTable',
+    'Entry',
+    'as_callback',
+    'as_list',
+    'list_running',
+]
 
+_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
 # callbacks that a Learner has by default
 _DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    "What the handler tables know of a class of callbacks."
+
+    events: frozenset[str] | None  # events that it handles; None: to be asked for each
+    runs_first: tuple[str, ...]  # events in which it runs before all other callbacks
+    runs_last: tuple[str, ...]  # events in which it runs after all others
 
 
 class CallbackSet:
@@ -56,6 +78,7 @@ class CallbackSet:
         self._order: list[Any] | None = None  # sorted callbacks; None: to be sorted
         # callbacks that make the loss a mean over samples; None: to be searched
         self.averaging: list[Any] | None = None
+        self.kinds: dict[type, Kind] = {}  # what is known of each class of callbacks
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
@@ -72,6 +95,7 @@ class CallbackSet:
     def refresh(self) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
+        self.kinds.clear()
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
@@ -172,22 +196,30 @@ class CallbackSet:
 
     def notify(
         self,
-        name: str,  # name of a method of `Callback`: 'on_added', 'on_evaluation' ...
-        cb: Any = None,  # the callback; None: every callback
+        name: str,  # name of an optional method: 'on_added', 'on_evaluation' ...
+        *args: Any,  # arguments of the method
+        to: Any = None,  # the callback; None: every callback
     ) -> None:
-        "Call a notification method of callbacks in the order of adding, also if they are switched off."
-        cbs = list(self.items) if cb is None else [cb]
-        for receiver in cbs:
-            if isinstance(receiver, Callback):
-                getattr(receiver, name)()
+        "Call a method of the callbacks that have it, in the order of adding, also if they are switched off."
+        for cb in list(self.items) if to is None else [to]:
+            method = declared(cb, name)
+            if method is not None:
+                method(*args)
 
     def average_samples(self) -> bool:
         "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
         if self.averaging is None:
-            self.averaging = [
-                cb for cb in self.items if getattr(type(cb), 'averages_samples', False)
-            ]
+            self.averaging = [cb for cb in self.items if declared(cb, 'averages_samples')]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
+
+    def describe(self, cls: type) -> Kind:
+        "Find the events that a class of callbacks handles."
+        kind = self.kinds[cls] = Kind(
+            None if not issubclass(cls, Callback) or takes_every_event(cls) else list_events(cls),
+            getattr(cls, 'runs_first', ()),
+            getattr(cls, 'runs_last', ()),
+        )
+        return kind
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -203,6 +235,8 @@ class CallbackHost:
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
+        # callback and event of the handler that is running, and the same of the handler around it
+        self.running: tuple[Any, str, Any] | None = None
         self.callbacks = CallbackSet(cast(LoopLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
@@ -211,20 +245,45 @@ class CallbackHost:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:
             return self._call_all(event_name)
-        for handler, switch, cb in self.tables[self.training][event_name]:
-            if not switch:
-                continue
-            try:
-                handler()
-            except BaseException as e:
-                __tracebackhide__ = True  # set only here, so that it takes no time without an error
-                self.note_error(e, cb, event_name)
-                raise
+        entries = self.tables[self.training][event_name]
+        if not entries:
+            return
+        outer = self.running
+        try:
+            for handler, switch, cb in entries:
+                if switch:
+                    self.running = cb, event_name, outer
+                    handler()
+        except BaseException as e:
+            __tracebackhide__ = True  # set only here, so that it takes no time without an error
+            self.note_error(e, cb, event_name)
+            raise
+        finally:
+            self.running = outer
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else as_list(event_names)
         for name in names:
             self(str.__str__(canonical_event(name)))  # a member of a StrEnum is not exactly a str
+
+    def contexts(self, part: str) -> AbstractContextManager[Any]:
+        """Return the contexts of callbacks around a part of a batch, as one context.
+
+        `part` is 'forward' (from the model to the loss) or 'backward'.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner().to_bf16()
+        >>> with learn.contexts('forward'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
+        """
+        entries = self.tables[self.training][CONTEXTS[part]]
+        if not entries:
+            return NO_CONTEXT
+        if len(entries) > 1:
+            return ContextStack([make for make, switch, _ in entries if switch])
+        make, switch, _ = entries[0]
+        context = make() if switch else None
+        return NO_CONTEXT if context is None else context
 
     def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
@@ -337,7 +396,7 @@ class CallbackHost:
         if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
         self._open_for_use()
-        self.callbacks.notify('on_added', cb)
+        self.callbacks.notify('on_added', to=cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -395,7 +454,7 @@ class CallbackHost:
         return found
 
     def _detach_cb(self, cb: Any) -> None:
-        self.callbacks.notify('on_removed', cb)
+        self.callbacks.notify('on_removed', to=cb)
         self.callbacks.discard(cb)
         cb.learn = None
         name = str(cb.name)
@@ -458,6 +517,26 @@ class CallbackHost:
         self.callbacks.changed(cb, name)
 
 
+NO_CONTEXT = nullcontext()
+
+
+class ContextStack(ExitStack):
+    "Context manager that creates and enters several contexts in order."
+
+    def __init__(self, factories: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._factories = factories
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            for create in self._factories:
+                context = create()
+                if context is not None:
+                    entered.enter_context(context)
+            self.push(entered.pop_all())
+        return self
+
+
 class HandlerTable(dict[str, list[Entry]]):
     "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
 
@@ -468,31 +547,48 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
-        switches = self.callbacks.switches
-        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.list_ordered()]
-        entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
-        entries.sort(key=lambda entry: _place_in_event(entry[2], event))
-        self[name] = entries
-        return entries
+        callbacks = self.callbacks
+        found: list[tuple[int, Entry]] = []
+        spellings = event, _ALIAS_OF.get(event)
+        for cb in callbacks.list_ordered():
+            kind = callbacks.kinds.get(type(cb)) or callbacks.describe(type(cb))
+            is_own = not vars(cb).keys().isdisjoint(spellings)
+            if kind.events is not None and event not in kind.events and not is_own:
+                continue
+            handler = self._get_handler(cb, event)
+            if handler:
+                place = (event in kind.runs_last) - (event in kind.runs_first)
+                found.append((place, (handler, callbacks.switches[id(cb)], cb)))
+        if any(place for place, _ in found):
+            found.sort(key=itemgetter(0))
+        self[name] = [entry for _, entry in found]
+        return self[name]
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
         if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
             return get_fastai_handler(cb, name) if is_event else None
         handler: Callable[[], Any] | None
-        if is_event and takes_every_event(cb):
+        if is_event and takes_every_event(type(cb)):
             handler = partial(cb, name)
         else:
             handler = get_own_handler(cb, name)
-            skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
+            skips_rank = (
+                declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
+            )
             if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
 
 
-def _place_in_event(cb: Any, event: str) -> int:
-    "Return -1 for a callback that runs first in an event, 1 for one that runs last, and 0 for others."
-    return (event in getattr(cb, 'runs_last', ())) - (event in getattr(cb, 'runs_first', ()))
+def list_running(learn: LoopLike) -> list[tuple[Any, str]]:
+    "Return the callbacks whose handlers are running, with their events, innermost first."
+    found = []
+    entry = learn.running
+    while entry is not None:
+        cb, event_name, entry = entry
+        found.append((cb, event_name))
+    return found
 
 
 def contains_object(items: Iterable[Any], o: object) -> bool:
@@ -500,9 +596,10 @@ def contains_object(items: Iterable[Any], o: object) -> bool:
     return any(item is o for item in items)
 
 
-def takes_every_event(cb: Any) -> bool:
-    "Return True if a callback overrides `run_event` or `__call__`."
-    cls = type(cb)
+def takes_every_event(
+    cls: Any,  # class of a callback
+) -> bool:
+    "Return True if a class of callbacks overrides `run_event` or `__call__`."
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
 

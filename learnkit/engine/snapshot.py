@@ -217,7 +217,18 @@ def restored(
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
-    parts = learn.run, learn.counters, learn.evaluations, learn.passes
+    parts = (
+        learn.run,
+        learn.counters,
+        learn.evaluations,
+        learn.passes,
+        learn.modes,
+        learn.advice,
+        learn.microbatches,
+        learn.closure,
+        learn.own_loop,
+        learn.seams,
+    )
     reshard(learn.model)
     try:
         with restored_objects(

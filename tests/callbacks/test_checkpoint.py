@@ -28,7 +28,7 @@ from learnkit import (
 )
 from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries, find, load_state
 from learnkit.metrics import mae
 from learnkit.testing import synth_learner
@@ -430,7 +430,7 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
     may_write, has_trained = Event(), Event()
 
     def slow(n: int, real: Any) -> None:
-        assert (may_write if n == 1 else has_trained).wait(60)
+        assert (may_write if n == 1 else has_trained).wait(600)
         real()
         order.append(f'written {n}')
 
@@ -531,7 +531,7 @@ def test_a_copy_of_a_learner(tmp_path: Path) -> None:
 def test_in_a_thread(tmp_path: Path) -> None:
     learn = make(Checkpoint('2ba', tmp_path))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(learn.fit, 2).result(timeout=60)
+        pool.submit(learn.fit, 2).result(timeout=600)
     learn.fit(3, resume=True)
     assert epochs(tmp_path)[-1] == 3
 

@@ -20,7 +20,7 @@ from learnkit import (
     accuracy,
 )
 from learnkit.callbacks import EarlyStoppingCallback, GradientClip
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.core.errors import CheckpointError, WeightsError
 from tests.helpers.resuming import Keep, check_every_place, scramble, train_without_stop
 

@@ -333,7 +333,9 @@ def test_full_state_at_each_event_of_one_batch() -> None:
             if reached('after_pred'):
                 assert torch.allclose(o.pred, pred) and o.pred.requires_grad
             if reached('after_loss'):
-                assert torch.allclose(o.loss, loss) and not o.loss.requires_grad
+                assert torch.allclose(o.loss, loss) and o.loss.requires_grad == (
+                    event_name != 'after_batch'
+                )
                 assert torch.allclose(o.loss_grad, loss) and o.loss_grad.requires_grad
             else:
                 assert o.loss is before
