@@ -615,7 +615,7 @@ def complete_attributes(cb: Any) -> None:
     Raises `CallbackError` if the constructor has no default for an argument.
     """
     cls = type(cb)
-    base = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
     if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
         return
     if base.__init__ is Callback.__init__:
