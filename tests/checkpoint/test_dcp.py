@@ -335,7 +335,7 @@ def test_a_killed_run_resumes_exactly(written, tmp_path):
     for at, who in ((2, 1), (4, 0)):
         with started_ranks(dying, 2, tmp_path, at, who) as children:
             for c in children:
-                c.wait(60)
+                c.wait(600)
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
         assert max_difference(found, written['fsdp'][1]) == 0
@@ -355,7 +355,7 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
 
 def cut(rank, folder, dims):
     "Write tensors that are sharded along a dimension, tied, transposed, complex, or smaller than the world size."
-    world = join_ranks(timeout_s=30.0)
+    world = join_ranks(timeout_s=300.0)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -197,7 +197,8 @@ def test_without_matplotlib_there_are_tables(tmp_path: Path) -> None:
     learn = classifier(tmp_path)
     learn.fit(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, 'matplotlib.pyplot', None)
+        patch.delitem(sys.modules, 'matplotlib.pyplot', raising=False)
+        patch.setitem(sys.modules, 'matplotlib', None)
         page = Page(learn.report().read_text('utf-8'))
     assert not page.named('img') and 'pip install matplotlib' in page.words
     assert ' of 16 right' in page.words
