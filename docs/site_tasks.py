@@ -135,7 +135,7 @@ _ROWS = (
         'testing',
         'Testing',
         'Small Learners for tests, and tests that kill a run and resume it.',
-        'testing testing.harness testing.forks',
+        'testing testing.harness',
     ),
 )
 
