@@ -13,7 +13,7 @@ from learnkit.core.errors import BatchError, CancelStepException, OptionError, S
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import divide
-from learnkit.engine.run import OptimizeCall
+from learnkit.engine.own_loop import OptimizeCall
 
 __all__ = ['GradientAccumulation']
 
@@ -262,7 +262,7 @@ class GradientAccumulation(Callback):
     def after_train(self) -> None:
         "Take a step for the samples left over."
         for turn in sorted({self._turn, *self._others}):
-            with self.learn.open_optimize_call(OptimizeCall(turn or None)):
+            with self.learn.own_loop.opened(self.learn, OptimizeCall(turn or None)):
                 self._step_for_rest(turn)
 
     def _step_for_rest(self, turn: str) -> None:

@@ -21,7 +21,7 @@ from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import restored
@@ -52,7 +52,7 @@ def find_batch_size(
     left_out = [
         cb
         for cb in learn.cbs
-        if getattr(cb, 'remove_on_find', False) or isinstance(cb, GradientAccumulation)
+        if declared(cb, 'remove_on_find') or isinstance(cb, GradientAccumulation)
     ]
     with (
         deferred_interrupts() as deferred,

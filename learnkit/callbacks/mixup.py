@@ -29,7 +29,7 @@ from learnkit.core.time import Time, Timestamp, as_time, count_crossings
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
-from learnkit.engine.loop import list_overrides
+from learnkit.engine.own_loop import list_overrides
 from learnkit.losses import BaseLoss
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']

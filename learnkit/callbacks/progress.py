@@ -359,7 +359,8 @@ class ProgressCallback(Callback):
         "Start this epoch's bar, at the batch that a resumed epoch continues with."
         if self._progress.first_share is None and not self.learn.resumed:
             self._progress.first_share = self.learn.pct_train
-        self._start_bar('train', self.learn.run.resumes_at)
+        resuming = self.learn.resuming
+        self._start_bar('train', 0 if resuming is None else resuming.next_batch)
         self._progress.train = self._progress.bar
 
     def before_validate(self) -> None:

@@ -28,6 +28,7 @@ from learnkit.core.plain import to_plain
 from learnkit.core.validation import is_count, is_number, warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
+from learnkit.optim.wrapper import evaluation_weights
 
 __all__ = ['build_learner', 'save_learner']
 
@@ -44,7 +45,7 @@ def save_learner(
     "Save weights and configuration in one file for `load_learner`, and return its path."
     path = resolve_path(fname, learn.path, suffix='')
     config = {**_collect_config(learn), 'model_config': to_plain(model_config, 'model_config')}
-    with learn.evaluated_weights():
+    with evaluation_weights(learn):
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
         return write_file(learn, path, partial(torch.save, state))
 

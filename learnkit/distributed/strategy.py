@@ -80,7 +80,7 @@ class SeveralProcesses(SingleProcess):
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
-        loss = weighted_loss(learn.loss, self.exact_share(learn))
+        loss = weighted_loss(learn.loss.detach(), self.exact_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
     def gradient_share(self, learn: LoopLike) -> Any:

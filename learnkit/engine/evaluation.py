@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,13 @@ from learnkit.core.errors import TimeError
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.passes import ends_iteration
+from learnkit.engine.run import preserved_state
 
-__all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs']
+__all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs', 'evaluate_within_epoch']
 
 AT_EPOCH_ENDS = ('ep', 'iter')  # units of intervals that end with an epoch
 
@@ -25,6 +30,18 @@ class EvaluationSchedule:
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
         self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last `list_due`
         self.fit_began = Timestamp()
+        self.running = False  # True from before_eval to after_eval
+
+    @contextmanager
+    def opened(self, learn: LoopLike) -> Iterator[None]:
+        "Mark an evaluation as running within a context."
+        learn.callbacks.notify('on_evaluation')
+        outer = self.running  # True if a callback starts this evaluation in another one
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = outer
 
     def every_of(self, learn: LoopLike, name: str) -> Time | None:
         "Return the interval of a loader, or None for never."
@@ -62,8 +79,8 @@ class EvaluationSchedule:
         now = learn.time
         if at_epoch_end:  # the counters do not include this epoch yet
             share = (learn.epoch + 1) / learn.n_epoch if learn.n_epoch else now.dur
-            ends_iteration = learn.ends_iteration()
-            now = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration, dur=share)
+            ends = ends_iteration(learn)
+            now = now.replace(ep=now.ep + 1, iter=now.iter + ends, dur=share)
         is_last = at_epoch_end and (learn.run.stopping or learn.epoch + 1 == learn.n_epoch)
         self.evaluated_before = dict(self.evaluated)
         loaders = evaluation_loaders(learn.dls)
@@ -114,4 +131,17 @@ class EvaluateWithinEpochs(Callback):
         learn = self.learn
         due = learn.evaluations.list_due(learn, at_epoch_end=False)
         if due:
-            learn.evaluate_within_epoch(due)
+            evaluate_within_epoch(learn, due)
+
+
+def evaluate_within_epoch(learn: LoopLike, loaders: list[tuple[str, Any]]) -> None:
+    "Evaluate between two training batches, and restore the state that the evaluation changes."
+    with preserved_state(learn):
+        try:
+            learn.do_evaluation(loaders)
+        except BaseException as e:
+            learn.callbacks.notify('on_run_failed')
+            error = explain_error(learn, e)
+            if error is not e:
+                raise error from e
+            raise

@@ -59,7 +59,7 @@ class SingleProcess:
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the loss of the batch over all ranks, for optimizers that compare losses."
-        loss: Tensor = learn.loss
+        loss: Tensor = learn.loss.detach()
         return loss
 
     def gradient_share(self, learn: LoopLike) -> Any:

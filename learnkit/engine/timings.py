@@ -51,22 +51,22 @@ class Timings:
         self.n = 0  # number of measured steps
         self._sums: defaultdict[str, float] = defaultdict(float)  # seconds by part
         self._pending: list[tuple[str, Any, Any]] = []  # parts on a GPU, with their CUDA events
-        self._last_event = ''  # last event whose handlers have run
+        self._last_event = 'before_draw'  # last event whose handlers have run
         self._last_time = 0.0  # time at the end of its handlers
         self._last_mark: Any = None  # CUDA event at the end of its handlers
         self._is_measuring = False
         self.device: torch.device | None = None  # device of the model, set before a step
-        self.steps_left = FIRST  # number of steps until the next measured one
+        self.steps_left = FIRST - 1  # number of steps until the next measured one
 
     # -- measuring ---------------------------------------------------------------------------------
 
     def switch(self, learn: LoopLike) -> None:
-        "Start to measure a step with timed handlers, or stop if a step was measured. Called before a step."
+        "Start to measure a step with timed handlers, or stop if a step was measured. Called when a batch is drawn."
         if self.stop(learn):
             self.steps_left = EVERY - 1
         elif learn.tables is learn.callbacks.tables:
             learn.tables = learn.tables[False], self._get_timed_table(learn)
-            self.device = learn.run.device
+            self.device = learn.batch_device
             self.begin_step()
 
     def stop(self, learn: LoopLike) -> bool:
@@ -89,7 +89,7 @@ class Timings:
 
     def begin_step(self) -> None:
         self._is_measuring = True
-        self._last_event = ''
+        self._last_event = 'before_draw'  # a step is measured from draw to draw
         self._last_time = perf_counter()
         self._last_mark = None
 

@@ -33,7 +33,7 @@ from learnkit.core.files import as_local_path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import sample_count
+from learnkit.engine.counters import sample_count
 from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 
@@ -434,7 +434,11 @@ def compute_sample_losses(learn: LearnerLike, n: int) -> Tensor:
 
 def find_ignore_index(loss_func: Any) -> int:
     "Return the `ignore_index` of a loss function, or torch's default."
-    owners = (loss_func, getattr(loss_func, 'func', None), denominator_of(loss_func))
+    owners: tuple[Any, ...] = (
+        loss_func,
+        getattr(loss_func, 'func', None),
+        denominator_of(loss_func),
+    )
     found = [o.ignore_index for o in owners if hasattr(o, 'ignore_index')]
     return int(found[0]) if found else IGNORED
 

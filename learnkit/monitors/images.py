@@ -11,7 +11,7 @@ from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mea
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.show import as_pictures, class_colors
-from learnkit.engine.callback import Callback, Periodic
+from learnkit.engine.callback import Periodic, declared
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
 
@@ -123,8 +123,12 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            if isinstance(cb, Callback):
-                cb.receive_images(name, pictures)
+            receive = declared(cb, 'receive_images')
+            log = declared(cb, 'log_images')  # of a callback without the other method
+            if receive is not None:
+                receive(name, pictures)
+            elif log is not None:
+                log(learn.time.ba, name, pictures)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, and whether to show the next batch."

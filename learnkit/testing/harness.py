@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from learnkit.callbacks.checkpoint import Checkpoint
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.testing.forks import HarnessError, Planned, reached, start

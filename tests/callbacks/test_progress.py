@@ -640,7 +640,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=120)
+    client = nbclient.NotebookClient(nb, kernel_name=kernel_name(), allow_errors=True, timeout=600)
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')

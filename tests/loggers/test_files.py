@@ -353,7 +353,8 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
 
 
 def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'PIL.Image', None)
+    monkeypatch.delitem(sys.modules, 'PIL.Image', raising=False)
+    monkeypatch.setitem(sys.modules, 'PIL', None)
     with pytest.raises(MissingExtraError, match='needs pillow: pip install pillow'):
         encode_png(as_images(torch.rand(3, 2, 2))[0])
 

@@ -99,7 +99,7 @@ def test_kills_by_time_by_a_file_and_by_a_function(tmp_path: Path) -> None:
         return [0.05, tmp_path / 'here', None][n]
 
     lives = run_until_done(wait, kill)
-    assert lives.codes == [-9, -9, 0] and lives.seconds[0] >= 0.05 and max(lives.seconds) < 5
+    assert lives.codes == [-9, -9, 0] and lives.seconds[0] >= 0.05 and max(lives.seconds) < 30
     assert random_instants(4, 2.0, 1) == random_instants(4, 2.0, 1) != random_instants(4, 2.0, 2)
     assert all(0 <= t <= 2 for t in random_instants(100, 2.0))
 
