@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.errors import CancelEpochException
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -37,7 +37,7 @@ class Modes:
         self.is_starting = True
         self.saved = []
 
-    def train(self, learn: LoopLike) -> None:
+    def train(self, learn: LearnerLike) -> None:
         "Set training mode, with the modules that were in evaluation mode in the last training."
         learn.training = True
         learn.counters.has_trained = True
@@ -52,7 +52,7 @@ class Modes:
         self.is_starting = False
         self.saved = []
 
-    def evaluate(self, learn: LoopLike) -> None:
+    def evaluate(self, learn: LearnerLike) -> None:
         "Set evaluation mode."
         learn.training = False
         model = learn.model
@@ -83,7 +83,7 @@ class Modes:
             wrapper.training = '' not in eval_now
 
 
-def _begin_run(learn: LoopLike) -> None:
+def _begin_run(learn: LearnerLike) -> None:
     "Set the counters of a fit, or of an evaluation outside a fit, to its start, and move the model to its device."
     learn.loss = torch.tensor(0.0)
     if learn.fitting or not learn.run.depth:
@@ -95,6 +95,9 @@ def _begin_run(learn: LoopLike) -> None:
     reset: Any = getattr(learn.model, 'reset', None)
     if reset is not None:
         reset()
+
+
+WATCHED_CHECKS = 8  # checks of a fit's first batches: one or two in each batch, or microbatch
 
 
 class TrainEvalCallback(Callback):
@@ -117,6 +120,7 @@ class TrainEvalCallback(Callback):
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False  # the warning about `learn.loss` was issued
+    _checks_left = 0  # number of checks until the end of the watch
     _loss_before: Any = None  # weak references to `loss` and `loss_grad`, with their versions
 
     def before_fit(self) -> None:
@@ -154,7 +158,8 @@ class TrainEvalCallback(Callback):
     # -- warning about callbacks that set `learn.loss` without effect ------------------------------
 
     def _watch_loss(self) -> None:
-        "Check the loss before and after the handlers of users' callbacks, if there are any."
+        "In the first batches, check the loss before and after the handlers of users' callbacks, if there are any."
+        self._checks_left = WATCHED_CHECKS
         if self._list_user_callbacks('after_pred'):
             self.before_pred = self._record_loss  # type: ignore[method-assign]
             self.after_pred = self._check_loss  # type: ignore[method-assign]
@@ -177,12 +182,15 @@ class TrainEvalCallback(Callback):
         "Warn if a callback has replaced `loss` but not `loss_grad`."
         before = self._loss_before
         self._loss_before = None
+        self._checks_left -= 1
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
         if (
             before is None
             or is_unchanged(loss, before[0])
             or not is_unchanged(loss_grad, before[1])
         ):
+            if not self._checks_left:
+                self._stop_watching()
             return
         self._has_warned = True
         self._stop_watching()
@@ -202,7 +210,7 @@ class TrainEvalCallback(Callback):
         self._loss_before = None
 
 
-def missing_train_eval(learn: LoopLike) -> list[Callback]:
+def missing_train_eval(learn: LearnerLike) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
     has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.callbacks)
     return [] if has_one else [TrainEvalCallback()]

@@ -64,7 +64,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> str:
     "Run a fresh Python process with `arguments` in `cwd`, and return its output."
     env = os.environ | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
