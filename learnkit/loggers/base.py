@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -236,7 +235,7 @@ class Logger(Callback):
             )
         if not shown:
             self._logged_columns.add(name)
-        writer = writer_of(sys._getframe(1))
+        writer = writer_of(learn)
         values, _ = self._find_row()
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import PurePath
-from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
-from learnkit.engine.dispatch import CallbackHost
-from learnkit.engine.run import call_each
+from learnkit.engine.dispatch import list_running
 from learnkit.metrics.base import Mean
 
 __all__ = [
@@ -112,27 +110,17 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 # -- writers ---------------------------------------------------------------------------------------
 
-# code objects that call handlers of the callback in their local variable `cb`
-_DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
 
-
-def writer_of(
-    frame: FrameType,  # frame of `learn.log`
-) -> Any:
-    "Return the callback whose handler called `learn.log`; without a callback, return the code that called it."
-    frame = frame.f_back or frame
-    caller: FrameType | None = frame
-    while caller is not None:
-        if caller.f_code in _DISPATCH:
-            return caller.f_locals['cb']
-        caller = caller.f_back
-    return frame.f_code
+def writer_of(learn: LearnerLike) -> Any:
+    "Return the callback whose handler logs a value, or None for a call outside of callbacks."
+    running = list_running(learn)
+    return running[0][0] if running else None
 
 
 def name_writer(writer: Any) -> str:
-    "Return the name of a writer for messages: class and key of a callback, or a function."
-    if isinstance(writer, CodeType):
-        return f'`{writer.co_qualname}`'
+    "Return the name of a writer for messages: class and key of a callback."
+    if writer is None:
+        return 'a call outside of callbacks'
     keys = writer.learn.callbacks.keys if writer.learn is not None else {}
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
