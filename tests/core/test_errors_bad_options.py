@@ -100,7 +100,9 @@ def test_what_makes_no_optimizer(opt_func: Any, expected_text: str) -> None:
 def test_wrappers_around_what_is_not_an_optimizer_yet() -> None:
     with pytest.raises(OptimizerError, match=r'Lookahead takes parameters and a class'):
         Lookahead(Adam)
-    with pytest.raises(OptimizerError, match=r'`opt_func=partial\(OptimWrapper, opt=torch.optim.AdamW\)`'):
+    with pytest.raises(
+        OptimizerError, match=r'`opt_func=partial\(OptimWrapper, opt=torch.optim.AdamW\)`'
+    ):
         OptimWrapper(opt=torch.optim.SGD)
     learn = make(opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     learn.fit(1)
