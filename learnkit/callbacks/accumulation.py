@@ -14,7 +14,7 @@ from learnkit.core.errors import BatchError, CancelStepException, OptionError, S
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import divide
-from learnkit.engine.run import OptimizeCall
+from learnkit.engine.own_loop import OptimizeCall
 
 __all__ = ['GradientAccumulation']
 
@@ -227,7 +227,7 @@ class GradientAccumulation(Callback):
         "Take a step for the samples left over."
         for turn, total in sorted(self._sums.items()):
             if total.n_samples and total.stepped:
-                with self.learn.open_optimize_call(OptimizeCall(turn or None)):
+                with self.learn.own_loop.opened(self.learn, OptimizeCall(turn or None)):
                     self._step_for_rest()
 
     def _step_for_rest(self) -> None:

@@ -27,7 +27,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import list_overrides
+from learnkit.engine.own_loop import list_overrides
 from learnkit.losses import BaseLoss
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']

@@ -151,7 +151,7 @@ class GuardNonFinite(Callback):
     def before_backward(self) -> None:
         "Check the loss, or record whether it is finite for a later check."
         learn = self.learn
-        if learn.run.repeating and learn.opt.needs_closure:
+        if learn.closure.repeating and learn.opt.needs_closure:
             return  # a line search tries steps that may be too long
         if learn.loss_grad.numel() != 1:
             return  # the loop raises an error
@@ -175,7 +175,7 @@ class GuardNonFinite(Callback):
 
     def before_step(self) -> None:
         "Check the gradients, and the losses that have not been checked."
-        if not self.grads or self.learn.run.repeating:
+        if not self.grads or self.learn.closure.repeating:
             return
         self._check_pending(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
@@ -253,7 +253,7 @@ class GuardNonFinite(Callback):
         self._has_warned = True
         self._is_skipping = True
         if skip is CancelBatchException:
-            if self.learn.run.repeating:
+            if self.learn.closure.repeating:
                 self.learn.opt.zero_grad()  # of the microbatches of SAM's second pass
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip

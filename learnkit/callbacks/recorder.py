@@ -41,6 +41,7 @@ from learnkit.engine.checks import (
     first_validation_batches,
     warn_of_activation,
 )
+from learnkit.engine.run import is_open
 from learnkit.metrics.averages import (
     AvgLoss,
     as_metrics,
@@ -216,7 +217,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
+        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
         for m in self._train:
             m.accumulate(learn)
@@ -224,9 +225,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
+        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
-        if not learn.run.microbatch:
+        if not learn.microbatches.index:
             self._microbatches = []
         self._microbatches.append(KeptMicrobatch(learn))
 
@@ -374,7 +375,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             mean.reset()
             current.latest.add(name)
         elif (
-            self.learn.is_open('train') or self.learn.is_open('validate')
+            is_open(self.learn, 'train') or is_open(self.learn, 'validate')
         ) and not self.learn.strategy.has_local_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
@@ -738,7 +739,7 @@ def find_column(cb: Any, monitor: str) -> int | None:
 
 def _rows(learn: LearnerLike, recorder: Recorder) -> list[dict[str, Any]]:
     "Return the history; for a fit being resumed also the history in the checkpoint."
-    resumed = learn.run.resume
+    resumed = learn.resuming
     if resumed is None:
         return list(recorder.history)
     saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})

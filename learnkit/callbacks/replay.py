@@ -15,11 +15,12 @@ from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.seams import fit_seams
 from learnkit.engine.snapshot import restored
 
 __all__ = ['Replay', 'replay']
@@ -196,7 +197,7 @@ def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
     def takes_part(cb: Any) -> bool:
         if cb is source or isinstance(cb, ProgressCallback):
             return False
-        if not getattr(cb, 'remove_on_find', False) or getattr(cb, 'follows_weights', False):
+        if not declared(cb, 'remove_on_find') or declared(cb, 'follows_weights'):
             return True
         return f'in {type(cb).__name__}.' in source._error_notes
 
@@ -222,6 +223,7 @@ def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: boo
 
     with (
         learn.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'),
+        fit_seams(learn, is_resumed=False),
         torch.set_grad_enabled(training),
     ):
         try:
@@ -253,7 +255,7 @@ class KnownPass(TrainingPasses):
         super().__init__()
         self.known = known
 
-    def indices(self, learn: LoopLike) -> list[Any] | None:
+    def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known
 

@@ -85,7 +85,12 @@ LIFECYCLE = tuple(
             'FIT_START',
             'counters are zero, the model is on its device; `fitting` is False in validate()',
         ),
-        (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
+        (
+            1,
+            '[for each iteration, when set]',
+            '',
+            'an iteration is a number of whole epochs; one that is not finished has no end',
+        ),
         (
             1,
             'before_iteration',
@@ -126,7 +131,7 @@ LIFECYCLE = tuple(
             5,
             'after_loss',
             'AFTER_LOSS',
-            '`loss_grad` (with its graph) and `loss` (detached) are set',
+            '`loss_grad` and `loss`, its copy, are set, with their graph until the batch ends',
         ),
         (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
         (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),
@@ -146,7 +151,7 @@ LIFECYCLE = tuple(
         (6, 'after_cancel_step', '', 'CancelStepException was raised'),
         (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
         (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-        (4, 'after_batch', 'BATCH_END', 'counters are advanced by TrainEvalCallback (order -10)'),
+        (4, 'after_batch', 'BATCH_END', 'counters are advanced'),
         (
             4,
             'batch_checkpoint',

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
@@ -140,24 +141,14 @@ class OptimWrapper(torch.optim.Optimizer):
         hypers: dict[str, Any],
     ) -> Any:
         "Make the wrapped optimizer; raise `OptimizerError` for arguments that exclude each other."
-        if opt is None and params is not None:
+        is_maker = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
+        if not is_maker or params is None:
             raise OptimizerError(
-                'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
-            )
-        if not callable(opt) or isinstance(opt, torch.optim.Optimizer):
-            raise OptimizerError(
-                'A ready optimizer has its parameters and hyperparameters: give `opt=` alone.'
+                f'{type(self).__name__} takes parameters and a class, for example '
+                'OptimWrapper(params, opt=torch.optim.AdamW), or a ready optimizer: give `opt=` alone. '
+                'In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
             )
         check_maker(opt)
-        if params is None:
-            wrapper = type(self).__name__
-            name = getattr(unwrap_partial(opt), '__name__', repr(opt))
-            fix = f'lambda p, lr: {wrapper}({name}(p, lr=lr))'
-            if wrapper == 'OptimWrapper':
-                fix = f'partial({wrapper}, opt={name})'
-            raise OptimizerError(
-                f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
-            )
         options = torch_names(opt, hypers) if hypers else {}
         return opt(as_groups(params), **options)
 
@@ -667,6 +658,11 @@ def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             ids.add(id(g[name]))
 
 
+def evaluation_weights(learn: LearnerLike) -> AbstractContextManager[None]:
+    "Return a context in which the model has the weights that its optimizer provides for evaluation."
+    return learn.opt.evaluating() if isinstance(learn.opt, OptimWrapper) else nullcontext()
+
+
 class Closure:
     """Closure that a Learner passes to `OptimWrapper.step`; a call evaluates the current batch again.
 
@@ -715,21 +711,13 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     else:
         named = {'': opt}
     for name, o in named.items():
-        if isinstance(o, torch.optim.Optimizer):
-            continue
-        if name and callable(o):
+        if not isinstance(o, torch.optim.Optimizer):
+            what = f'opt_func{f"[{name}]" if name else ""} is or returned'
             raise OptimizerError(
-                f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, not a ready optimizer. '
-                'A list holds ready optimizers, each for its own parameters, for example '
-                '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
-                'optimizer goes without a list, and metrics go as `metrics=`.'
+                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give '
+                'a torch.optim class, a function of (params, lr) that returns an optimizer, or a list '
+                'or dict of ready optimizers such as `torch.optim.SGD(model.body.parameters(), lr=0.1)`.'
             )
-        raise OptimizerError(
-            f'opt_func{f"[{name}]" if name else ""} gave {o!r}, not a torch.optim.Optimizer. '
-            'It is called with the parameters and `lr=`, and returns an optimizer or several.'
-        )
     if not named:
-        raise OptimizerError(
-            f'opt_func gave {opt!r}, which has no optimizer: return one, or several by name.'
-        )
+        raise OptimizerError(f'opt_func is or returned {opt!r}, which has no optimizer.')
     return named

@@ -19,7 +19,7 @@ from learnkit import (
     OptimizerMonitor,
 )
 from learnkit.callbacks.training import ChannelsLast, GradientValueClip
-from learnkit.checkpoint.digest import digest, learn_state
+from learnkit.checkpoint.compare import digest, learn_state
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
 from learnkit.distributed.fsdp import Sharded, check_can_be_sharded, find_units
