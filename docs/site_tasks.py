@@ -82,7 +82,7 @@ _ROWS = (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.digest interop.hub',
+        'callbacks.checkpoint callbacks.export checkpoint.compare interop.hub',
     ),
     (
         'logging',

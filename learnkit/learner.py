@@ -67,7 +67,7 @@ from learnkit.engine.dispatch import ContextStack, as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import Microbatches
-from learnkit.engine.optimizer import prepare_opt, training_weights
+from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
 from learnkit.engine.own_loop import EventCheck, OwnLoop, list_overrides
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.resume import ResumeState
@@ -119,11 +119,12 @@ class Learner(Loop):
     batch: a tuple if there are several, otherwise the single element.
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
-    hand-written loop. Norm layers and biases are excluded from weight decay for the optimizers with
-    fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with
-    `wd_bn_bias=True` weight decay applies to them too. If `loss_func` is a module, its parameters
-    that require gradients are trained with the last group. `OptimWrapper` describes optimizers that
-    need a closure or that switch between training and evaluation.
+    hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
+    Norm layers and biases are excluded from weight decay for the optimizers with fastai's names
+    (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight
+    decay applies to them too. If `loss_func` is a module, its parameters that require gradients are
+    trained with the last group. `OptimWrapper` describes optimizers that need a closure or that
+    switch between training and evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
@@ -159,7 +160,7 @@ class Learner(Loop):
         model: nn.Module,
         loss_func: Callable[..., Any] | None = None,  # f(pred, *targets); None: of data or model
         opt_func: Any = Adam,  # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: `defaults.lr`
+        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: see below
         splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
         cbs: Any = None,  # callback (or callback class), or several
         metrics: Any = None,  # f(pred, *targets), Metric, torchmetrics metric, or several
@@ -196,7 +197,7 @@ class Learner(Loop):
         self.loss_func = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr = defaults.lr if lr is None else lr
+        self.lr = find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
@@ -244,7 +245,8 @@ class Learner(Loop):
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
-        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation.
+        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation. The next fit
+        with a budget trains on the batches that are left of the loader's pass.
 
         With `resume=True` the fit resumes from the newest complete checkpoint of its folder (see `Checkpoint`), at the
         exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
@@ -1773,7 +1775,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.replay_source = self.passes.stream = None
+        self.replay_source = None
+        self.passes.forget()
         if not self._is_open_for_use:
             return []
         _open_learners.discard(self)

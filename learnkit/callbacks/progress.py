@@ -28,15 +28,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import format_place
 from learnkit.engine.resume import list_checkpoint_folders
 
-__all__ = [
-    'ProgressCallback',
-    'Display',
-    'NotebookDisplay',
-    'TerminalDisplay',
-    'Bar',
-    'Table',
-    'make_display',
-]
+__all__ = ['ProgressCallback']
 
 FOLDED = '... {} more, in learn.history ...'
 # a separate evaluation that ends sooner shows nothing, so that many of them leave no blank outputs

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
@@ -197,9 +197,9 @@ def list_hints(cb: Any) -> list[str]:
     if has_own_state(cb):
         return []
     return [
-        f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-        '`load_state_dict`.'
-        for name, kind in lost_attributes(cb).items()
+        f'{type(cb).__name__} keeps `{name}` ({type(value).__name__}), which no checkpoint holds: '
+        'give it `state_dict` and `load_state_dict`.'
+        for name, value in lost_attributes(cb).items()
     ]
 
 

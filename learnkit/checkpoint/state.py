@@ -49,7 +49,7 @@ from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
-from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
+from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (
     SAVE_POINTS,
@@ -220,9 +220,8 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
     r = learn.resuming = learn.strategy.take_own_state(learn, resume)
-    learn.passes.stream = None
+    learn.passes.forget()
     _check_fits(learn, r)
-    note_beginnings(learn)
     position = r.state['position']
     if position is not None:
         check_position(learn.dls.train, position)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import digest
-from learnkit.checkpoint.file import is_state_file, read_state
+from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.dtensor import distribute_like, full_tensor, local_shard, mesh_of
@@ -175,8 +175,6 @@ def write_safetensors(
 
     Raises `OptionError` for values that the format cannot hold.
     """
-    from safetensors.torch import save_file  # few programs need it
-
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}  # first name of each tensor, by its memory
     metadata = {'format': 'pt'}
@@ -200,7 +198,7 @@ def write_safetensors(
             tensors[name] = t.contiguous()
         storages.add(storage)
     try:
-        save_file(tensors, str(path), metadata=metadata)
+        write_tensors(path, tensors, metadata)
     except KeyError as e:
         raise OptionError(
             f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.'
@@ -225,14 +223,8 @@ def _identify_memory(t: Any) -> Any:
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
     "Read the tensors of a safetensors file, tied tensors under each of their names."
-    from safetensors import safe_open  # few programs need it
-
     try:
-        with safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
-            names = file.keys()
-            # copied because the library maps the file: if it is cut short, the process ends
-            tensors = {name: file.get_tensor(name).clone() for name in names}
-            metadata = file.metadata() or {}
+        tensors, metadata = read_tensors(path, device)
     # the library's errors have no common base class with its errors for unknown dtypes
     except Exception as e:
         raise WeightsError(

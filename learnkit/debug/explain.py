@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike

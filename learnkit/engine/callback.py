@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,8 @@ _FOREIGN_NAMES = {
     'dls.valid': 'val_dl val_loader valid_dl valid_loader',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
+# attribute with the names of the attributes that a constructor of this package has set
+SET_BY_BASE = '_set_by_base'
 RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
 # attributes that the Learner's handler tables depend on
@@ -253,7 +255,7 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if '__init__' in vars(cls) and cls.__module__.startswith('learnkit.'):
-            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = check_keywords(_record_attributes(cls.__init__))  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -374,6 +376,21 @@ class Callback:
         ]
         arguments = ', '.join([*_list_changed_options(self), *handlers])
         return f'{type(self).__name__}({arguments})' if arguments else type(self).__name__
+
+
+def _record_attributes(init: Callable[..., None]) -> Callable[..., None]:
+    "Wrap a constructor of this package: a user's subclass notes the names of the attributes that it has set."
+
+    @wraps(init)
+    def call(self: Callback, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        own = self.__dict__
+        before = set(own)
+        init(self, *args, **kwargs)
+        if not type(self).__module__.startswith('learnkit.'):
+            own[SET_BY_BASE] = own.get(SET_BY_BASE, frozenset()) | (own.keys() - before)
+
+    return call
 
 
 def _make_signature() -> inspect.Signature:

@@ -21,6 +21,7 @@ from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
+    SET_BY_BASE,
     Callback,
     declared,
     defined_on_class,
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 _ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
+# callbacks that a Learner has by default
+_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
+
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 
 
@@ -382,6 +386,7 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
+        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -402,7 +407,9 @@ class CallbackHost:
     def remove_cb(self, cb: Any) -> Self:
         """Remove a callback, or all instances of a class; it gets no further event.
 
-        A callback or class that the Learner does not have is ignored. Raises `CallbackError` for a name.
+        A callback or class that the Learner does not have is ignored. For `Callback` itself, the base of all, only
+        callbacks made from functions are removed. Warns if a callback of every Learner goes with its base class. Raises
+        `CallbackError` for a name.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -410,7 +417,7 @@ class CallbackHost:
         [TrainEvalCallback, Recorder]
         """
         if isinstance(cb, type):
-            return self.remove_cbs([o for o in self.callbacks if isinstance(o, cb)])
+            return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
             raise CallbackError(
                 f'{cb!r} is a string: give a callback or its class, of those that are there: '
@@ -427,6 +434,24 @@ class CallbackHost:
         finally:
             self._detach_cb(cb)
         return self
+
+    def _select_cbs(self, selectors: list[Any]) -> list[Any]:
+        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
+        classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
+        instances = [cb for cb in selectors if not isinstance(cb, type)]
+        found = []
+        for cb in self.callbacks:
+            is_given = type(cb) in selectors or contains_object(instances, cb)
+            if not is_given and isinstance(cb, classes):
+                if type(cb).__name__ in _DEFAULT_NAMES:
+                    warn_user(
+                        f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
+                        'give the class of the callback that is to go.'
+                    )
+                is_given = True
+            if is_given:
+                found.append(cb)
+        return found
 
     def _detach_cb(self, cb: Any) -> None:
         self.callbacks.notify('on_removed', to=cb)
@@ -462,17 +487,13 @@ class CallbackHost:
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
-        selectors = as_list(cbs)
-        classes = tuple(cb for cb in selectors if isinstance(cb, type))
-        instances = [cb for cb in selectors if not isinstance(cb, type)]
-
-        def is_selected(cb: Callback) -> bool:
-            return isinstance(cb, classes) or contains_object(instances, cb)
-
+        selected = self._select_cbs(as_list(cbs))
         self._end_streams()
         switches = self.callbacks.switches
         removed = [
-            (i, cb, switches[id(cb)]) for i, cb in enumerate(self.callbacks) if is_selected(cb)
+            (i, cb, switches[id(cb)])
+            for i, cb in enumerate(self.callbacks)
+            if contains_object(selected, cb)
         ]
         for _, cb, _ in removed:
             self._detach_cb(cb)
@@ -582,6 +603,27 @@ def takes_every_event(
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
 
+def complete_attributes(cb: Any) -> None:
+    """Set what a constructor of this package sets by default, if a subclass has not called it.
+
+    Raises `CallbackError` if the constructor has no default for an argument.
+    """
+    cls = type(cb)
+    base = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
+        return
+    if base.__init__ is Callback.__init__:
+        return
+    own = dict(vars(cb))
+    try:
+        base.__init__(cb)
+    except TypeError as e:
+        raise CallbackError(
+            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
+        ) from e
+    vars(cb).update(own)
+
+
 def as_callback(cb: Any) -> Callback:
     """Return a callback unchanged, or an instance of a callback class.
 
@@ -611,35 +653,55 @@ def as_callback(cb: Any) -> Callback:
 def sort_callbacks(cbs: list[Any]) -> list[Any]:
     """Sort callbacks by `order`; with equal `order`, by `run_before` and `run_after`, then by index.
 
-    Raises `OrderError` if `run_before` and `run_after` contradict `order` or form a cycle.
+    An `order` that neither the class nor the instance sets follows from `run_before` and `run_after`. Raises
+    `OrderError` if these contradict `order` or form a cycle.
     """
     if not any(getattr(cb, 'run_before', ()) or getattr(cb, 'run_after', ()) for cb in cbs):
         return sorted(cbs, key=attrgetter('order'))
     predecessors = _find_predecessors(cbs)
+    orders = _find_orders(cbs, predecessors)
     for i, indices in predecessors.items():
         for j in indices:
-            if cbs[j].order > cbs[i].order:
+            if orders[j] > orders[i]:
                 raise OrderError(
-                    f'{cbs[j]!r} (order {cbs[j].order}) must run before {cbs[i]!r} (order {cbs[i].order}) '
+                    f'{cbs[j]!r} (order {orders[j]}) must run before {cbs[i]!r} (order {orders[i]}) '
                     'by run_before or run_after, but after it by `order`. Change one of the two.'
                 )
     sorter = TopologicalSorter(predecessors)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
+    res = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, (orders[i], i))
+        _, first = heapq.heappop(ready)
+        res.append(cbs[first])
+        sorter.done(first)
+    return res
+
+
+def _find_orders(cbs: list[Any], predecessors: dict[int, set[int]]) -> list[int]:
+    "Return the `order` of each callback; one that nobody wrote is moved by its neighbors' order."
     try:
-        sorter.prepare()
+        indices = list(TopologicalSorter(predecessors).static_order())
     except CycleError as e:
         cycle = ', '.join(repr(cbs[i]) for i in sorted(set(e.args[1])))
         raise OrderError(
             f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
         ) from None
-    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
-    res = []
-    while sorter.is_active():
-        for i in sorter.get_ready():
-            heapq.heappush(ready, (cbs[i].order, i))
-        _, first = heapq.heappop(ready)
-        res.append(cbs[first])
-        sorter.done(first)
-    return res
+    orders = [cb.order for cb in cbs]
+    movable = [i for i in indices if not _has_written_order(cbs[i])]
+    for i in movable:
+        orders[i] = max([orders[i], *(orders[j] for j in predecessors[i])])
+    for i in reversed(movable):
+        orders[i] = min([orders[i], *(orders[j] for j in indices if i in predecessors[j])])
+    return orders
+
+
+def _has_written_order(cb: Any) -> bool:
+    "Return True if an instance or a class other than `Callback` sets `order`."
+    classes = [cls for cls in type(cb).__mro__ if cls.__name__ != 'Callback']
+    return 'order' in getattr(cb, '__dict__', {}) or any('order' in vars(cls) for cls in classes)
 
 
 def _find_predecessors(cbs: list[Any]) -> dict[int, set[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -100,12 +100,11 @@ def check_drawn(learn: LoopLike, n: int) -> None:
 
 
 def ends_iteration(learn: LoopLike) -> bool:
-    "Return True if the current epoch is the last epoch of an iteration."
+    "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
-    done = learn.epoch + 1
-    if per_iteration is None:
+    if per_iteration is None or learn.passes.is_cut:
         return False
-    return done % per_iteration == 0 or done == learn.n_epoch or learn.run.stopping
+    return (learn.epoch + 1) % per_iteration == 0
 
 
 def end_iteration(learn: LoopLike) -> None:
@@ -122,17 +121,21 @@ class TrainingPasses(Source):
     """Epochs of a fit and passes over its training loader, with the position in the current pass for checkpoints.
 
     Takes the seam `source` in every fit of a Learner. Each epoch is a pass, except when `n_iter` cuts
-    a loader without a length into epochs: these epochs share one pass, a `Stream`.
+    a loader without a length into epochs: these epochs share one pass, a `Stream`. A fit with a budget
+    that ends within a pass leaves the rest of the batches to the next fit with a budget.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None  # position in the current pass
         self.stream: Stream | None = None  # pass that all epochs share
         self.n_drawn = 0  # number of batches that the last pass has drawn
+        self.is_cut = False  # True if the fit was stopped within the last pass
+        self.rest: Iterator[Any] | None = None  # batches of a pass that a budget has cut
+        self._current: Iterator[Any] | None = None  # batches of the open pass
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        return {**self.__dict__, 'position': None, 'stream': None}
+        return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
 
     def epochs(self, learn: LearnerLike) -> Iterator[int]:
         "Yield the numbers of the epochs, and fire the events of iterations around them."
@@ -157,7 +160,33 @@ class TrainingPasses(Source):
         if not (learn.training and learn.fitting):
             return super().batches(learn)
         self.prepare(learn)
-        return set_length(learn), draw(learn, self.open(learn))
+        first, batches = self._begin(learn)
+        return set_length(learn, first), draw(learn, batches)
+
+    def _begin(self, learn: LearnerLike) -> tuple[int, Iterator[Any]]:
+        "Return the number of the next batch, and the batches of the next epoch or of the pass that a budget has cut."
+        rest = self._take_rest(learn)
+        if rest is not None:
+            self._current = rest
+            return self.n_drawn, rest
+        return 0, self.open(learn)
+
+    def _take_rest(self, learn: LearnerLike) -> Iterator[Any] | None:
+        "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
+        rest = self.rest
+        self.rest = None
+        if rest is None or self.position is None:
+            return None
+        dl = learn.dl
+        if learn.n_epoch is not None or self.position.dl is not dl:
+            self.position = None
+            return None
+        if getattr(dl, 'persistent_workers', False):
+            # the workers may have served another pass in between
+            self.resume(learn.dls, self.position.state_dict(self.n_drawn))
+            rest = self.open(learn, continued=True)
+        first = next(rest, _END)
+        return None if first is _END else chain([first], rest)
 
     def prepare(self, learn: LearnerLike) -> None:
         "Prepare the optimizer: callbacks may have unfrozen or replaced parameters in `before_train`."
@@ -165,12 +194,27 @@ class TrainingPasses(Source):
         learn.opt.train()
 
     def end(self, learn: LearnerLike) -> None:
-        "Note how many batches the pass has drawn."
+        "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
+        batches = self._current
+        self._current = None
         if learn.training:
+            stopping = learn.run.stopping
             self.n_drawn = learn.iter + 1
+            self.is_cut = stopping and self.n_drawn != learn.n_iter
+            self.rest = batches if stopping and learn.n_epoch is None else None
             learn.timings.stop(learn)
         if learn.training and learn.fitting:
             warn_of_late_params(learn)
+
+    def close(self) -> None:
+        "Release the position of the last pass, unless a budget has cut the pass."
+        self.is_cut = False
+        if self.rest is None:
+            self.position = None
+
+    def forget(self) -> None:
+        "Release all iterators, which an error may have ended."
+        self.stream = self.rest = self.position = self._current = None
 
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
@@ -181,12 +225,14 @@ class TrainingPasses(Source):
             if self.stream is None or self.stream.dl is not dl:
                 self.stream = Stream(dl)
             self.stream.device = device
+            self._current = self.stream
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
         # only handlers of this event run between the start of the pass and its first batch
         begin = partial(self.position.begin, bool(learn.tables[True]['before_draw']))
-        return read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
+        self._current = read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
+        return self._current
 
     def _next_position(self, dl: Any) -> LoaderPosition:
         "Return the position of the start of the next epoch."
@@ -199,6 +245,7 @@ class TrainingPasses(Source):
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."
+        self.rest = None
         if position is None:
             return
         resumed = LoaderPosition.resume(dls.train, position)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.core.errors import CancelError, CancelException, add_note
+from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
@@ -42,6 +42,7 @@ __all__ = [
     'preserved_state',
     'raise_first',
     'release_loss',
+    'refuse_run',
 ]
 
 CLEANUP = 'cleanup'  # kind of a run that ends
@@ -80,6 +81,14 @@ def release_loss(learn: LoopLike) -> None:
         learn.loss = loss.detach()
         with suppress(RuntimeError):  # a view cannot be detached in place
             loss.detach_()
+
+
+def refuse_run(learn: LoopLike, value: object) -> None:
+    "Raise `FitError` for an assignment to `learn.run`."
+    raise FitError(
+        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
+        'trains; to switch a callback off, set `run = False` on the callback.'
+    )
 
 
 def is_in_use(learn: LoopLike) -> bool:
@@ -168,7 +177,8 @@ def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
     run = learn.run
     if error is not None:
         forget_run(learn)
-    learn.passes.position = learn.resuming = None
+    learn.passes.close()
+    learn.resuming = None
     learn.resumed = False
     learn.error = None
     run.stopping = False
@@ -181,7 +191,7 @@ def forget_run(learn: LoopLike) -> None:
     "Release the tensors of a failed run, and the persistent workers of its loaders."
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         forget_workers(dl)
-    learn.passes.stream = None  # the error may have ended its iterator
+    learn.passes.forget()
     learn._end_cleanup()
     if learn.opt is not None:
         learn.opt.zero_grad()

@@ -102,9 +102,14 @@ def fit_seams(
 ) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."
     seams = learn.seams
-    source = ResumedRun(learn.passes) if is_resumed else learn.passes
-    before = seams.take('resume' if is_resumed else 'checkpoints', source=source)
+    before: dict[str, Any] = {}
     try:
+        if is_resumed:
+            before |= seams.take('resume', source=ResumedRun(learn.passes))
+        elif (
+            'source' not in seams.holders
+        ):  # a fit with another source cannot be resumed within an epoch
+            before |= seams.take('checkpoints', source=learn.passes)
         if learn.opt.takes_closure:
             before |= seams.take(repr(learn.opt), step=learn.closure)
         if learn.microbatch:

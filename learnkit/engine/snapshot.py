@@ -237,7 +237,7 @@ def restored(
             excluded=[callbacks, learn.tables, learn.whole_step],
             on_host=on_host,
         ):
-            learn.passes.stream = None  # the batches of an open pass belong to the training
+            learn.passes.forget()  # the batches of an open pass belong to the training
             try:
                 yield
             finally:

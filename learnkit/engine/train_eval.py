@@ -97,6 +97,9 @@ def _begin_run(learn: LoopLike) -> None:
         reset()
 
 
+WATCHED_CHECKS = 8  # checks of a fit's first batches: one or two in each batch, or microbatch
+
+
 class TrainEvalCallback(Callback):
     """Update the counters, and set the model's device and its training or evaluation mode.
 
@@ -117,6 +120,7 @@ class TrainEvalCallback(Callback):
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False  # the warning about `learn.loss` was issued
+    _checks_left = 0  # number of checks until the end of the watch
     _loss_before: Any = None  # weak references to `loss` and `loss_grad`, with their versions
 
     def before_fit(self) -> None:
@@ -154,7 +158,8 @@ class TrainEvalCallback(Callback):
     # -- warning about callbacks that set `learn.loss` without effect ------------------------------
 
     def _watch_loss(self) -> None:
-        "Check the loss before and after the handlers of users' callbacks, if there are any."
+        "In the first batches, check the loss before and after the handlers of users' callbacks, if there are any."
+        self._checks_left = WATCHED_CHECKS
         if self._list_user_callbacks('after_pred'):
             self.before_pred = self._record_loss  # type: ignore[method-assign]
             self.after_pred = self._check_loss  # type: ignore[method-assign]
@@ -177,12 +182,15 @@ class TrainEvalCallback(Callback):
         "Warn if a callback has replaced `loss` but not `loss_grad`."
         before = self._loss_before
         self._loss_before = None
+        self._checks_left -= 1
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
         if (
             before is None
             or is_unchanged(loss, before[0])
             or not is_unchanged(loss_grad, before[1])
         ):
+            if not self._checks_left:
+                self._stop_watching()
             return
         self._has_warned = True
         self._stop_watching()

@@ -434,7 +434,11 @@ def compute_sample_losses(learn: LearnerLike, n: int) -> Tensor:
 
 def find_ignore_index(loss_func: Any) -> int:
     "Return the `ignore_index` of a loss function, or torch's default."
-    owners = (loss_func, getattr(loss_func, 'func', None), denominator_of(loss_func))
+    owners: tuple[Any, ...] = (
+        loss_func,
+        getattr(loss_func, 'func', None),
+        denominator_of(loss_func),
+    )
     found = [o.ignore_index for o in owners if hasattr(o, 'ignore_index')]
     return int(found[0]) if found else IGNORED
 

@@ -263,7 +263,7 @@ def _collate_item(learn: LearnerLike, item: Any) -> Any:
     "Return a batch of one item, by the collate function of the loader that validates, or else trains."
     loaders = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
     name, dl = loaders[min(1, len(loaders) - 1)]
-    collate = getattr(dl, 'collate_fn', None)
+    collate: Any = getattr(dl, 'collate_fn', None)
     is_own = collate not in (None, default_collate) and dl.batch_sampler is not None
     try:
         if is_own:

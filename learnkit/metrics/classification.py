@@ -29,9 +29,9 @@ from learnkit.metrics.torchmetrics import (
     check_average,
     compute_matthews,
     compute_mean_recall,
-    flatten_labels,
     make_score,
     match_dtypes,
+    rank_labels,
     softmax_probs,
     softmax_probs_of_class,
     threshold_labels,
@@ -411,7 +411,7 @@ class _Ranking(Score):
     ) -> None:
         check_average(average)
         kind = f'Multilabel{self._kind}'
-        prepare = partial(flatten_labels, type(self).__name__, sigmoid)
+        prepare = partial(rank_labels, type(self).__name__, sigmoid)
         if average == 'micro':
             metric = LazyTorchMetric(kind, prepare, average='micro')
         else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import check_choice, needs_class_indices
-from learnkit.metrics.base import flatten_pair
+from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.merge import interleave, merge_states
 from learnkit.metrics.state import join_batches, restore_accumulated
 from learnkit.metrics.whole_set import KeptMetric, KeptPairs
@@ -30,6 +30,7 @@ __all__ = [
     'softmax_probs',
     'softmax_probs_of_class',
     'flatten_labels',
+    'rank_labels',
     'threshold_labels',
     'match_dtypes',
     'compute_value',
@@ -105,6 +106,8 @@ class LazyTorchMetric(KeptPairs):
             if self.metric is None:
                 self.metric = self._make_metric()
             self.metric = self.metric.to(pred.device)
+            if self.kind == 'SpearmanCorrCoef':
+                self.metric.set_dtype(pred.dtype)  # which it converts predictions to
             self.metric.update(pred, targ)
 
     def _make_metric(self) -> Any:
@@ -229,7 +232,8 @@ def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) ->
 def softmax_probs(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
     "Return the softmax of the scores (N, C), and targets (N,)."
     scores, targ = flatten_classes(name, pred, targ, axis)
-    return _promote(scores).softmax(1), targ.long(), scores.shape[1]
+    # in float64, because scores that round to one probability would have one rank
+    return widen(scores).softmax(1), targ.long(), scores.shape[1]
 
 
 @needs_class_indices
@@ -241,6 +245,11 @@ def softmax_probs_of_class(
     _check_two_classes(name, pred.shape[axis], axis, 'RocAuc')
     probs, targ, n = softmax_probs(name, axis, pred, targ)
     return probs[:, label], (targ == label).long(), n
+
+
+def rank_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
+    "Return label scores in float64, in which few of them round to one probability, and targets, both (N, L)."
+    return flatten_labels(name, sigmoid, widen(pred), targ)
 
 
 def flatten_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:

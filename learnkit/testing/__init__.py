@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.checkpoint.digest import differences, digest, learn_digest, learn_state
+from learnkit.checkpoint.compare import differences, digest, learn_digest, learn_state
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.learner import Learner
 from learnkit.optim.optimizers import SGD

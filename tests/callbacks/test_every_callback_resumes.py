@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.engine.resume import checkpoint_point
 from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable

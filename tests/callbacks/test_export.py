@@ -18,7 +18,6 @@ from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare, _write_onnx
 from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import (
-    CancelFitException,
     LearnkitError,
     ModelError,
     OptionError,
@@ -88,16 +87,6 @@ def test_the_best_weights_are_exported_where_they_are_loaded(tmp_path: Path) -> 
     program = loaded(tmp_path / 'export.pt2')
     for name, value in program.named_parameters():
         assert torch.equal(value, best[name])
-
-
-def test_training_is_what_it_was_without(tmp_path: Path) -> None:
-    def weights(*cbs: Callback) -> list[Tensor]:
-        torch.manual_seed(0)
-        learn = learner(tmp_path, *cbs)
-        learn.fit(1)
-        return [*learn.model.state_dict().values()]
-
-    assert all(map(torch.equal, weights(), weights(ExportForInference())))
 
 
 class Named(nn.Module):
@@ -226,18 +215,6 @@ def test_what_cannot_be_loaded_is_reported_before_training(tmp_path: Path) -> No
 def test_weights_are_not_loaded_at_events_outside_a_fit(at: str) -> None:
     with pytest.raises(OptionError, match="from 'before_fit' to 'after_fit'"):
         LoadWeights('w', at=at)
-
-
-def test_a_fit_that_was_cancelled_before_it_began_leaves_the_export(tmp_path: Path) -> None:
-    def cancel(cb: Callback) -> None:
-        if cb.fitting:
-            raise CancelFitException
-
-    learn = learner(tmp_path, ExportForInference('net'))
-    learn.fit(1)
-    before = (tmp_path / 'net.pt2').stat().st_mtime_ns
-    learn.fit(1, cbs=Callback(before_fit=cancel))
-    assert (tmp_path / 'net.pt2').stat().st_mtime_ns == before
 
 
 def test_an_export_that_came_in_the_middle_of_the_fit(tmp_path: Path) -> None:

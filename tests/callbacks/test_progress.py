@@ -31,7 +31,7 @@ from learnkit.callbacks.progress import (
     TerminalDisplay,
     make_display,
 )
-from learnkit.core.errors import CancelEpochException, CancelFitException
+from learnkit.core.errors import CancelFitException
 from learnkit.data import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import TrainEvalCallback
@@ -291,18 +291,6 @@ def test_logger_is_print_after_a_callback_put_its_own_in_front(
     assert len(rows) == 2 and len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_stream_that_breaks_is_an_ordinary_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError('nobody reads')
-
-    learn = make_learner()
-    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match='nobody reads'):
-        patch.setattr(sys, 'stdout', Broken())
-        learn.fit(1)
-    assert learn.logger is print
-
-
 def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
     def wrap(cb: Any) -> None:
         cb.learn.logger = lambda row: None
@@ -311,14 +299,6 @@ def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
     learn = make_learner(cbs=cbs)
     with pytest.raises(KeyboardInterrupt):
         learn.fit(1)
-    assert learn.logger is print
-
-
-def test_events_called_by_hand_leave_the_next_fit_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    learn = make_learner()
-    learn(['before_fit', 'before_epoch'])
-    learn.fit(1)
-    assert len(capsys.readouterr().out.splitlines()) == 2
     assert learn.logger is print
 
 
@@ -343,11 +323,6 @@ def test_training_shows_the_loss_and_what_is_left(shown: list[Recording]) -> Non
     assert all(re.search(r', fit --:-- left$', bar) for bar in train)
     assert all(re.search(r' loss \d+\.\d{4}, ', bar) for bar in train)
     assert not any('loss' in bar for bar in shown[0].bars if 'valid' in bar)
-
-
-def test_loaders_are_called_by_their_names(shown: list[Recording]) -> None:
-    make_learner(n_valid={'day': batches(2), 'night': batches(1)}).fit(1)
-    assert {bar.split()[2] for bar in shown[0].bars} == {'train', 'day', 'night'}
 
 
 def test_a_loader_without_length_has_no_total(shown: list[Recording]) -> None:
@@ -415,26 +390,10 @@ def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
     assert shown[1].closed == [None]
 
 
-def test_a_skipped_epoch_leaves_no_bar_behind(shown: list[Recording]) -> None:
-    def skip(cb: Any) -> None:
-        if cb.training and cb.epoch == 0 and cb.iter == 1:
-            raise CancelEpochException
-
-    make_learner(cbs=Callback(after_batch=skip)).fit(2)
-    assert re.match(r'epoch 2/2 valid 2/2', shown[0].bars[-1])
-
-
 def test_works_without_a_recorder(shown: list[Recording]) -> None:
     make_learner(default_cbs=False, cbs=[TrainEvalCallback(), ProgressCallback()]).fit(1)
     assert re.match(r'epoch 1/1 valid 2/2', shown[0].bars[-1])
     assert not shown[0].table.sections
-
-
-def test_batches_outside_a_run_show_nothing(shown: list[Recording]) -> None:
-    learn = make_learner()
-    learn.one_batch(0, batches(1)[0])
-    learn._do_epoch_validate()
-    assert shown == []
 
 
 def test_at_most_ten_drawings_a_second(
@@ -719,15 +678,6 @@ def test_a_notebook_is_blank_after_validate(notebook: Any) -> None:
     shown, result = notebook.cells[3].outputs
     assert shown.data == {'text/html': '', 'text/plain': ''}
     assert result.output_type == 'execute_result'
-
-
-@pytest.mark.notebook
-def test_a_notebook_counts_without_total(notebook: Any) -> None:
-    output = notebook.cells[4].outputs[0]
-    assert '<progress' not in output.data['text/html']
-    assert re.match(
-        rf'stopped at epoch 1/1 train 50 batches {CLOCK} \d+\.\d/s', output.data['text/plain']
-    )
 
 
 @pytest.mark.notebook

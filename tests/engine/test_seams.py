@@ -98,8 +98,8 @@ def test_a_seam_changes_what_a_plain_loop_computes(
 def test_the_source_gives_epochs_and_batches() -> None:
     seen: list[tuple[int, int]] = []
     learn = make_learner(cbs=Callback(before_batch=lambda cb: seen.append((cb.epoch, cb.iter))))
-    learn.passes = Backwards()
-    weight = fit(learn, 5)
+    with learn.seams.taken('Backwards', source=Backwards()):
+        weight = fit(learn, 5)
     assert seen == [(7, 0), (7, 1), (7, 2)]
     torch.testing.assert_close(weight, train_by_hand(BATCHES[::-1]), rtol=0, atol=0)
 

@@ -107,13 +107,6 @@ def test_nested_results_at_every_interval_and_what_they_are_logged_as() -> None:
         assert cb.results == each[-1]
 
 
-def test_the_pass_gives_the_loss_of_an_evaluation_at_that_place() -> None:
-    learn = learner(Errors('1ep', 'test'))
-    learn.fit(3)
-    expected = [row['test/loss'] for row in learn.history]
-    assert [row['test/own'] for row in learn.history] == pytest.approx(expected)
-
-
 def test_as_functions_and_in_other_units() -> None:
     seen: list[int] = []
 

@@ -541,12 +541,12 @@ def test_fit_clears_gradients_on_entry() -> None:
 @pytest.mark.parametrize(
     ('opt_func', 'text'),
     [
-        (lambda params, lr: 3, 'gave 3.*torch.optim.Optimizer'),
-        (lambda params, lr: {}, 'gave'),
+        (lambda params, lr: 3, '3, not a ready optimizer'),
+        (lambda params, lr: {}, 'no optimizer'),
         (7, 'cannot be called'),
         (
             lambda params, lr: {'a': torch.optim.SGD(params, lr=lr), 'b': 'adam'},
-            r"\[b\] gave 'adam'",
+            r"\[b\].*'adam', not a ready",
         ),
         (
             lambda params, lr: [torch.optim.SGD(list(params), lr=lr) for _ in 'ab'],

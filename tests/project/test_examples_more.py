@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from learnkit import Callback, Checkpoint, Learner
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from tests.helpers.forks import start
 from tests.helpers.libraries import require
 from tests.helpers.ranks import run_ranks

@@ -253,9 +253,7 @@ def test_every_module_declares_what_is_public() -> None:
 
 def test_the_notebook_line_brings_fastcore_as_fastai_does() -> None:
     exported = importlib.import_module('learnkit.all')
-    names = (
-        'L patch store_attr delegates noop first listify ifnone GetAttr AttrDict parallel test_eq'
-    )
+    names = 'L patch store_attr delegates noop first listify ifnone GetAttr AttrDict parallel'
     assert set(names.split()) <= set(exported.__all__)
     assert hasattr(Path, 'ls')
     assert exported.defaults is importlib.import_module('learnkit').defaults
