@@ -23,7 +23,6 @@ from learnkit.loggers.values import (
     encode_rows,
     fetch,
     name_writer,
-    writer_of,
 )
 from learnkit.metrics.base import Mean, is_scalar
 
@@ -235,7 +234,7 @@ class Logger(Callback):
             )
         if not shown:
             self._logged_columns.add(name)
-        writer = writer_of(learn)
+        writer = learn.running[0] if learn.running is not None else None
         values, _ = self._find_row()
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)

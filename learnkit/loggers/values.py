@@ -19,14 +19,12 @@ from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
-from learnkit.engine.dispatch import list_running
 from learnkit.metrics.base import Mean
 
 __all__ = [
     'fetch',
     'encode_rows',
     'decode_rows',
-    'writer_of',
     'name_writer',
     'configuration',
     'as_images',
@@ -111,16 +109,12 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 # -- writers ---------------------------------------------------------------------------------------
 
 
-def writer_of(learn: LearnerLike) -> Any:
-    "Return the callback whose handler logs a value, or None for a call outside of callbacks."
-    running = list_running(learn)
-    return running[0][0] if running else None
-
-
-def name_writer(writer: Any) -> str:
+def name_writer(
+    writer: Any,  # callback that logged a value; None: code outside of callbacks
+) -> str:
     "Return the name of a writer for messages: class and key of a callback."
     if writer is None:
-        return 'a call outside of callbacks'
+        return 'code that is no callback'
     keys = writer.learn.callbacks.keys if writer.learn is not None else {}
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
