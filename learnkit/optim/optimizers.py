@@ -172,6 +172,7 @@ class DecoupledRMSprop(torch.optim.RMSprop):
 
 # -- Lookahead -------------------------------------------------------------------------------------
 
+
 class Lookahead(OptimWrapper):
     """Step with another optimizer, and every `k` steps interpolate between slow and fast weights.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import SGD
-from learnkit.core.errors import OptimizerError, WeightsError
+from learnkit.core.errors import WeightsError
 from tests.helpers.comparing import same
 from tests.helpers.saving import digest, learner, net
 

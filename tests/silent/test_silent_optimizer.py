@@ -719,7 +719,8 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
             states.append(cb.learn.checkpoint_state())
 
     whole, again = (
-        learner(net(), *cbs, opt_func=with_closure(sam)) for cbs in ([Callback(batch_checkpoint=keep)], [])
+        learner(net(), *cbs, opt_func=with_closure(sam))
+        for cbs in ([Callback(batch_checkpoint=keep)], [])
     )
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
