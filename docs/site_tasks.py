@@ -69,8 +69,8 @@ _ROWS = (
         'metrics',
         'Metrics',
         'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        'metrics.functional metrics.classification metrics.segmentation metrics.base metrics.averages '
-        'metrics.whole_set metrics.direction',
+        'metrics.functional metrics.classification metrics.ranking metrics.segmentation metrics.base '
+        'metrics.averages metrics.whole_set metrics.direction',
     ),
     (
         'stopping',
@@ -82,7 +82,7 @@ _ROWS = (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.digest interop.hub',
+        'callbacks.checkpoint callbacks.export checkpoint.compare interop.hub',
     ),
     (
         'logging',
@@ -135,7 +135,7 @@ _ROWS = (
         'testing',
         'Testing',
         'Small Learners for tests, and tests that kill a run and resume it.',
-        'testing testing.harness testing.forks',
+        'testing testing.harness',
     ),
 )
 

@@ -42,7 +42,7 @@ class KeptMicrobatch:
         self.learn = learn
         self.xb = learn.xb
         self.yb = learn.yb
-        self.loss = learn.loss
+        self.loss = learn.loss.detach()
         self.pred = to_detach(learn.pred, cpu=False)
 
     def __getattr__(self, name: str) -> Any:

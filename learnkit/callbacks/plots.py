@@ -119,42 +119,28 @@ class Plots:
 
     def _make_panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
         "Return the points of each metric by the loader that they were measured on."
-        sources = self._split_columns()
-        if not sources:
-            raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
-
-        known = {*sources, *(metric for metric, _ in sources.values())}
-        requested = L(names)
-        for name in requested:
-            if name not in known:
-                raise MetricError(
-                    f'{name} was not recorded.{did_you_mean(str(name), known)} There is '
-                    f'{", ".join(sorted(known))}.'
-                )
-        panels: dict[str, dict[str, list[Point]]] = {}
-        for column, (metric, source) in sources.items():
-            if names is None:
-                is_drawn = column not in self._hidden_names
-            else:
-                is_drawn = column in requested or metric in requested
-            if is_drawn:
-                values = zip(epochs, self._get_column(column), strict=True)
-                points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
-                panels.setdefault(metric, {})[source] = points
-        return panels
-
-    def _split_columns(self) -> dict[str, tuple[str, str]]:
-        "Return metric and loader of each column of the history that has a number."
         loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
-        columns = dict.fromkeys(name for row in self.history for name in row)
-        return {
-            name: _split_column(name, loader_names)
-            for name in columns
-            if name not in ('fit', 'epoch', 'time') and any(map(is_scalar, self._get_column(name)))
-        }
-
-    def _get_column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self.history]
+        requested = set(L(names))
+        known: set[str] = set()
+        panels: dict[str, dict[str, list[Point]]] = {}
+        for column in dict.fromkeys(name for row in self.history for name in row):
+            rows = zip(epochs, self.history, strict=True)
+            values = [(epoch, row.get(column)) for epoch, row in rows]
+            points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
+            if column in ('fit', 'epoch', 'time') or not points:
+                continue
+            metric, source = _split_column(column, loader_names)
+            known |= {column, metric}
+            is_default = names is None and column not in self._hidden_names
+            if is_default or {column, metric} & requested:
+                panels.setdefault(metric, {})[source] = points
+        if not known:
+            raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
+        for name in sorted(requested - known):
+            raise MetricError(
+                f'{name} was not recorded.{did_you_mean(name, known)} There is {", ".join(sorted(known))}.'
+            )
+        return panels
 
     def plot_sched(
         self,

@@ -96,7 +96,7 @@ class SAM(Callback):
         params = [p for p in learn.step_parameters if p.grad is not None]
         if n % self.interval or not params:
             return
-        if learn.run.optimize_call is not None and learn.run.optimize_call.compute is None:
+        if learn.own_loop.call is not None and learn.own_loop.call.compute is None:
             raise make_repeat_error('SAM')
         self._repeat_passes(params)
 
@@ -109,10 +109,9 @@ class SAM(Callback):
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
-            learn.run.repeating = True
-            learn.repeat_passes()
+            with learn.closure.repeated():
+                learn.closure.repeat(learn)
         finally:
-            learn.run.repeating = False
             self._restore()
         learn.__dict__.update(recorded)
 

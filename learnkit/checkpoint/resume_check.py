@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
@@ -28,7 +28,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import epoch_length
 from learnkit.data.loader_state import capture_loader_state, restore_loader_state
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.callback_state import has_own_state, lost_attributes
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
@@ -139,7 +139,7 @@ def check_resume(
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
         return stop
 
-    writers = [cb for cb in learn.cbs if getattr(cb, 'writes_files', False)]
+    writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
     with (
         deferred_interrupts(),
         learn.lock,
@@ -197,9 +197,9 @@ def list_hints(cb: Any) -> list[str]:
     if has_own_state(cb):
         return []
     return [
-        f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-        '`load_state_dict`.'
-        for name, kind in lost_attributes(cb).items()
+        f'{type(cb).__name__} keeps `{name}` ({type(value).__name__}), which no checkpoint holds: '
+        'give it `state_dict` and `load_state_dict`.'
+        for name, value in lost_attributes(cb).items()
     ]
 
 

@@ -35,15 +35,16 @@ from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shard_spec import ShardSpec, check_option
 from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
-from learnkit.engine.callback import Callback
-from learnkit.engine.loop import list_overrides, sample_count, token_count
+from learnkit.engine.callback import Callback, declared
+from learnkit.engine.counters import sample_count, token_count
+from learnkit.engine.own_loop import list_overrides
+from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
 
 __all__ = ['DistributedTraining']
 
 T = TypeVar('T')
 
-MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
 
 
@@ -64,8 +65,8 @@ class DistributedTraining(Callback):
     the remainder.
 
     The ranks agree on `learn.stop()`, SIGTERM and the clock every `agree_every` batches, while the next batch is
-    computed, and between epochs. By default that is every batch for a large model, and up to every 64 batches for a
-    small one; more often if batches are slow.
+    computed, and between epochs. By default that is every 8 batches for a model of less than ten million weights, and
+    every batch for a larger one.
 
     Raises `OptionError` for unknown options, and `DistributedError` if the process group cannot be joined, if the
     models differ, and if another rank fails or does not respond for `timeout`. It has no checkpointed state; a
@@ -88,7 +89,7 @@ class DistributedTraining(Callback):
         batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
         uneven: str = 'join',  # treatment of an uneven last batch: 'join', 'pad' or 'drop'
         sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
-        agree_every: int | None = None,  # batches between agreements; None: by model and speed
+        agree_every: int | None = None,  # batches between agreements; None: by size of the model
         timeout: str | int | Time = '10m',  # timeout of the process group
         backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
         **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
@@ -114,8 +115,7 @@ class DistributedTraining(Callback):
         self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
         self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
-        self._interval = self._max_interval = 1  # batches between agreements, now and at most
-        self._last_agreement = 0, 0.0  # batch and clock of the last agreement
+        self._interval = 1  # batches between agreements
         self._allows_rescaling = False  # gradients can be rescaled after a backward pass
         self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
@@ -158,8 +158,7 @@ class DistributedTraining(Callback):
             )
             self._share_loaders()
             self._dls = learn.dls
-            interval = self.agree_every or choose_agree_interval(learn.model)
-            self._interval = self._max_interval = interval
+            self._interval = self.agree_every or choose_agree_interval(learn.model)
             if not world.is_first:
                 learn.logger = noop
             self._seed()
@@ -289,9 +288,7 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._interval = self._max_interval
-        self._last_agreement = learn.counters.batches, world.value('clock')
-        r = learn.run.resume
+        r = learn.resuming
         self._steps_before = learn.finished('st') if r is None else 0
         self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
@@ -365,7 +362,7 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
-        batch.syncs = not learn.run.calls_modules and self._will_step()
+        batch.syncs = not learn.own_loop.calls_modules and self._will_step()
         batch.local = not batch.syncs or self.parallelism.message is not None
         batch.guess = None
         if not learn.microbatch and has_weights(learn):
@@ -398,24 +395,21 @@ class DistributedTraining(Callback):
 
     def _will_step(self) -> bool:
         learn = self.learn
-        if learn.microbatch and not learn.run.is_last_microbatch:
+        if learn.microbatch and not learn.microbatches.is_last:
             return False
         cbs, deciders = self._step_deciders
         current_cbs = learn.callbacks.list_ordered()
         if cbs is not current_cbs:
-            deciders = [
-                cb
-                for cb in current_cbs
-                if isinstance(cb, Callback) and type(cb).will_step is not Callback.will_step
-            ]
+            methods = [declared(cb, 'will_step') for cb in current_cbs]
+            deciders = [method for method in methods if method is not None]
             self._step_deciders = current_cbs, deciders
-        return not deciders or all(cb.will_step() for cb in deciders)
+        return all(will_step() for will_step in deciders)
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
         if self._has_evaluation_samples:
             return
-        self.learn.clear_pass()
+        clear_pass(self.learn)
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:
@@ -468,23 +462,9 @@ class DistributedTraining(Callback):
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
-        n = self.learn.counters.batches
-        sends = n % self._interval == 0
-        receives = world.is_exchanging  # the values of the previous exchange
-        if sends or receives:
+        sends = self.learn.counters.batches % self._interval == 0
+        if sends or world.is_exchanging:  # the values of the previous exchange
             self._agree(partial(world.exchange, sends))
-        if receives and self.agree_every is None:
-            self._adapt_interval(n, world.value('clock'))
-
-    def _adapt_interval(self, n: int, clock: float) -> None:
-        "Agree more often if batches are slow, by the clock on which the ranks agree."
-        last_n, last_clock = self._last_agreement
-        self._last_agreement = n, clock
-        n_batches = n - last_n
-        seconds = clock - last_clock
-        self._interval = self._max_interval
-        while self._interval > 1 and self._interval * seconds > MAX_INTERVAL_S * n_batches:
-            self._interval //= 4
 
     def epoch_checkpoint(self) -> None:
         total = (
@@ -493,8 +473,6 @@ class DistributedTraining(Callback):
             else (0.0, 0.0)
         )
         totals = self._agree(partial(self.world.sync, *total))
-        # evaluations take time but are not counted as batches
-        self._last_agreement = self.learn.counters.batches, self.world.value('clock')
         if totals_differ(totals):
             self.learn.check_replicas()
 
@@ -576,13 +554,9 @@ def has_tokens(learn: LearnerLike) -> bool:
 
 
 def choose_agree_interval(model: nn.Module) -> int:
-    """Return the number of batches between agreements, for batches that are not slow.
+    """Return the number of batches between agreements: 8 for less than ten million weights, else 1.
 
     An agreement takes some tenths of a millisecond if all cores are busy. The number depends only on the model, so the
     same run stops at the same batch.
     """
-    n = sum(p.numel() for p in model.parameters())
-    for max_params, interval in ((1e5, 64), (1e7, 16), (1e8, 4)):
-        if n < max_params:
-            return interval
-    return 1
+    return 8 if sum(p.numel() for p in model.parameters()) < 10**7 else 1

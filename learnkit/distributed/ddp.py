@@ -15,8 +15,10 @@ from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.comm import Comm
 from learnkit.core.errors import DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.parallel import Parallelism
+from learnkit.engine.loss import call_model
 
 __all__ = [
     'GradientMessage',
@@ -31,6 +33,7 @@ __all__ = [
 # maximum number of gradient elements for one message after the backward pass; DistributedDataParallel sends more
 # elements during the pass
 MAX_AT_ONCE = 2**20
+HOLDER = 'DistributedDataParallel'  # of the seam `model`
 # maximum number of gradient elements to rescale; for more, waiting for a message takes less time
 MAX_RESCALED = 10**7
 # maximum number of elements that ranks exchange in pairs; for more, an all-reduce takes less time
@@ -91,7 +94,7 @@ class Replicas(Parallelism):
         n_buffers = sum(1 for _ in model.buffers())
         layout.append(n_buffers)
         if layout == self._layout:
-            learn.replica = self.wrapped
+            self.take_seam(learn)
             return
         self.release(learn)
         self.trained = [p for p in params if p.requires_grad]
@@ -107,8 +110,18 @@ class Replicas(Parallelism):
         self._params = params
         self._has_buffers = n_buffers > 0
         self._broadcasts = True
-        learn.replica = self.wrapped
+        self.take_seam(learn)
         self.has_synced = False
+
+    def take_seam(self, learn: LearnerLike) -> None:
+        "Call the wrapper in place of the model in training."
+        if self.wrapped is not None:
+            learn.seams.take(HOLDER, model=self.call)
+
+    def call(self, learn: LearnerLike) -> Any:
+        "Call the wrapper in training, and the model itself in evaluation."
+        module = self.wrapped if learn.training else None
+        return call_module(learn, learn.model if module is None else module)
 
     def _can_send_at_once(self, model: nn.Module) -> bool:
         "Return True if all gradients fit into a `GradientMessage`, which takes less time than the wrapper."
@@ -187,7 +200,8 @@ class Replicas(Parallelism):
         self.trained = []
         self._layout = []
         self._params = []
-        learn.replica = None
+        if learn.seams.holders.get('model') == HOLDER:
+            learn.seams.give_back({'model': call_model})
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
         wrapped._remove_autograd_hooks()  # torch has no public method

@@ -18,7 +18,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device, takes_batches, whole_batch
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.averages import ModelMetric
@@ -232,7 +232,9 @@ class ComposerState:
         size = self.learn.microbatch
         if size is None and not self._adapter.loader_kind:
             return None
-        return (self.learn.auto_microbatch if size == 'auto' else size) or self._find_batch_size()
+        return (
+            self.learn.microbatches.fitting_size if size == 'auto' else size
+        ) or self._find_batch_size()
 
     @property
     def grad_accum(self) -> int:
@@ -552,7 +554,9 @@ def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
     "Log a value without the loader's prefix, which `learn.log` adds in an evaluation."
     for cb in learn.cbs:
         if isinstance(cb, Callback) and not getattr(type(cb), 'is_destination', False):
-            cb.receive_log(name, value)
+            receive = declared(cb, 'receive_log')
+            if receive is not None:
+                receive(name, value)
 
 
 class ComposerLogger:

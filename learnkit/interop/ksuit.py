@@ -26,7 +26,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
-from learnkit.engine.loop import sample_count
+from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import (
     check_style,
     load_state,
@@ -290,7 +290,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         self._has_read_files = False
-        if self.learn.run.resume is not None:
+        if self.learn.resuming is not None:
             self._load_resumed_state()
         else:
             self.at_epoch_end = False
@@ -304,7 +304,7 @@ class _FromKsuit(Callback):
     def _load_resumed_state(self) -> None:
         "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
         learn = self.learn
-        resume = learn.run.resume
+        resume = learn.resuming
         state = resume.state['callbacks'].get(learn.callbacks.keys[id(self)])
         if state is not None:
             self.load_state_dict(copy_to_host(state))
@@ -562,7 +562,7 @@ class _FromKsuit(Callback):
 
     def progress(self) -> Progress:
         "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
-        resume = self.learn.run.resume
+        resume = self.learn.resuming
         if resume is None:
             now = self.learn.time
             epochs = now.ep

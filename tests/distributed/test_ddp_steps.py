@@ -639,7 +639,7 @@ def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() ->
             bs,
             at(
                 'before_backward',
-                lambda cb: cb.learn.run.is_last_microbatch and cb.train_iter % 3 == 1,
+                lambda cb: cb.learn.microbatches.is_last and cb.train_iter % 3 == 1,
                 CancelBackwardException,
             ),
             microbatch=bs // 2,

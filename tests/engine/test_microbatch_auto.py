@@ -64,6 +64,15 @@ def test_the_size_is_halved_until_it_fits_and_kept() -> None:
     assert learn.opt.n_steps == 6
 
 
+def test_an_odd_size_is_halved_upwards() -> None:
+    "A batch of 13 samples, of which 7 fit, is split into two passes, not three."
+    x = torch.randn(13, 3, dtype=torch.float64)
+    learn = learner(model := Hungry(fits=7))
+    learn.dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=13, shuffle=False)
+    learn.fit(1)
+    assert (model.sizes, learn.microbatches.fitting_size) == ([13, 7, 6], 7)
+
+
 def test_the_weights_match_whole_batches() -> None:
     whole, pieces = learner(Hungry(fits=16), None), learner(Hungry(fits=3))
     for learn in (whole, pieces):

@@ -52,7 +52,7 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
         order, run_valid = 200, True
 
         def after_loss(self) -> None:
-            run.losses.append(float(self.loss))
+            run.losses.append(self.loss.item())
 
     class OnlyTraining(Tracer):
         run_valid = False

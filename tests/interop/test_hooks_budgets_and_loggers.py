@@ -185,6 +185,6 @@ def test_composer_reads_the_size_of_automatic_microbatches(
             )
 
     learn = learner(from_composer(Look()), microbatch='auto')
-    learn.auto_microbatch = fitting
+    learn.microbatches.fitting_size = fitting
     learn.fit(1)
     assert seen == [(size, pieces, True)] * 4

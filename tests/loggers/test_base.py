@@ -455,5 +455,5 @@ gc.enable()
 get_state()
 print('done')
 """
-    printed = output_of(code, cwd=tmp_path, has=OPTIMIZER_MODULES, timeout_s=30)
+    printed = output_of(code, cwd=tmp_path, has=OPTIMIZER_MODULES)
     assert printed == 'done\n' and (tmp_path / 'log.csv').exists()

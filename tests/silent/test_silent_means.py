@@ -67,10 +67,15 @@ def joined(batches: Iterable[Batch]) -> Batch:
 
 
 def learner(
-    dls: Any, loss_func: Any, *cbs: Any, model: nn.Module | None = None, **kwargs: Any
+    dls: Any,
+    loss_func: Any,
+    *cbs: Any,
+    model: nn.Module | None = None,
+    cls: type[Learner] = Learner,
+    **kwargs: Any,
 ) -> Learner:
     defaults = {'opt_func': SGD, 'lr': 0.5, **kwargs}
-    learn = Learner(
+    learn = cls(
         dls,
         make_model() if model is None else model,
         loss_func,

@@ -21,7 +21,7 @@ from learnkit import (
     OptimWrapper,
     TrainEvalCallback,
 )
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.optim.hyperparams import params
 
