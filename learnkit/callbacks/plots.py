@@ -84,6 +84,7 @@ class Plots:
     def plot_metrics(
         self,
         names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
+        ax: Any = None,  # matplotlib axes for all metrics; None: a panel for each metric
         figsize: tuple[float, float] | None = None,  # size of a new figure in inches
     ) -> Any:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
@@ -100,6 +101,14 @@ class Plots:
         """
         epochs, starts = epochs_of(self.history)
         panels = self._make_panels(names, epochs)
+        if ax is not None:
+            lines = {}
+            for metric, metric_lines in panels.items():
+                for source, points in metric_lines.items():
+                    label = f'{source} {metric}' if len(metric_lines) > 1 else metric
+                    lines[label] = points
+            draw_epochs(ax, starts, lines)
+            return ax
         cols = min(len(panels), 3)
         rows = ceil(len(panels) / cols)
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * rows))

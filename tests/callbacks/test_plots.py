@@ -95,6 +95,15 @@ def test_names_choose_the_panels() -> None:
     assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == expected
     (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
+    mine = plt.subplots()[1]
+    n = len(plt.get_fignums())
+    assert learn.recorder.plot_metrics(['day/loss', 'train_loss', 'norm'], ax=mine) is mine
+    assert len(plt.get_fignums()) == n
+    assert drawn(mine) == {
+        'train loss': ([0, 1], column(learn, 'train_loss')),
+        'norm': ([0, 1], [3.0, 4.0]),
+        'day loss': ([0, 1], column(learn, 'day/loss')),
+    }
 
 
 def test_epochs_without_an_evaluation_are_left_out() -> None:
