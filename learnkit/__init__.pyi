@@ -297,7 +297,6 @@ from .optim import (
     Adam as Adam,
     Annealer as Annealer,
     Lamb as Lamb,
-    Larc as Larc,
     Lookahead as Lookahead,
     MuonAdamW as MuonAdamW,
     OptimWrapper as OptimWrapper,

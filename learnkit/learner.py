@@ -148,8 +148,6 @@ class Learner(Loop):
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     # called instead of the default training batch; set by `compile(step=True)`
     whole_step: Callable[[Any], None] | None = None
-    resuming: ResumeState | None = None  # checkpoint that is not restored yet
-    resumed = False  # True while a resumed fit fires its first events again
     stage: int | None = None  # index of the fit in `fine_tune`
     epochs_per_iteration: int | None = None
 
@@ -182,6 +180,8 @@ class Learner(Loop):
         self.strategy = SingleProcess()
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
+        self.resuming: ResumeState | None = None  # checkpoint that is not restored yet
+        self.resumed = False  # True while a resumed fit fires its first events again
         self.whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
         self.passes = TrainingPasses()
         self.microbatches = Microbatches()

@@ -106,15 +106,23 @@ def write_state(
         raise
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     "Write a safetensors file at a temporary path. Raises `OSError` if it cannot be written."
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    stored: dict[str, Tensor] = {}
+    storages = set[int]()
+    for name, t in tensors.items():
+        t = t.cpu().contiguous()
+        storage = t.untyped_storage().data_ptr()
+        # the library refuses tensors that share a storage
+        stored[name] = t.clone() if storage in storages else t
+        storages.add(storage)
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(tensors, path, metadata)
+        save_file(stored, path, metadata)
     except SafetensorError as e:
         raise OSError(f'{path} cannot be written: {e}') from None
     path.chmod(mode)  # the library's own file can be read by its owner only
@@ -149,7 +157,6 @@ class _Packer:
         self.tensors: dict[str, Tensor] = {}  # stored tensors, possibly views of the originals
         self.views: dict[str, dict[str, Any]] = {}
         self.names: dict[Any, str] = {}  # names by memory layout (device, address, dtype, shape)
-        self.storages = set[int]()
 
     def pack(self, value: Any, key_path: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
@@ -213,11 +220,7 @@ class _Packer:
             t = t.contiguous().unsqueeze(-1).view(torch.uint8)
         if view:
             self.views[name] = view
-        t = t.cpu().contiguous()
-        storage = t.untyped_storage().data_ptr()
-        # the library refuses tensors that share a storage
-        self.tensors[name] = t.clone() if storage in self.storages else t
-        self.storages.add(storage)
+        self.tensors[name] = t
         return name
 
 

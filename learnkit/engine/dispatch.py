@@ -11,14 +11,14 @@ from graphlib import CycleError, TopologicalSorter
 from operator import attrgetter, itemgetter
 from threading import RLock
 from types import FunctionType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.interrupts import allow_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
@@ -68,7 +68,7 @@ class CallbackSet:
     event that is being dispatched, and the truth value of a list is fast to test.
     """
 
-    def __init__(self, learn: LoopLike) -> None:
+    def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
@@ -228,7 +228,13 @@ class CallbackSet:
         return self._order
 
 
-class CallbackHost:
+if TYPE_CHECKING:
+    Declared = LearnerLike  # the attributes of a Learner are declared there, once
+else:
+    Declared = object
+
+
+class CallbackHost(Declared):
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
@@ -237,7 +243,7 @@ class CallbackHost:
         self.lock = RLock()  # one run at a time
         # callback and event of the handler that is running, and the same of the handler around it
         self.running: tuple[Any, str, Any] | None = None
-        self.callbacks = CallbackSet(cast(LoopLike, self))
+        self.callbacks = CallbackSet(cast(LearnerLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     @allow_interrupts
@@ -581,7 +587,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return torch.no_grad()(handler) if cb.observer else handler
 
 
-def list_running(learn: LoopLike) -> list[tuple[Any, str]]:
+def list_running(learn: LearnerLike) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []
     entry = learn.running
@@ -609,7 +615,7 @@ def complete_attributes(cb: Any) -> None:
     Raises `CallbackError` if the constructor has no default for an argument.
     """
     cls = type(cb)
-    base = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
     if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
         return
     if base.__init__ is Callback.__init__:
@@ -751,6 +757,6 @@ def _get_code_ids(cls: type) -> set[int]:
     return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
 
 
-def format_place(learn: LoopLike) -> str:
+def format_place(learn: LearnerLike) -> str:
     "Return the current epoch and batch as a string: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from fastcore.basics import noop
-from torch import Tensor, nn
 
-from learnkit.core.batch import BatchForm, form_of, to_device
+from learnkit.core.batch import form_of, to_device
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
@@ -49,12 +48,7 @@ class Loop(CallbackHost):
     where a run is are hidden from the tracebacks of notebooks (`__tracebackhide__`).
     """
 
-    model: nn.Module
-    dls: Any
-    opt: Any
     turn: str | None = None  # optimizer that steps; None: all of them
-    loss_func: Any
-    loss_grad: Any  # loss that backward runs from; exists once the loss of a batch is computed
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +59,11 @@ class Loop(CallbackHost):
         self.modes = Modes()
         self.training = self.fitting = False
         self.phase = self.dl_name = 'train'
-        self.n_epoch: int | None = 1
+        self.n_epoch = 1
         self.epoch = self.iter = self.train_iter = 0
-        self.n_iter: int | None = None
+        self.n_iter = None
         self.pct_train = 0.0
-        self.batch_device: torch.device | None = None  # device of the last loader's batches
+        self.batch_device = None  # device of the last loader's batches
         self._end_cleanup()
 
     run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
@@ -292,12 +286,9 @@ class Loop(CallbackHost):
 
     def _end_cleanup(self) -> None:
         "Release the batch and its results."
-        self.dl: Any = None
-        self.batch: Any = None
-        self.batch_form: BatchForm | None = None  # how batches of the current loader are split
-        self.loader_name: str | None = None  # name of the loader in `dls`, if `dl_name` differs
-        self.xb: tuple[Any, ...] = (None,)
-        self.yb: tuple[Any, ...] = (None,)
-        self.pred: Any = None
-        self.loss: Tensor | None = None
+        self.dl = self.batch = None
+        self.batch_form = None  # how batches of the current loader are split
+        self.loader_name = None  # name of the loader in `dls`, if `dl_name` differs
+        self.xb = self.yb = (None,)
+        self.pred = self.loss = None
         self.__dict__.pop('loss_grad', None)

@@ -269,6 +269,9 @@ class SumMetric(Metric):
     def __call__(self, pred: Any, *targs: Any) -> Any:
         return self.final(self._compute(pred, targs).cpu())
 
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self._compute(pred, yb)
+
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
         try:
@@ -556,9 +559,7 @@ def dry_run(
     try:
         if accumulate is AvgMetric.accumulate:
             return known._compute(pred, yb)
-        if accumulate is SumMetric.accumulate:
-            known._compute(pred, yb)
-        elif accumulate is TorchMetric.accumulate:
+        if accumulate in (SumMetric.accumulate, TorchMetric.accumulate):
             known._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError):
         raise

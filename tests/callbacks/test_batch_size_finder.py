@@ -32,7 +32,7 @@ from learnkit.checkpoint.compare import differences
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.ranks import run_ranks
 
 SIZES: list[int] = []  # not an attribute of the model, which would be restored

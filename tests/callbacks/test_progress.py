@@ -36,8 +36,8 @@ from learnkit.data import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import TrainEvalCallback
 from learnkit.learner import Learner
-from learnkit.testing.forks import start
 from tests.helpers.clock import use_clock
+from tests.helpers.forks import start
 from tests.helpers.kernel import kernel_env, kernel_name
 
 CLOCK = r'\d\d:\d\d'

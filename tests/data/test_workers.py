@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnkit import DataLoaders
 from learnkit.data.workers import outlast_sigterm
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 pytestmark = pytest.mark.skipif(
     sys.platform != 'linux', reason='a worker cannot tell who has sent a signal'

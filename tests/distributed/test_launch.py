@@ -23,7 +23,7 @@ from learnkit.core.errors import DistributedError, LearnkitError, MissingExtraEr
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.launch import environment, free_port, launch
 from learnkit.testing import synth_learner
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -18,7 +18,7 @@ from learnkit.callbacks import ParamScheduler
 from learnkit.callbacks.schedule import combined_cos
 from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries
-from learnkit.testing.harness import run_until_done
+from tests.helpers.harness import run_until_done
 
 N_EPOCH, N_BATCH, BS = 2, 5, 4
 Make = Callable[[], Learner]

@@ -15,8 +15,8 @@ import pytest
 from learnkit import Callback
 from learnkit.checkpoint import file as statefile
 from learnkit.core import files
-from learnkit.testing.forks import start
 from tests.faults.run_helpers import all_load, checkpointed, in_child, names, same, training
+from tests.helpers.forks import start
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {

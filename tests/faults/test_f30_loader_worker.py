@@ -19,9 +19,9 @@ from fastcore.basics import noop
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, get_worker_info
 
 from learnkit import DataLoaders, Learner
-from learnkit.testing.forks import start
 from tests.faults.fault_helpers import BS, N_TRAIN, is_clean
 from tests.faults.run_helpers import all_load, checkpointed, names, torch_dls
+from tests.helpers.forks import start
 
 TIMEOUT_S = 2
 LIMIT_S = TIMEOUT_S + 200  # generous, because a loaded machine takes seconds to start workers

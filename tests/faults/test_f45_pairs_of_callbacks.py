@@ -17,9 +17,9 @@ from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.compare import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
-from learnkit.testing.harness import run_until_done
 from tests.faults.run_helpers import Reach, State
 from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, make_to_resume, weights
+from tests.helpers.harness import run_until_done
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]

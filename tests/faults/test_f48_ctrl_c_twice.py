@@ -17,8 +17,8 @@ from learnkit.callbacks import Checkpoint, sigterm
 from learnkit.callbacks.sigterm import StopRequest
 from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
-from learnkit.testing.forks import start
 from tests.faults.fault_helpers import make_learner, raised_by
+from tests.helpers.forks import start
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning

@@ -12,7 +12,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from learnkit.testing.forks import Child, start
+from tests.helpers.forks import Child, start
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import torch
 
 from learnkit.demo import FILES, digits, main, small_cnn
 from learnkit.metrics import accuracy
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 
 def run_main(*args: object) -> int:

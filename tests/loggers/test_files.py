@@ -19,7 +19,7 @@ from learnkit.core.errors import MissingExtraError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, encode_png
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 BOTH = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from learnkit import Callback, Checkpoint, Learner
 from learnkit.checkpoint.compare import differences
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.libraries import require
 from tests.helpers.ranks import run_ranks
 
