@@ -678,8 +678,8 @@ def check_device(device: torch.device | str) -> torch.device:
         n = int(torch.backends.mps.is_available())
     if n is not None and (checked.index or 0) >= n:
         raise LoaderError(
-            f"device='{checked}': torch {torch.__version__} finds {n} such devices, counted from 0. Leave `device` out to "
-            "take what there is, or give 'cpu'."
+            f"device='{checked}': torch {torch.__version__} finds {n} such devices, counted from 0. Leave `device` "
+            "out to take what there is, or give 'cpu'."
         )
     return checked
 
