@@ -374,16 +374,20 @@ class PredictionSink(BatchCollector):
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self.number = 0  # number of the batch that is passed to `give`
+        self._number = 0
 
     def _take(self, entries: dict[str, Any]) -> None:
-        self.number = entries['iter']
+        self._number = entries['iter']
         is_list = is_sample_list(entries['preds'], entries['n'], entries['has_lists'])
         parts = {k: detuplify(v) if k in ('inputs', 'targs') else v for k, v in entries.items()}
         parts['preds'] = self._act(entries['preds'] if is_list else detuplify(entries['preds']))
         if 'decoded' in self.names:
             parts['decoded'] = self._decode(parts['preds'])
         self.give(*[parts[name] for name in self.names])
+
+    def batch_number(self) -> int:
+        "Return the number of the batch that is passed to `give`."
+        return self._number
 
 
 def reorder_samples(

@@ -165,7 +165,7 @@ def _write_predictions(
     "Predict on a loader, and write the entries of each batch to a sink."
     dl, world = shard_loader(learn, dl)
     check_sink(sink, entries.names, world)
-    with open_sink(sink, entries.names, world, lambda: entries.number) as entries.give:
+    with open_sink(sink, entries.names, world, entries.batch_number) as entries.give:
         run(dl, [*cbs, entries])
         world.run_on_all(entries.finish)
 
