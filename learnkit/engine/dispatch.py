@@ -10,7 +10,6 @@ from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from operator import attrgetter, itemgetter
 from threading import RLock
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -744,17 +743,13 @@ def as_list(o: Any) -> list[Any]:
 
 
 def _is_redefined(old: type, new: type) -> bool:
-    """Return True if `new` is a later definition of the class `old`.
+    """Return True if `new` is a later definition of the class `old`, as in a notebook cell that runs again.
 
-    Two classes of one name that the same function has made share code objects, and are not redefinitions.
+    Classes that a function defines may be several of one name.
     """
-    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
-        return False
-    return not (_get_code_ids(old) & _get_code_ids(new))
-
-
-def _get_code_ids(cls: type) -> set[int]:
-    return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
+    is_local = '<locals>' in new.__qualname__
+    is_same_name = (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+    return old is not new and is_same_name and not is_local
 
 
 def format_place(learn: LearnerLike) -> str:
