@@ -87,15 +87,18 @@ class Failures:
         ranks = range(1, self.comm.size)
         keys = [f'read/{rank}' for rank in ranks if rank not in self._silent_ranks]
         end = monotonic() + PATIENCE_S
-        while keys and monotonic() < end and not self.comm.store.check(keys):
+        store: Any = self.comm.store
+        while keys and monotonic() < end and not store.check(keys):
             sleep(0.02)
 
     def _set(self, key: str, text: str = '') -> None:
-        self.comm.store.set(f'{key}/{self.comm.rank}', text)
+        store: Any = self.comm.store
+        store.set(f'{key}/{self.comm.rank}', text)
 
     def _publish(self, text: str) -> str:
         "Publish an error, and return the error that was published first."
-        return str(self.comm.store.compare_set('error', '', text).decode())
+        store: Any = self.comm.store
+        return str(store.compare_set('error', '', text).decode())
 
     def _ask(self, f: Callable[[], Any]) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
