@@ -17,6 +17,8 @@ lint:
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
+	$(PYTHON) -m tests.house  # the last two are reports, and fail nothing
+	$(PYTHON) -m tests.taste
 
 peers:  # other packages' callbacks, in learnkit and in their own trainers; into docs/compatibility.md
 	$(PYTHON) -m tests.peers --write

@@ -69,8 +69,8 @@ _ROWS = (
         'metrics',
         'Metrics',
         'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        'metrics.functional metrics.classification metrics.segmentation metrics.base metrics.averages '
-        'metrics.whole_set metrics.direction',
+        'metrics.functional metrics.classification metrics.ranking metrics.segmentation metrics.base '
+        'metrics.averages metrics.whole_set metrics.direction',
     ),
     (
         'stopping',
@@ -82,14 +82,13 @@ _ROWS = (
         'checkpoints',
         'Checkpoints and export',
         'Save and resume exactly, load weights, and export for inference.',
-        'callbacks.checkpoint callbacks.export checkpoint.digest interop.hub',
+        'callbacks.checkpoint callbacks.export checkpoint.compare interop.hub',
     ),
     (
         'logging',
         'Logging, history and progress',
         'Loggers for files and services, the recorded history, the progress bar, and plots while training.',
         'loggers.base loggers.console loggers.files loggers.tensorboard loggers.wandb loggers.mlflow loggers.api '
-        'loggers.aim loggers.comet '
         'callbacks.recorder callbacks.history callbacks.progress callbacks.live_plot',
     ),
     (
@@ -135,7 +134,7 @@ _ROWS = (
         'testing',
         'Testing',
         'Small Learners for tests, and tests that kill a run and resume it.',
-        'testing testing.harness testing.forks',
+        'testing testing.harness',
     ),
 )
 

@@ -193,24 +193,81 @@ from .loggers.tensorboard import (
 from .loggers.wandb import (
     WandbLogger as WandbLogger,
 )
-from .metrics.averages import (
+from .losses import (
+    BCELossFlat as BCELossFlat,
+    BCEWithLogitsLossFlat as BCEWithLogitsLossFlat,
+    CrossEntropyLossFlat as CrossEntropyLossFlat,
+    DiceLoss as DiceLoss,
+    FocalLoss as FocalLoss,
+    FocalLossFlat as FocalLossFlat,
+    L1LossFlat as L1LossFlat,
+    LabelSmoothingCrossEntropy as LabelSmoothingCrossEntropy,
+    LabelSmoothingCrossEntropyFlat as LabelSmoothingCrossEntropyFlat,
+    MSELossFlat as MSELossFlat,
+)
+from .metrics import (
+    RMSE as RMSE,
+    AccumMetric as AccumMetric,
+    APScoreBinary as APScoreBinary,
+    APScoreMulti as APScoreMulti,
     AvgLoss as AvgLoss,
     AvgMetric as AvgMetric,
-    ValueMetric as ValueMetric,
-)
-from .metrics.base import (
     AvgSmoothLoss as AvgSmoothLoss,
+    BalancedAccuracy as BalancedAccuracy,
+    BrierScore as BrierScore,
+    BrierScoreMulti as BrierScoreMulti,
+    CohenKappa as CohenKappa,
+    CorpusBLEUMetric as CorpusBLEUMetric,
+    Dice as Dice,
+    DiceMulti as DiceMulti,
+    ElementMean as ElementMean,
+    ExplainedVariance as ExplainedVariance,
+    ExpRMSPE as ExpRMSPE,
+    F1Score as F1Score,
+    F1ScoreMulti as F1ScoreMulti,
+    FBeta as FBeta,
+    FBetaMulti as FBetaMulti,
+    ForegroundAcc as ForegroundAcc,
+    HammingLoss as HammingLoss,
+    HammingLossMulti as HammingLossMulti,
+    Jaccard as Jaccard,
+    JaccardCoeff as JaccardCoeff,
+    JaccardCoeffMulti as JaccardCoeffMulti,
+    JaccardMulti as JaccardMulti,
+    LossMetric as LossMetric,
+    LossMetrics as LossMetrics,
+    MatthewsCorrCoef as MatthewsCorrCoef,
+    MatthewsCorrCoefMulti as MatthewsCorrCoefMulti,
     Metric as Metric,
+    PearsonCorrCoef as PearsonCorrCoef,
+    Perplexity as Perplexity,
+    Precision as Precision,
+    PrecisionMulti as PrecisionMulti,
+    R2Score as R2Score,
+    Recall as Recall,
+    RecallMulti as RecallMulti,
+    RocAuc as RocAuc,
+    RocAucBinary as RocAucBinary,
+    RocAucMulti as RocAucMulti,
+    SpearmanCorrCoef as SpearmanCorrCoef,
+    SumMetric as SumMetric,
+    TorchMetric as TorchMetric,
+    ValueMetric as ValueMetric,
+    accuracy as accuracy,
+    accuracy_multi as accuracy_multi,
+    error_rate as error_rate,
+    exp_rmspe as exp_rmspe,
+    foreground_acc as foreground_acc,
+    mae as mae,
+    mse as mse,
+    msle as msle,
+    perplexity as perplexity,
+    rmse as rmse,
+    skm_to_fastai as skm_to_fastai,
+    top_k_accuracy as top_k_accuracy,
 )
 from .metrics.direction import (
     MetricProperties as MetricProperties,
-)
-from .metrics.functional import (
-    accuracy as accuracy,
-    error_rate as error_rate,
-    mae as mae,
-    mse as mse,
-    rmse as rmse,
 )
 from .monitors.activation_stats import (
     ActivationStats as ActivationStats,
@@ -235,14 +292,27 @@ from .monitors.speed import (
 from .monitors.system_monitor import (
     SystemMonitor as SystemMonitor,
 )
-from .optim.hyperparams import (
-    params as params,
-    trainable_params as trainable_params,
-)
-from .optim.optimizers import (
+from .optim import (
     SGD as SGD,
     Adam as Adam,
-)
-from .optim.wrapper import (
+    Annealer as Annealer,
+    Lamb as Lamb,
+    Lookahead as Lookahead,
+    MuonAdamW as MuonAdamW,
     OptimWrapper as OptimWrapper,
+    QHAdam as QHAdam,
+    RAdam as RAdam,
+    RMSProp as RMSProp,
+    SchedCos as SchedCos,
+    SchedExp as SchedExp,
+    SchedLin as SchedLin,
+    SchedNo as SchedNo,
+    SchedPoly as SchedPoly,
+    annealer as annealer,
+    combine_scheds as combine_scheds,
+    combined_cos as combined_cos,
+    norm_bias_params as norm_bias_params,
+    params as params,
+    ranger as ranger,
+    trainable_params as trainable_params,
 )

@@ -16,7 +16,7 @@ from learnkit.core.contexts import paused_collection
 with paused_collection():
     import numpy as np
     import torch
-    from fastcore import basics, foundation, meta, parallel, test, xtras
+    from fastcore import basics, foundation, meta, parallel, xtras
     from fastcore.imports import noop, noops
     from torch import nn
     from torch.nn import functional as F
@@ -24,7 +24,7 @@ with paused_collection():
     from learnkit import callbacks, loggers, losses, metrics, optim
     from learnkit.callbacks import lr_finder, schedule
 
-_FASTCORE = (basics, foundation, meta, parallel, test, xtras)
+_FASTCORE = (basics, foundation, meta, parallel, xtras)
 _MODULES = (*_FASTCORE, learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
@@ -32,7 +32,8 @@ _exports = {
     name: getattr(module, name)
     for module in _MODULES
     for name in module.__all__
-    if name not in _INTERNAL
+    # pytest would collect `test_eq` and the like in a module that imports this one
+    if name not in _INTERNAL and not name.startswith('test_')
 }
 globals().update(_exports)
 

@@ -24,9 +24,10 @@ from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
-from learnkit.core.batch import to_detach
+from learnkit.core.batch import detuplify, to_detach
+from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.denominator import check_weight_func
+from learnkit.core.denominator import LossWeights, check_weight_func
 from learnkit.core.errors import (
     CallbackError,
     CancelError,
@@ -38,16 +39,17 @@ from learnkit.core.files import as_local_path
 from learnkit.core.hints import check_keywords
 from learnkit.core.html import never_raising
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.model import name_of, takes_batches
-from learnkit.core.time import Time, as_time
+from learnkit.core.model import WholeBatches, name_of, takes_batches
+from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
+from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
+from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import (
     SHOWN_ELSEWHERE,
-    Callback,
     MissingAttribute,
     defined_on_class,
 )
@@ -59,14 +61,21 @@ from learnkit.engine.checks import (
     check_model,
     warn_of_rate,
 )
-from learnkit.engine.dispatch import as_list
+from learnkit.engine.closure import ClosureStep
+from learnkit.engine.counters import COUNTER_OF_UNIT
+from learnkit.engine.dispatch import ContextStack, as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
-from learnkit.engine.loop import Loop, list_overrides
-from learnkit.engine.optimizer import prepare_opt, training_weights
-from learnkit.engine.own_loop import EventCheck
-from learnkit.engine.run import ContextStack, call_each, raise_first
+from learnkit.engine.loop import Loop
+from learnkit.engine.microbatch import Microbatches
+from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
+from learnkit.engine.own_loop import EventCheck, OwnLoop, list_overrides
+from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.resume import ResumeState
+from learnkit.engine.run import call_each, is_in_use, note_error, open_level, raise_first
+from learnkit.engine.seams import SEAMS, fit_seams
+from learnkit.engine.strategy import SingleProcess
 from learnkit.engine.timings import Timings
-from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
+from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback, missing_train_eval
 from learnkit.metrics.averages import as_metrics, metrics_of_model
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import trainable_params
@@ -110,11 +119,12 @@ class Learner(Loop):
     batch: a tuple if there are several, otherwise the single element.
 
     An optimizer instance keeps its groups and options. A torch optimizer class behaves as in a
-    hand-written loop. Norm layers and biases are excluded from weight decay for the optimizers with
-    fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with
-    `wd_bn_bias=True` weight decay applies to them too. If `loss_func` is a module, its parameters
-    that require gradients are trained with the last group. `OptimWrapper` describes optimizers that
-    need a closure or that switch between training and evaluation.
+    hand-written loop; without `lr` it has its own default rate, and everything else `defaults.lr`.
+    Norm layers and biases are excluded from weight decay for the optimizers with fastai's names
+    (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; with `wd_bn_bias=True` weight
+    decay applies to them too. If `loss_func` is a module, its parameters that require gradients are
+    trained with the last group. `OptimWrapper` describes optimizers that need a closure or that
+    switch between training and evaluation.
 
     `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
     for the number of elements that the loss averages over.
@@ -136,8 +146,10 @@ class Learner(Loop):
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
-    optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
-    n_optimized_losses = 0  # number of this batch's losses passed to `optimize`
+    # called instead of the default training batch; set by `compile(step=True)`
+    whole_step: Callable[[Any], None] | None = None
+    stage: int | None = None  # index of the fit in `fine_tune`
+    epochs_per_iteration: int | None = None
 
     @check_keywords
     def __init__(
@@ -146,7 +158,7 @@ class Learner(Loop):
         model: nn.Module,
         loss_func: Callable[..., Any] | None = None,  # f(pred, *targets); None: of data or model
         opt_func: Any = Adam,  # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: `defaults.lr`
+        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: see below
         splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
         cbs: Any = None,  # callback (or callback class), or several
         metrics: Any = None,  # f(pred, *targets), Metric, torchmetrics metric, or several
@@ -165,6 +177,19 @@ class Learner(Loop):
     ) -> None:
         check_model(model)
         super().__init__()
+        self.strategy = SingleProcess()
+        self.world: Comm = SINGLE_RANK  # processes that train together
+        self.error: BaseException | None = None
+        self.resuming: ResumeState | None = None  # checkpoint that is not restored yet
+        self.resumed = False  # True while a resumed fit fires its first events again
+        self.whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
+        self.passes = TrainingPasses()
+        self.microbatches = Microbatches()
+        self.closure = ClosureStep()
+        self.own_loop = OwnLoop()
+        self.loss_weights = LossWeights()
+        self.advice = Advice()
+        self.timings = Timings()
         self.dls = as_dataloaders(dls)
         self.model = model
         if loss_func is None:
@@ -172,7 +197,7 @@ class Learner(Loop):
         self.loss_func = loss_func
         check_loss(self.loss_func)
         self.opt_func = opt_func
-        self.lr = defaults.lr if lr is None else lr
+        self.lr = find_default_lr(opt_func, defaults.lr) if lr is None else lr
         self.splitter = splitter
         self.path = as_local_path(getattr(self.dls, 'path', '.') if path is None else path)
         self.model_dir = model_dir
@@ -220,7 +245,8 @@ class Learner(Loop):
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
-        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation.
+        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation. The next fit
+        with a budget trains on the batches that are left of the loader's pass.
 
         With `resume=True` the fit resumes from the newest complete checkpoint of its folder (see `Checkpoint`), at the
         exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
@@ -240,7 +266,7 @@ class Learner(Loop):
         epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
-        fit_cbs = [*as_list(cbs)]
+        fit_cbs = [*missing_train_eval(self), *as_list(cbs)]
         if start_epoch:
             fit_cbs.append(SkipToEpoch(start_epoch))
         if budget:
@@ -256,7 +282,12 @@ class Learner(Loop):
                 checkpoint = find_checkpoint(self, resume)
             prepare_opt(self, lr, wd, reset_opt)
             self.replay_source = None
-            with training_weights(self), self.strategy.run(self, 'fit'), deferred.paused():
+            with (
+                training_weights(self),
+                self.strategy.run(self, 'fit'),
+                fit_seams(self, checkpoint is not None),
+                deferred.paused(),
+            ):
                 self.n_epoch = epochs
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
@@ -533,6 +564,103 @@ class Learner(Loop):
 
         create_opt(self)
 
+    # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def x(self) -> Any:
+        "Input of the batch, or a tuple of several inputs. Assign `xb` to change it."
+        return detuplify(self.xb)
+
+    @x.setter
+    def x(self, value: Any) -> None:
+        raise AttributeError('`x` is read only: write `self.learn.xb = (x,)`.')
+
+    @property
+    def y(self) -> Any:
+        """Target of the batch, or a tuple of several targets. Assign `yb` to change it.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def look(cb):
+        ...     if cb.iter == 0 and cb.training: print(cb.x.shape, cb.y.shape, len(cb.yb))
+        >>> with (learn := synth_learner()).no_bar(): learn.fit(1, cbs=Callback(before_batch=look))
+        torch.Size([16, 1]) torch.Size([16, 1]) 1
+        """
+        return detuplify(self.yb)
+
+    @y.setter
+    def y(self, value: Any) -> None:
+        raise AttributeError('`y` is read only: write `self.learn.yb = (y,)`.')
+
+    @property
+    def time(self) -> Timestamp:
+        "Epochs, batches, steps, samples, tokens and seconds finished so far, over all fits of this Learner."
+        counters = self.counters
+        # rounding may bring a sum of shares above 1
+        share = min(self.pct_train, 1.0) if self.fitting else None
+        return Timestamp(
+            iter=counters.iterations,
+            ep=counters.epochs,
+            ba=counters.batches,
+            st=self.finished('st'),
+            sp=counters.samples,
+            tok=counters.tokens,
+            sec=self.finished('sec'),
+            dur=share,
+        )
+
+    def finished(self, unit: str) -> Any:
+        """Return the amount finished so far in one unit of `learn.time`, as a plain number.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(): learn.fit(2)
+        >>> learn.finished('ep'), learn.finished('ba'), learn.finished('st')
+        (2, 20, 20)
+        """
+        if unit == 'st':
+            return self.counters.steps + getattr(self.opt, 'n_steps', 0)
+        if unit == 'sec':
+            return self.strategy.seconds(self)
+        return getattr(self.counters, COUNTER_OF_UNIT[unit])
+
+    @property
+    def step_parameters(self) -> list[nn.Parameter]:
+        "Parameters that the current step updates: the parameters of one optimizer (`turn`), or of all."
+        return list(self.opt.parameters(self.turn))
+
+    @property
+    def eval_every(self) -> Any:
+        """Interval of evaluations, for loaders without their own interval. None: never.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.eval_every = '2ep'
+        >>> learn.eval_every
+        Time('2ep')
+        """
+        return self.evaluations.every
+
+    @eval_every.setter
+    def eval_every(self, every: Any) -> None:
+        self.evaluations.every = as_every(every)
+
+    def stop(self) -> None:
+        """End the fit after the current batch or epoch; every `after_*` and checkpoint event still fires.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def enough(cb):
+        ...     if cb.train_iter == 15: cb.learn.stop()
+        >>> with synth_learner(n_train=10, cbs=Callback(after_batch=enough)).no_bar() as learn: learn.fit(100)
+        >>> learn.train_iter, len(learn.history)
+        (15, 2)
+
+        Several processes that train together end once all of them have agreed to end
+        (`DistributedTraining`).
+        """
+        self.strategy.stop(self)
+
     # -- freezing, precision and compilation -------------------------------------------------------
 
     def freeze_to(
@@ -758,10 +886,6 @@ class Learner(Loop):
         """
         own_loop.report_loss(self, loss)
 
-    def repeat_optimize_call(self) -> None:
-        "Run the forward and backward passes of the current `optimize` call again."
-        own_loop.repeat_optimize_call(self)
-
     # -- evaluation and prediction -----------------------------------------------------------------
 
     @check_keywords
@@ -826,7 +950,7 @@ class Learner(Loop):
         receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
         or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
         existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
-        order of the data. Each rank writes a separate `.npy` file; `learnkit.inference.sinks.read_rows` joins them.
+        order of the data. With several ranks, the sink is a folder or a function.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.
@@ -1325,20 +1449,18 @@ class Learner(Loop):
         >>> learn.history[0]['bs'], learn.history[0]['valid_bs']
         (16.0, 16.0)
         """
-        if self.run.evaluating or 'validate' in self.run.levels:
+        if self.evaluations.running or 'validate' in self.run.levels:
             name = (
                 f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
             )
-        for cb in self.callbacks:
-            if isinstance(cb, Callback):
-                cb.receive_log(name, value, weight, shown)
+        self.callbacks.notify('receive_log', name, value, weight, shown)
 
     def show_training_loop(self) -> None:
-        """Print the events of a fit in order, with the callbacks that run at each event.
+        """Print the events of a fit in order with the callbacks that run at each, and who holds each seam of the loop.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().show_training_loop()  # doctest: +ELLIPSIS
-        - after_create       [TrainEvalCallback]
+        - after_create
         - before_load
         - after_load
         - before_fit         [TrainEvalCallback, Recorder, ProgressCallback]
@@ -1352,6 +1474,8 @@ class Learner(Loop):
             entry = m.event if m.is_note else f'- {m.event:<18}'
             callbacks = f' {cbs}' if cbs else ''
             print(f'{"  " * m.depth}{entry}{callbacks}'.rstrip())
+        for name in SEAMS:
+            print(f'seam {name:<7} {self.seams.holders.get(name, "-")}')
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
         """Detach the tensors of a nested batch; a loader's method `to_detach` overrides this method.
@@ -1570,7 +1694,7 @@ class Learner(Loop):
                 self.no_logging,
                 self.no_mbar,
                 lambda: self.lock,
-                partial(self.added_cbs, cbs),
+                lambda: self.added_cbs([*missing_train_eval(self), *as_list(cbs)]),
                 *([] if inner else [self._fire_outer_events]),
             ]
         )
@@ -1578,9 +1702,9 @@ class Learner(Loop):
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), self.open_level('fit'):
+        with self.strategy.run(self, ''), open_level(self, 'fit'):
             self._fire_uncancelled('before_fit')
-            with self.open_level('epoch'):
+            with open_level(self, 'epoch'):
                 self._fire_uncancelled('before_epoch')
                 yield self
 
@@ -1618,6 +1742,13 @@ class Learner(Loop):
             raise error  # type: ignore[misc]  # not None: set in the except clause
         return swallowed
 
+    def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
+        "Add a note to an exception: the callback, the event, epoch and batch."
+        note_error(self, e, cb, event_name)
+
+    def _is_in_use(self) -> bool:
+        return is_in_use(self)
+
     def _end_streams(self) -> None:
         from learnkit.inference.stream import end_streams
 
@@ -1644,7 +1775,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         "Close every callback, and return the exceptions that were raised."
-        self.replay_source = self.passes.stream = None
+        self.replay_source = None
+        self.passes.forget()
         if not self._is_open_for_use:
             return []
         _open_learners.discard(self)

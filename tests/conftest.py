@@ -33,6 +33,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # show the values in the assertions of shared helpers, too
 pytest.register_assert_rewrite('tests.helpers', 'tests.faults.fault_helpers')
 
+from tests.helpers.libraries import import_or_skip, skip_if_absent  # noqa: E402  # after the line above
+
+# skips where a listed library is absent, and nowhere else: not for a module that a library lacks
+pytest.importorskip = import_or_skip
+
 # no doctests there
 collect_ignore_glob = ['conftest.py', '*/conftest.py']
 
@@ -189,21 +194,19 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except ImportError as e:
-        if type(e).__name__ != 'MissingExtraError':
-            raise
-        pytest.skip(str(e))
+        skip_if_absent(e.name)
+        raise
 
 
 def run_or_skip(runtest: Callable[[], None]) -> None:
-    from learnkit.core.errors import MissingExtraError  # not before torch has one thread
-
     try:
         runtest()
-    except MissingExtraError as e:
-        pytest.skip(str(e))
+    except ImportError as e:
+        skip_if_absent(e.name)
+        raise
     except doctest.UnexpectedException as e:
-        if isinstance(e.exc_info[1], MissingExtraError):
-            pytest.skip(str(e.exc_info[1]))
+        if isinstance(e.exc_info[1], ImportError):
+            skip_if_absent(e.exc_info[1].name)
         raise
 
 

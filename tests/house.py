@@ -1,10 +1,10 @@
-"""Print figures of the package's structure: how many files a batch passes, how dense the code is.
+"""Print the figures of the package's structure: its size, its depth and the names that users see.
 
-python -m tests.house               # this working tree
-python -m tests.house FOLDER ...    # several, for example a checkout of an older commit too
+python -m tests.house               # this working tree, and the goals
+python -m tests.house FOLDER ...    # other checkouts first, for example of an older commit
 
-`tests/project/test_house.py` fails if a figure gets worse. Times are measured by
-`python -m benchmarks.imports` (the import) and `python -m benchmarks` (a step, an idle callback, a handler).
+It is a report and fails nothing. Times are measured by `python -m benchmarks.imports` (the import) and
+`python -m benchmarks` (a step, an idle callback, a handler).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import ast
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,27 +33,56 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 
-# what is measured, and the goal: at most this; None: no goal
-GOALS: dict[str, float | None] = {
-    'classes that the Learner inherits from': 2,
-    'files from fit() to the first step': 14,
-    'functions from fit() to the first step': 90,
-    'files entered in a steady training batch': 7,
-    'functions entered in a steady training batch': None,
-    'entries at the top of the package': 16,
-    'modules': 100,
-    'syntax nodes': 175_000,
-    'syntax nodes of a code line': 8,
-    'learn._private in the package': 20,
-    'learn: Any': 0,
-    'files that only a mid-epoch resume enters': 9,
-    'modules in an import cycle': 0,
-    'lines of tests': 45_000,
+# what is measured, and the goal: at most this
+GOALS = {
+    'fit() to the first step: calls': 250,
+    'fit() to the first step: functions': 110,
+    'fit() to the first step: files': 16,
+    'a steady batch: calls': 44,
+    'a steady batch: functions': 34,
+    'a steady batch: files': 8,
+    'public names of a Learner': 100,
+    'public names of a Callback, without its events': 20,
+    'files that read frames, code objects or bytecode': 3,
+    'private names of torch': 12,
+    'lines of tests': 52_000,
+    'code lines': 27_000,
+    'code lines of engine/loop.py': 200,
 }
+# code lines of each package or module
+BUDGETS = {
+    'callbacks + monitors': 7_000,
+    'engine': 3_400,
+    'core': 2_000,
+    'interop': 2_200,
+    'checkpoint': 1_700,
+    'distributed': 1_900,
+    'metrics': 1_500,
+    'data': 1_500,
+    'inference': 1_200,
+    'optim': 1_000,
+    'loggers': 950,
+    'debug': 700,
+    'learner': 650,
+    'losses': 330,
+    'testing': 250,
+    'the rest': 150,
+}
+
+READS_FRAMES = set(
+    """_getframe currentframe setprofile settrace walk_stack walk_tb dis opcode f_back f_code f_lasti f_locals gi_frame
+    tb_frame tb_next __closure__ __code__ co_code co_consts co_filename co_flags co_names co_varnames""".split()
+)
+# private names of Python, torchmetrics and wrapped callbacks
+NOT_OF_TORCH = set(
+    """_defaults _exit _exit_function _exitfunc _finalizer_registry _getframe _make _n_calls _parent_pid _reductions
+    _registry _run_exitfuncs _shutdown""".split()
+)
 
 # Runs in a fresh process, in the folder that is measured; prints JSON.
 PROBE = """
-import json, sys, tempfile, warnings
+import json, sys, warnings
+from collections import Counter
 warnings.simplefilter('ignore')
 import torch
 torch.set_num_threads(1)
@@ -62,106 +91,55 @@ from learnkit import Callback, Learner
 OWN = learnkit.__path__[0]
 from learnkit.testing import synth_learner
 
-class Entered:
-    "Count the files and functions of the package that are entered."
-    def __init__(self):
-        self.codes = set()
+class Calls(Counter):
+    "Count the calls of the package's functions; a comprehension belongs to its function."
     def __call__(self, frame, event, argument):
         code = frame.f_code
-        # comprehensions are no functions any more from Python 3.12 on; the model is the user's
-        is_function = code.co_name not in ('<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>')
-        if event == 'call' and is_function and OWN in code.co_filename and '/testing' not in code.co_filename:
-            self.codes.add((code.co_filename, code.co_firstlineno))
-    def files(self):
-        return len({file for file, _ in self.codes})
+        if event != 'call' or not code.co_filename.startswith(OWN) or '/testing' in code.co_filename:
+            return
+        if code.co_name not in ('<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>', '<module>'):
+            self[code.co_filename, code.co_firstlineno] += 1
+
+    def totals(self):
+        return self.total(), len(self), len({file for file, _ in self})
 
 class Stop(Exception):
     pass
 
-to_step, batch, at_resume = Entered(), Entered(), Entered()
+class StopAtStep(Callback):
+    def after_step(self):
+        sys.setprofile(None)
+        raise Stop
 
-def first_step(cb):
-    sys.setprofile(None)
-    raise Stop
+draws = []
 
-learn = synth_learner(cbs=Callback(after_step=first_step))
+class CountOneBatch(Callback):
+    def before_draw(self):
+        draws.append(1)
+        sys.setprofile(batch if len(draws) == 5 else None)
+
+to_step, batch = Calls(), Calls()
+learn = synth_learner(cbs=StopAtStep())
 with learn.no_bar():
     sys.setprofile(to_step)
     try: learn.fit(1)
     except Stop: pass
-    finally: sys.setprofile(None)
-
-def begin(cb):
-    if cb.learn.train_iter == 5: sys.setprofile(batch)
-    if cb.learn.train_iter == 6: sys.setprofile(None)
-
-learn = synth_learner(cbs=Callback(before_draw=begin))
+learn = synth_learner(cbs=CountOneBatch())
 with learn.no_bar(): learn.fit(1)
-sys.setprofile(None)
 
-def leave(cb):
-    if cb.train_iter == 14: raise Stop
-
-from learnkit import Checkpoint
-with tempfile.TemporaryDirectory() as folder:
-    learn = synth_learner(cbs=[Checkpoint(every='1ba'), Callback(after_batch=leave)], path=folder)
-    try:
-        with learn.no_bar(): learn.fit(2)
-    except Stop: pass
-    del learn
-    plain, learn = Entered(), synth_learner()
-    with learn.no_bar():
-        sys.setprofile(plain)
-        learn.fit(1)
-        sys.setprofile(None)
-    learn = synth_learner(path=folder)  # without a Checkpoint, which would write files too
-    with learn.no_bar():
-        sys.setprofile(at_resume)
-        learn.fit(2, resume=True)
-        sys.setprofile(None)
-only_resume = {file for file, _ in at_resume.codes} - {file for file, _ in plain.codes}
+annotated = {name for cls in Learner.__mro__ for name in getattr(cls, '__annotations__', ())}
+of_learner = annotated | {*dir(Learner)} | {*vars(learn)}
+is_public = lambda name: not name.startswith('_')
 print(json.dumps({
-    'classes': len(Learner.__mro__) - 2,
-    'files to step': to_step.files(), 'functions to step': len(to_step.codes),
-    'files of a batch': batch.files(), 'functions of a batch': len(batch.codes),
-    'files of a resume': len(only_resume),
+    'to step': to_step.totals(), 'batch': batch.totals(),
+    'Learner': len([*filter(is_public, of_learner)]),
+    'Callback': len([*filter(is_public, {*dir(Callback)} - {*learnkit.EVENTS})]),
 }))
 """
 
 
-def sources(package: Path) -> Iterator[str]:
-    "Yield the source of every module of a package."
-    for path in sorted(package.rglob('*.py')):
-        yield path.read_text('utf-8')
-
-
-def without_annotations(tree: ast.AST) -> ast.AST:
-    "Remove annotations and docstrings from a syntax tree, in place."
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS):
-            node.returns = None
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        if isinstance(node, ast.AnnAssign):
-            node.annotation = ast.Constant(0)
-        if isinstance(node, SCOPES) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return tree
-
-
-def node_count(package: Path) -> int:
-    "Return the number of syntax nodes of a package, without annotations and docstrings."
-    trees = [without_annotations(ast.parse(source)) for source in sources(package)]
-    return sum(len(list(ast.walk(tree))) for tree in trees)
-
-
-def code_line_count(package: Path) -> int:
-    "Return the number of lines that hold code: no blank lines, comments and docstrings."
-    return sum(len(code_lines(source)) for source in sources(package))
-
-
 def code_lines(source: str) -> set[int]:
-    "Return the numbers of the lines of a module that hold code."
+    "Return the numbers of the lines of a module that hold code: no blank lines, comments and docstrings."
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -173,74 +151,60 @@ def code_lines(source: str) -> set[int]:
     return lines
 
 
-def private_access_count(package: Path) -> int:
-    "Return how often modules read or set `learn._private`, beside the modules of the Learner itself."
-    own = re.compile(r'\blearn(?:er)?\._[a-z]\w*')
-    return sum(len(own.findall(source)) for source in sources(package))
+def count_code_lines(package: Path) -> Counter[str]:
+    "Return the code lines of each package and module in `BUDGETS`."
+    counts = Counter(dict.fromkeys(BUDGETS, 0))
+    for path in package.rglob('*.py'):
+        name = path.relative_to(package).with_suffix('').parts[0]
+        if name in ('callbacks', 'monitors'):
+            name = 'callbacks + monitors'
+        counts[name if name in BUDGETS else 'the rest'] += len(code_lines(path.read_text('utf-8')))
+    return counts
 
 
-def untyped_learner_count(package: Path) -> int:
-    "Return how often a Learner is annotated as `Any`."
-    return sum(len(re.findall(r'\blearn: Any\b', source)) for source in sources(package))
+def parse_modules(package: Path) -> list[ast.Module]:
+    return [ast.parse(path.read_text('utf-8')) for path in sorted(package.rglob('*.py'))]
 
 
-def module_name(path: Path, package: Path) -> str:
-    "Return the dotted name of a module."
-    parts = path.relative_to(package.parent).with_suffix('').parts
-    return '.'.join(part for part in parts if part != '__init__')
-
-
-def imported_modules(tree: ast.AST, known: set[str]) -> set[str]:
-    "Return the modules of the package that any import in a module names, in functions as well."
-    found = set()
+def used_names(tree: ast.Module) -> Iterator[str]:
+    "Yield the attributes that a module reads, and the names that it imports."
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module:
-            submodules = {f'{node.module}.{alias.name}' for alias in node.names} & known
-            found |= submodules or {node.module}
-    return found & known
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported = [getattr(node, 'module', None) or '', *(alias.name for alias in node.names)]
+            yield from '.'.join(imported).split('.')
 
 
-def cycle_count(package: Path) -> int:
-    "Return how many modules stand in an import cycle, lazy imports and those for type checkers counted."
-    paths = {module_name(path, package): path for path in package.rglob('*.py')}
-    trees = {name: ast.parse(path.read_text('utf-8')) for name, path in paths.items()}
-    graph = {name: imported_modules(tree, set(paths)) - {name} for name, tree in trees.items()}
-    reach = {name: reachable(name, graph) for name in graph}
-    return sum(name in reach[name] for name in graph)
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    "Yield the names that a module defines: functions, classes, variables and attributes that are set."
+    for node in ast.walk(tree):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
-def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
-    "Return every module that a module's imports lead to."
-    seen: set[str] = set()
-    waiting = list(graph[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += graph[name]
-    return seen
+def torch_private_names(trees: list[ast.Module]) -> set[str]:
+    "Return the private names that the package uses and does not define, without `NOT_OF_TORCH`."
+    used = {name for tree in trees for name in used_names(tree)}
+    defined = {name for tree in trees for name in defined_names(tree)}
+    private = {name for name in used if name.startswith('_') and not name.startswith('__')}
+    return private - (defined - {'_version'}) - NOT_OF_TORCH - {'_'}
 
 
-def entry_count(package: Path) -> int:
-    "Return the number of files and folders at the top of the package."
-    hidden = ('.', '__pycache__')
-    return sum(not entry.name.startswith(hidden) for entry in package.iterdir())
-
-
-def test_line_count(root: Path) -> int:
-    "Return the number of lines of the tests."
+def count_test_lines(root: Path) -> int:
     return sum(path.read_text('utf-8').count('\n') for path in (root / 'tests').rglob('*.py'))
 
 
-def probe(root: Path) -> dict[str, int]:
+def run_probe(root: Path) -> dict:
     "Run `PROBE` on a working tree."
-    env = os.environ | {'PYTHONPATH': str(root), 'MPLBACKEND': 'Agg'}
     done = subprocess.run(
         [sys.executable, '-c', PROBE],
         cwd=root,
-        env=env,
+        env=os.environ | {'PYTHONPATH': str(root), 'MPLBACKEND': 'Agg'},
         capture_output=True,
         text=True,
         check=False,
@@ -250,44 +214,35 @@ def probe(root: Path) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def figures(root: Path) -> dict[str, float]:
-    "Return the figures of one working tree, by the names in `GOALS`."
+def measure(root: Path) -> dict[str, int]:
+    "Return the figures of one working tree, by the names in `GOALS` and `BUDGETS`."
     package = root / 'learnkit'
-    run = probe(root)
-    nodes, lines = node_count(package), code_line_count(package)
-    return {
-        'classes that the Learner inherits from': run['classes'],
-        'files from fit() to the first step': run['files to step'],
-        'functions from fit() to the first step': run['functions to step'],
-        'files entered in a steady training batch': run['files of a batch'],
-        'functions entered in a steady training batch': run['functions of a batch'],
-        'entries at the top of the package': entry_count(package),
-        'modules': len(list(package.rglob('*.py'))),
-        'syntax nodes': nodes,
-        'syntax nodes of a code line': round(nodes / lines, 1),
-        'learn._private in the package': private_access_count(package),
-        'learn: Any': untyped_learner_count(package),
-        'files that only a mid-epoch resume enters': run['files of a resume'],
-        'modules in an import cycle': cycle_count(package),
-        'lines of tests': test_line_count(root),
-    }
+    trees, of_package, run = parse_modules(package), count_code_lines(package), run_probe(root)
+    loop = package / 'engine' / 'loop.py'
+    counted = [
+        *run['to step'],
+        *run['batch'],
+        run['Learner'],
+        run['Callback'],
+        sum(not READS_FRAMES.isdisjoint(used_names(tree)) for tree in trees),
+        len(torch_private_names(trees)),
+        count_test_lines(root),
+        of_package.total(),
+        len(code_lines(loop.read_text('utf-8'))),
+    ]
+    return dict(zip(GOALS, counted, strict=True)) | of_package
 
 
-def format_figure(value: float | None) -> str:
-    "Return a number with thousands separators, right-aligned; an empty cell for None."
-    return ('' if value is None else f'{value:,}').rjust(12)
-
-
-def main(arguments: list[str]) -> None:
-    "Print a table with one column a working tree, and a column of goals."
-    roots = [Path(argument).resolve() for argument in arguments] or [ROOT]
-    columns = [figures(root) for root in roots]
+def main(folders: list[str]) -> None:
+    "Print a table with a column for each checkout, this working tree and the goal."
+    roots = [*(Path(folder).resolve() for folder in folders), ROOT]
+    columns = [measure(root) for root in roots]
+    headers = [*(root.name[-10:] for root in roots[:-1]), 'now', 'goal']
     width = max(map(len, GOALS))
-    headers = [root.name[-12:].rjust(12) for root in roots]
-    print(' '.join([' ' * width, *headers, 'goal'.rjust(12)]))
-    for name, goal in GOALS.items():
-        values = [column[name] for column in columns]
-        print(' '.join([name.ljust(width), *map(format_figure, [*values, goal])]))
+    print(' ' * width, *(header.rjust(10) for header in headers))
+    for name, goal in (GOALS | BUDGETS).items():
+        values = [*(column[name] for column in columns), goal]
+        print(name.ljust(width), *(f'{value:10,}' for value in values))
 
 
 if __name__ == '__main__':

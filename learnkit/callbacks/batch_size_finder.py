@@ -15,13 +15,13 @@ from learnkit.core.batch import batch_counter, slice_batch
 from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
 from learnkit.engine.budget import check_not_running
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import restored
@@ -52,7 +52,7 @@ def find_batch_size(
     left_out = [
         cb
         for cb in learn.cbs
-        if getattr(cb, 'remove_on_find', False) or isinstance(cb, GradientAccumulation)
+        if declared(cb, 'remove_on_find') or isinstance(cb, GradientAccumulation)
     ]
     with (
         deferred_interrupts() as deferred,
@@ -169,6 +169,6 @@ class _SameBatch(TrainingPasses):
         super().__init__()
         self.batch = batch
 
-    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
         "Return the batch, as often as it is asked for."
         return repeat(self.batch)

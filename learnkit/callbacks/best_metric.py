@@ -11,7 +11,6 @@ from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
-from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
 
 __all__ = ['BestMetric']
@@ -125,9 +124,7 @@ class BestMetric(TrackerCallback):
 
     def _record(self, name: str, value: float) -> None:
         "Replace this epoch's earlier value, without the prefix of a loader."
-        for cb in self.learn.cbs:
-            if isinstance(cb, Callback):
-                cb.receive_log(name, value, None)
+        self.learn.callbacks.notify('receive_log', name, value, None)
 
     def after_fit(self) -> None:
         "Print the best values."

@@ -44,8 +44,9 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
 from learnkit.engine.callback import Callback
+from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every
-from learnkit.engine.resume import SAVE_POINTS
+from learnkit.engine.resume import SAVE_POINTS, checkpoint_point
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -72,9 +73,9 @@ class Checkpoint(Callback):
     thread is raised at the next batch. A second checkpoint waits for the first. `background=False` writes
     synchronously.
 
-    If the weights are sharded (strategy 'fsdp'), each rank writes its shards to a folder of safetensors files next to
-    the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False` gathers the
-    shards into one file.
+    If the weights are sharded (strategy 'fsdp'), each rank writes its shards by `torch.distributed.checkpoint` to a
+    folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False`
+    gathers the shards into one file.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
     model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
@@ -83,8 +84,9 @@ class Checkpoint(Callback):
 
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
     best. `monitor` is a column of the history or a function of the Learner, which is called at the end of each epoch. A
-    checkpoint has the value of the last evaluation before it; of several with the same value the earliest is the best.
-    Two runs cannot use one folder at a time.
+    checkpoint has a value only if its weights are the weights that were evaluated. With a `monitor`, a checkpoint is
+    therefore also written after each evaluation that is one of the `keep_best` best so far. Of several with the same
+    value the earliest is the best. Two runs cannot use one folder at a time.
 
     On SIGTERM the current batch is finished, a checkpoint is written, and the process calls the earlier signal handler
     and exits with code 143; in IPython the fit ends. A single process interrupts an evaluation, which is repeated on
@@ -94,7 +96,7 @@ class Checkpoint(Callback):
     Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
     written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. A resumed fit raises `WeightsError` if
     the model lacks the frozen weights that were left out. Checkpointed: the time at which the interval was last
-    checked, the monitored value, and with `trainable_only` the names of the parameters that were trained.
+    checked, the monitored value, the best values, and with `trainable_only` the names of the trained parameters.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -146,6 +148,8 @@ class Checkpoint(Callback):
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._value: float | None = None  # monitored value of the last evaluation
+        self._measured_at: int | None = None  # number of batches trained before this evaluation
+        self._best_values: list[float] = []  # best values, with the sign such that lower is better
         self._trained: set[str] = set()  # parameters that were trainable at some time of the run
         self._digests: Digests = {}  # digests of the frozen weights, by name
         self._has_warned = False  # whether this fit has warned of state that no checkpoint holds
@@ -180,8 +184,9 @@ class Checkpoint(Callback):
             self._interval.start(learn)
         self._monitored = self._find_monitored_name()
         self._lock_folder()
-        self._begin_run(learn.run.resume)
-        self._value = None
+        self._begin_run(learn.resuming)
+        self._value = self._measured_at = None
+        self._best_values = []
         self._begin_trainable()
         self._has_warned = False
         self._eval_snapshot = None
@@ -276,9 +281,10 @@ class Checkpoint(Callback):
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         if point == 'epoch' and callable(self.monitor):
-            self._value = as_number(self, self._monitored, self.monitor(self.learn))
+            self._set_value(self.monitor(self.learn))
         self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
         is_due = self._is_due(point)
+        is_best = self._is_new_best()
         post = self.learn.world.post
         if post('leave', self._stop_request.received):
             return self._save_and_leave(point)
@@ -286,8 +292,28 @@ class Checkpoint(Callback):
         has_failed = writing is not None and writing.done() and writing.exception() is not None
         if post('failed', has_failed):
             self._wait_on_all_ranks()
-        if is_due:
+        if is_due or is_best:
             self.save()
+
+    def _set_value(self, value: Any) -> None:
+        "Set the monitored value of the current weights; NaN counts as None."
+        self._value = as_number(self, self._monitored, value)
+        self._measured_at = self.learn.counters.batches
+
+    def _get_value(self) -> float | None:
+        "Return the monitored value if the current weights are the weights that were evaluated."
+        return self._value if self._measured_at == self.learn.counters.batches else None
+
+    def _is_new_best(self) -> bool:
+        "Return True once for a value of `monitor` that is one of the best so far."
+        value = self._get_value()
+        if value is None or self.monitor is None:
+            return False
+        signed = -value if self.mode == 'max' else value
+        best = sorted([*self._best_values, signed])[: self.keep_best]
+        is_new = best != self._best_values
+        self._best_values = best
+        return is_new
 
     def _is_due(self, point: str) -> bool:
         learn = self.learn
@@ -307,7 +333,7 @@ class Checkpoint(Callback):
         The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
         `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
         """
-        if not self.learn.run.checkpoint_event:
+        if not checkpoint_point(self.learn):
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                 'of a fit: a run cannot be resumed from other places.'
@@ -315,7 +341,7 @@ class Checkpoint(Callback):
         if not self._run_id:
             self.before_fit()  # the callback was added during the fit
         self._wait_on_all_ranks()
-        state, path, info = self._take_snapshot(self.learn.run.checkpoint_event)
+        state, path, info = self._take_snapshot(checkpoint_point(self.learn))
         state = self._write_own_files(state, path)
         if not self.background:
             self._write_on_all_ranks(state, path, info)
@@ -340,6 +366,7 @@ class Checkpoint(Callback):
         self._recreate_removed_folder()
         if not self._has_warned:
             self._has_warned = True
+            warn_of_lost_attributes(learn)
             learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
         state = self._collect_state(point)
         time = learn.time
@@ -361,7 +388,7 @@ class Checkpoint(Callback):
         }
         if self._monitored is not None:
             mode = self.mode or 'min'
-            info |= {'monitor': self._monitored, 'mode': mode, 'value': self._value}
+            info |= {'monitor': self._monitored, 'mode': mode, 'value': self._get_value()}
         return info
 
     def _collect_state(self, point: str) -> dict[str, Any]:
@@ -387,7 +414,11 @@ class Checkpoint(Callback):
             self._writers = Writers(self.learn.world)
         state, places, tensors = take_parts(state)
         parts = {'places': places, 'tensors': tensors}
-        return {**state, 'parts': parts} if self.learn.world.is_first else {'parts': parts}
+        if not self.learn.world.is_first:
+            return {'parts': parts}
+        # also the model's buffers, so that torch's tools can read the whole model
+        weights = {f'model.{k}': t for k, t in state['model'].items() if isinstance(t, Tensor)}
+        return {**state, 'parts': {**parts, 'tensors': {**tensors, **weights}}}
 
     def _recreate_removed_folder(self) -> None:
         "Create and lock the folder again if it was removed during the run."
@@ -397,12 +428,12 @@ class Checkpoint(Callback):
             lock.acquire()  # creates the folder
 
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
-        "Keep the monitored value of an evaluation, or of an epoch's row of the history; NaN counts as None."
+        "Keep the monitored value of an evaluation, or of an epoch's row of the history."
         name = self._monitored
         if not self._run_id or name is None or callable(self.monitor):
             return
         if row is not None and row.get(name) is not None:
-            self._value = as_number(self, name, row[name])
+            self._set_value(row[name])
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
@@ -419,8 +450,8 @@ class Checkpoint(Callback):
         "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
         assert self._writers is not None  # created by `_separate_shards`
         parts = state['parts']
-        written = self._writers.write(parts['tensors'], find_parts_folder(path))
-        return {**state, 'parts': {'places': parts['places'], **written}}
+        files = self._writers.write(parts['tensors'], find_parts_folder(path))
+        return {**state, 'parts': {'places': parts['places'], 'files': files}}
 
     def _write_on_all_ranks(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         "Write the file in rank 0, while other ranks write their shards or wait."
@@ -463,7 +494,8 @@ class Checkpoint(Callback):
         return bool(self._run_id) and self.learn.fitting and self.learn.run.depth == 1
 
     def after_epoch(self) -> None:
-        if recorder_of(self.learn) is not None:
+        recorder = recorder_of(self.learn)
+        if recorder is not None and self._monitored not in recorder.evaluated_columns():
             self._note_measured(epoch_row(self))
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
@@ -482,7 +514,7 @@ class Checkpoint(Callback):
 
     def _is_evaluating(self) -> bool:
         run = self.learn.run
-        return self._eval_snapshot is not None and run.evaluating and run.depth == 1
+        return self._eval_snapshot is not None and self.learn.evaluations.running and run.depth == 1
 
     def on_draw_failed(self) -> None:
         "Save and exit after SIGTERM, which may have ended the loader's workers, too."
@@ -556,17 +588,25 @@ class Checkpoint(Callback):
         self._writers = None
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the number of intervals passed, the monitored value, and the names of trained parameters."
+        "Return the number of intervals passed, the monitored and best values, and the names of trained parameters."
         passed = None if self._interval is None else self._interval.state_dict()
-        sd = {'interval': passed, 'monitor': self._monitored, 'value': self._value}
+        sd = {
+            'interval': passed,
+            'monitor': self._monitored,
+            'value': self._value,
+            'measured_at': self._measured_at,
+            'best_values': self._best_values,
+        }
         return {**sd, 'trained': sorted(self._trained)} if self.trainable_only else sd
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of intervals passed, and the value if it is of the same name."
+        "Restore the number of intervals passed, and the values if they are of the same name."
         if self._interval is not None and sd.get('interval'):
             self._interval.load_state_dict(sd['interval'])
         if self._monitored is not None and sd.get('monitor') == self._monitored:
             self._value = sd['value']
+            self._measured_at = sd['measured_at']
+            self._best_values = list(sd['best_values'])
         self._trained |= set(sd.get('trained', ()))
 
 

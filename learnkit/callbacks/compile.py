@@ -40,7 +40,10 @@ from learnkit.core.batch import describe, map_tensors, passed_names
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import takes_batches
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import BATCH_METHODS, Loop
+from learnkit.engine.loop import Loop
+from learnkit.engine.loss import total_loss
+from learnkit.engine.own_loop import BATCH_METHODS
+from learnkit.engine.seams import train_whole_batch
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['compile_learner', 'explain_step', 'WholeStep']
@@ -59,7 +62,7 @@ STEP_EVENTS = (
     *CONTEXTS.values(),
 )
 # methods that a compiled step replaces
-OVERRIDABLE = (*BATCH_METHODS, '_do_pred', '_do_loss', 'loss_of')
+OVERRIDABLE = BATCH_METHODS
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 # number of timed steps of each kind, without the first compiled step, which compiles
@@ -126,9 +129,9 @@ class WholeStep:
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
-    def __call__(self) -> None:
+    def __call__(self, learn: LearnerLike) -> None:
         if self.failure:
-            self.learn.train_batch()
+            train_whole_batch(learn)
         elif not self._fits():
             self._run_ordinary()
         elif self.verdict:
@@ -138,7 +141,7 @@ class WholeStep:
 
     def _run_ordinary(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
-        self.learn.train_batch()
+        train_whole_batch(self.learn)
         if self.plan or self._find_blocks() or (self.refused and self.learn.iter):
             return
         # the reasons may change until the next epoch, which checks again
@@ -180,7 +183,7 @@ class WholeStep:
         found = [reason for reason, switch in entries if switch]
         if learn.microbatch:
             found.append('batches are split into microbatches')
-        if learn.run.device is not None and is_autocast_enabled(learn.run.device.type):
+        if learn.batch_device is not None and is_autocast_enabled(learn.batch_device.type):
             found.append('autocast is active')
         return found
 
@@ -216,7 +219,7 @@ class WholeStep:
         if is_compiled:
             self._run_compiled()
         else:
-            self.learn.train_batch()
+            train_whole_batch(self.learn)
         seconds = self.compiled_s if is_compiled else self.ordinary_s
         seconds.append(self._clock() - started)
         if len(self.ordinary_s) < TIMED or self.failure:
@@ -251,13 +254,13 @@ class WholeStep:
             error = describe_error(e)
         if error:
             # raises an error of the model or the data; otherwise compiling is at fault
-            self.learn.train_batch()
+            train_whole_batch(self.learn)
             return self._retreat(error)
         if plan.device.type == 'cuda':
             out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
         learn.pred, learn.loss_grad, learn.loss, parts = out
         if parts:
-            learn.total_loss(parts)
+            total_loss(learn, parts)
         plan.count()
 
     def _call(self, *args: Any) -> Any:
@@ -325,6 +328,9 @@ def find_overrides(learn: LearnerLike) -> list[str]:
 def find_refusals(learn: LearnerLike) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
     yield from find_overrides(learn)
+    for seam, holder in learn.seams.holders.items():
+        if seam in ('model', 'loss', 'step'):
+            yield f'{holder} holds the seam `{seam}` of the loop'
     if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         yield f'the model is a {type(learn.model).__name__}'
     if takes_batches(learn.model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import warnings
@@ -156,7 +155,6 @@ class ExportForInference(Callback):
         self.sample = sample
         self.files = []
         self._exportable: Any = None  # model that is known to be exportable
-        self._has_begun = False  # whether a fit is running that was not cancelled before it began
 
     def before_fit(self) -> None:
         "Check that the export will succeed."
@@ -167,12 +165,8 @@ class ExportForInference(Callback):
                 'Leave it out, and call `learn.export(...)` once `learn.distributed(...)` has '
                 "ended; or use strategy 'ddp'."
             )
-        if learn.world.is_first:
-            self._check()
-        self._has_begun = True
-
-    def _check(self) -> None:
-        learn = self.learn
+        if not learn.world.is_first:
+            return
         for path in self._paths().values():
             check_file(path)
         if 'onnx' in self.formats:
@@ -183,14 +177,10 @@ class ExportForInference(Callback):
             export_program(m, *make_zero_rows(self._inputs()), self.act)
         self._exportable = learn.model
 
-    def before_train(self) -> None:
-        "Export also if the callback was added during the fit."
-        self._has_begun = True
-
     def after_fit(self) -> None:
         "Export the model, check the files, and move them to their paths."
         learn = self.learn
-        if not (learn.world.is_first and self._has_begun):
+        if not learn.world.is_first:
             return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
@@ -207,10 +197,6 @@ class ExportForInference(Callback):
                 with atomic_write(path) as tmp:
                     shutil.copyfile(written[name], tmp)
             self.files = list(paths.values())
-
-    def cleanup(self) -> None:
-        "Record that the fit is over."
-        self._has_begun = False
 
     def _paths(self) -> dict[str, Path]:
         "Return the paths by format."
@@ -264,15 +250,9 @@ def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def _write_onnx(program: Any, path: Path) -> Path:
-    log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # warnings of torch about itself
-            onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    finally:
-        log.setLevel(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # warnings of torch about itself
+        onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     onnx.save(path)
     return path
 

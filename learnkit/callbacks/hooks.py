@@ -47,6 +47,7 @@ class Hook:
 
     Raises `OptionError` if `m` is not a module.
 
+    >>> import torch
     >>> layer = nn.Linear(3, 2)
     >>> with Hook(layer, lambda m, i, o: (i[0].shape, o.shape)) as h: _ = layer(torch.zeros(5, 3))
     >>> h.stored, h.hooked
@@ -115,6 +116,7 @@ class Hook:
 class Hooks:
     """Register a `Hook` on each of several modules; `stored` lists the results of all hooks.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     >>> with Hooks(model, lambda m, i, o: o.shape) as hooks: _ = model(torch.zeros(5, 3))
     >>> len(hooks), hooks.stored
@@ -175,6 +177,7 @@ def hook_output(
 ) -> Hook:
     """Store a module's output.
 
+    >>> import torch
     >>> layer = nn.Linear(3, 2)
     >>> with hook_output(layer) as h: out = layer(torch.zeros(1, 3))
     >>> torch.equal(h.stored, out), h.stored.requires_grad
@@ -323,11 +326,6 @@ class HookCallback(Callback):
     def after_batch(self) -> None:
         "With `every`, remove the hooks."
         if self.every is not None and self.learn.training:
-            self._remove()
-
-    def after_fit(self) -> None:
-        "Remove the hooks, unless this was an evaluation inside a fit."
-        if self.remove_end and self.learn.run.depth <= 1:
             self._remove()
 
     def cleanup(self) -> None:

@@ -33,12 +33,13 @@ from learnkit.core.errors import (
     ScheduleError,
 )
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import is_count, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import check_not_running
+from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.snapshot import restored, restored_objects
@@ -227,7 +228,7 @@ class NoEvaluations(EvaluationSchedule):
     "Evaluation schedule without evaluations."
 
     @override
-    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: LearnerLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
         return []
 
@@ -248,7 +249,7 @@ def lr_find(
     finder._undoes_fit = False
     check_not_running(learn)
     n = epoch_length(learn.dls, learn.dls.train)[0]
-    left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
+    left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_find')]
     with (
         deferred_interrupts() as deferred,
         learn.lock,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from learnkit.callbacks.hooks import (
     unwrap_compiled,
 )
 from learnkit.core.batch import apply_model, detuplify, map_tensors
-from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
+from learnkit.core.errors import CancelBatchException, ModelError
 from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
@@ -35,8 +34,7 @@ from learnkit.core.model import (
     restore_buffers,
 )
 from learnkit.core.random import preserved_rng
-from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.data.preserve import undisturbed_loader
+from learnkit.data.show import first_batch
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -136,8 +134,6 @@ def _format_shapes(o: Any) -> str:
         return '{' + ', '.join(items) + '}'
     if isinstance(o, (tuple, list)):
         return '(' + ', '.join(map(_format_shapes, o)) + ')'
-    if dataclasses.is_dataclass(o) and not isinstance(o, type):
-        return _format_shapes({f.name: getattr(o, f.name) for f in dataclasses.fields(o)})
     return 'None' if o is None else type(o).__name__
 
 
@@ -150,9 +146,9 @@ def summary(
 ) -> Summary:
     """Describe a model by one run on example inputs: its layers, their outputs and parameters.
 
-    A layer is a module without children, or with own parameters. Layers are listed in the
-    order of their calls. Modes, random generators and buffers are restored, and lazy modules stay
-    lazy.
+    A layer is a module without children, or with own parameters. Layers are listed in the order of
+    their calls; layers with parameters that were not called are listed at the end. Modes, random
+    generators and buffers are restored, and lazy modules stay lazy.
 
     >>> summary(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.zeros(5, 3))
     Sequential: 5 x 3 -> 5 x 2
@@ -195,11 +191,11 @@ def _summarize(
         finally:
             handle.remove()
 
+    by_id = {id(m): (name, m) for name, m in names.items()}
+    rows = [by_id[i] for i in outputs]  # in the order of calls
+    rows += [row for i, row in by_id.items() if i not in outputs and has_own_params(row[1])]
     counted: set[nn.Parameter] = set()
-    layers = tuple(
-        _make_layer(name, m, outputs.get(id(m), []), counted)
-        for name, m in _order_layers(names, outputs)
-    )
+    layers = tuple(_make_layer(name, m, outputs.get(id(m), []), counted) for name, m in rows)
     n_params, n_trained = _count(inner.parameters())
     shapes = whole[0] if whole else ('', '')
     return Summary(type(inner).__name__, *shapes, layers, n_params, n_trained, notes)
@@ -220,21 +216,6 @@ def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
-def _order_layers(
-    names: dict[str, nn.Module], called: Collection[int]
-) -> list[tuple[str, nn.Module]]:
-    "Return the layers in the order of calls; uncalled ones with parameters follow their predecessors."
-    by_id = {id(m): (name, m) for name, m in names.items()}
-    rows = [by_id[i] for i in called]
-    index = 0
-    for name, m in names.items():
-        if id(m) not in called and has_own_params(m):
-            rows.insert(index, (name, m))
-        if (name, m) in rows:
-            index = rows.index((name, m)) + 1
-    return rows
-
-
 def _copy_if_lazy(model: nn.Module) -> nn.Module:
     "Return the model, or a copy if it has lazy modules, which a forward pass would change."
     if not has_lazy_tensors(model):
@@ -247,7 +228,8 @@ def _copy_if_lazy(model: nn.Module) -> nn.Module:
 def summarize_learner(learn: LearnerLike) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
     model = learn.model
-    batch = _example_batch(learn)
+    is_running = learn.run.depth and learn.batch is not None
+    batch = learn.batch if is_running else first_batch(learn.dls.train)
     try:
         learn.model = _copy_if_lazy(model)
         notes = '\n'.join(_make_notes(learn))
@@ -265,27 +247,6 @@ def _pass_forward(learn: LearnerLike, batch: Any) -> None:
     options = {'with_preds': False, 'with_targs': False, 'cbs': Callback(after_pred=skip_loss)}
     with learn.no_bar():
         learn.get_preds(dl=[batch], reorder=False, **options)
-
-
-def _example_batch(learn: LearnerLike) -> Any:
-    "Return the current batch, or draw one and restore the loader."
-    if learn.run.depth and learn.batch is not None:
-        return learn.batch
-    loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
-    for dl in loaders:
-        with undisturbed_loader(dl):
-            iterator = iter(dl)
-            if iterator is dl:
-                continue
-            for batch in iterator:
-                return batch
-            raise EmptyLoaderError(
-                'There is no batch to read the shapes from: the loader gave none.'
-            )
-    raise LoaderError(
-        'The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
-        '`learnkit.callbacks.model_summary.summary(learn.model, x)`.'
-    )
 
 
 def _make_notes(learn: LearnerLike) -> Iterator[str]:
@@ -386,11 +347,9 @@ def dummy_eval(
 
 def in_channels(m: nn.Module) -> int:
     "Return the input channels of the first 2-d convolution; raise `ModelError` without any."
-    for layer in flatten_model(m):
-        channels = getattr(layer, 'in_channels', None)
-        weight = getattr(layer, 'weight', None)
-        if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
-            return channels
+    for layer in m.modules():
+        if isinstance(layer, nn.Conv2d):
+            return layer.in_channels
     raise ModelError(
         f'{type(m).__name__} has no 2-d convolution that determines the channels of its input: pass '
         'an example, `inputs=x`.'
@@ -425,7 +384,6 @@ def num_features_model(m: nn.Module) -> int:
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 40)))
     16
     """
-    in_channels(m)
     for side in (32, 64, 128, 256, 512, 1024):
         try:
             return int(dummy_eval(m, (side, side)).shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -15,7 +15,7 @@ from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
-__all__ = ['Plots', 'draw_epochs', 'epochs_of']
+__all__ = ['Plots', 'draw_epochs']
 
 Point = tuple[int, float]  # epoch and value
 
@@ -99,8 +99,9 @@ class Plots:
         >>> [ax.get_ylabel() for ax in learn.recorder.plot_metrics()]
         ['loss']
         """
-        epochs, starts = epochs_of(self.history)
-        panels = self._make_panels(names, epochs)
+        panels = self._make_panels(names)
+        pairs = enumerate(pairwise(self.history), 1)
+        starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
         if ax is not None:
             lines = {}
             for metric, metric_lines in panels.items():
@@ -117,44 +118,29 @@ class Plots:
             panel.set_ylabel(metric)
         return axs
 
-    def _make_panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
+    def _make_panels(self, names: Any) -> dict[str, dict[str, list[Point]]]:
         "Return the points of each metric by the loader that they were measured on."
-        sources = self._split_columns()
-        if not sources:
-            raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
-
-        known = {*sources, *(metric for metric, _ in sources.values())}
-        requested = L(names)
-        for name in requested:
-            if name not in known:
-                raise MetricError(
-                    f'{name} was not recorded.{did_you_mean(str(name), known)} There is '
-                    f'{", ".join(sorted(known))}.'
-                )
-        panels: dict[str, dict[str, list[Point]]] = {}
-        for column, (metric, source) in sources.items():
-            if names is None:
-                is_drawn = column not in self._hidden_names
-            else:
-                is_drawn = column in requested or metric in requested
-            if is_drawn:
-                values = zip(epochs, self._get_column(column), strict=True)
-                points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
-                panels.setdefault(metric, {})[source] = points
-        return panels
-
-    def _split_columns(self) -> dict[str, tuple[str, str]]:
-        "Return metric and loader of each column of the history that has a number."
         loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
-        columns = dict.fromkeys(name for row in self.history for name in row)
-        return {
-            name: _split_column(name, loader_names)
-            for name in columns
-            if name not in ('fit', 'epoch', 'time') and any(map(is_scalar, self._get_column(name)))
-        }
-
-    def _get_column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self.history]
+        requested = set(L(names))
+        known: set[str] = set()
+        panels: dict[str, dict[str, list[Point]]] = {}
+        for column in dict.fromkeys(name for row in self.history for name in row):
+            values = [(epoch, row.get(column)) for epoch, row in enumerate(self.history)]
+            points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
+            if column in ('fit', 'epoch', 'time') or not points:
+                continue
+            metric, source = _split_column(column, loader_names)
+            known |= {column, metric}
+            is_default = names is None and column not in self._hidden_names
+            if is_default or {column, metric} & requested:
+                panels.setdefault(metric, {})[source] = points
+        if not known:
+            raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
+        for name in sorted(requested - known):
+            raise MetricError(
+                f'{name} was not recorded.{did_you_mean(name, known)} There is {", ".join(sorted(known))}.'
+            )
+        return panels
 
     def plot_sched(
         self,
@@ -192,25 +178,6 @@ class Plots:
         if search is None:
             raise MetricError('There is no search to draw: call `learn.lr_find()` first.')
         return search.plot(skip_end, suggestions, nms, ax)
-
-
-def epochs_of(
-    history: list[dict[str, Any]],  # one row per epoch, with `fit` and `epoch`
-) -> tuple[list[int], list[int]]:  # epoch number of each row; first epochs of later fits
-    """Number the epochs of all fits; a fit whose numbers overlap the fits before continues them.
-
-    >>> epochs_of([{'fit': 0, 'epoch': 0}, {'fit': 0, 'epoch': 1}, {'fit': 1, 'epoch': 0}, {'fit': 2, 'epoch': 3}])
-    ([0, 1, 2, 3], [2, 3])
-    """
-    positions: list[int] = []
-    starts: list[int] = []
-    for _, rows in groupby(history, lambda row: row['fit']):
-        numbers = [row['epoch'] for row in rows]
-        shift = max(0, positions[-1] + 1 - numbers[0]) if positions else 0
-        if positions:
-            starts.append(numbers[0] + shift)
-        positions += [n + shift for n in numbers]
-    return positions, starts
 
 
 def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:

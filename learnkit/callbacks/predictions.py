@@ -12,7 +12,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
 
 __all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
@@ -70,7 +70,7 @@ class FetchPredsCallback(Callback):
 
     def _fetch(self) -> None:
         learn = self.learn  # `self.learn` is None while this callback is left out
-        left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_fetch', False)]
+        left_out = [cb for cb in learn.cbs if declared(cb, 'remove_on_fetch')]
         with learn.removed_cbs([*left_out, *self.cbs]):
             preds = learn.get_preds(
                 ds_idx=self.ds_idx,

@@ -41,6 +41,7 @@ from learnkit.engine.checks import (
     first_validation_batches,
     warn_of_activation,
 )
+from learnkit.engine.run import is_open
 from learnkit.metrics.averages import (
     AvgLoss,
     as_metrics,
@@ -73,7 +74,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     """Record losses, metrics and hyperparameters, and pass one row an epoch to `learn.logger`.
 
     `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
-    including evaluations within an epoch. `learn.recorder` holds the steps of the last fit:
+    including evaluations within an epoch. An epoch gets its row in `after_epoch`, also a cancelled one,
+    if it has trained, evaluated or logged anything. `learn.recorder` holds the steps of the last fit:
     `losses`, `lrs`, `hps`, and the plots `plot_loss()` and `plot_sched()`. `train_loss` of a row is
     the mean over the samples that the epoch trained on, as `valid_loss` is over the validation set;
     the progress bar, the plots and `losses` show the smoothed loss. No value is copied from the
@@ -215,7 +217,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
+        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
         for m in self._train:
             m.accumulate(learn)
@@ -223,9 +225,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
         learn = self.learn
-        if not learn.training or learn.run.repeating or not learn.strategy.has_local_samples:
+        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
-        if not learn.run.microbatch:
+        if not learn.microbatches.index:
             self._microbatches = []
         self._microbatches.append(KeptMicrobatch(learn))
 
@@ -309,15 +311,18 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
         if states:
             self._merge_losses(states)
-        has_steps = self.smooth_loss.count > self._n_before
-        values['train_loss'] = self._train_loss() if has_steps else None
-        if has_steps and isnan(values['train_loss']):
+        values['train_loss'] = self._train_loss() if self._has_steps() else None
+        if self._has_steps() and isnan(values['train_loss']):
             warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
             self._metric_columns.add(m.name, value, self._names())
             columns = self._metric_columns.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
+
+    def _has_steps(self) -> bool:
+        "Return True if this epoch has trained on a batch."
+        return self.smooth_loss.count > self._n_before
 
     def _train_loss(self) -> float:
         "Return the training loss of the epoch that ends."
@@ -370,7 +375,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             mean.reset()
             current.latest.add(name)
         elif (
-            self.learn.is_open('train') or self.learn.is_open('validate')
+            is_open(self.learn, 'train') or is_open(self.learn, 'validate')
         ) and not self.learn.strategy.has_local_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
@@ -420,6 +425,9 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         current = self.epoch_metrics
         learn = self.learn
         seconds = perf_counter() - current.started
+        is_open = learn.fitting and self._is_epoch_open and 'train_loss' not in current.values
+        if is_open and self._has_steps():
+            self.after_train()  # the epoch was cancelled during its training
         if not learn.fitting and learn.phase == 'predict':
             return current.clear()  # nothing was measured
         if learn.world.size > 1:
@@ -731,7 +739,7 @@ def find_column(cb: Any, monitor: str) -> int | None:
 
 def _rows(learn: LearnerLike, recorder: Recorder) -> list[dict[str, Any]]:
     "Return the history; for a fit being resumed also the history in the checkpoint."
-    resumed = learn.run.resume
+    resumed = learn.resuming
     if resumed is None:
         return list(recorder.history)
     saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})

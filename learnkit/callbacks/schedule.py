@@ -22,7 +22,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count, check_number, is_number, warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.budget import parse_length
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.optimizer import prepare_opt
 from learnkit.optim.annealing import (
@@ -102,7 +102,7 @@ class ParamScheduler(Callback):
     def before_fit(self) -> None:
         for name, f in self.scheds.items():
             self._list_values(name, f(min(self.learn.pct_train, 1.0)))
-        others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]
+        others = [type(cb).__name__ for cb in self.learn.cbs if declared(cb, 'sets_lr')]
         if 'lr' in self.scheds and others:
             warn_user(
                 f'Both {type(self).__name__} and {", ".join(others)} set the learning rate: the schedule sets it '
@@ -277,7 +277,7 @@ def fine_tune(
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
     learn.freeze()
-    with replacing_yield(learn.run, 'stage', 0):
+    with replacing_yield(learn, 'stage', 0):
         if stage == 0:
             learn.fit_one_cycle(
                 freeze_epochs,
@@ -289,7 +289,7 @@ def fine_tune(
             )
     base_lr /= 2
     learn.unfreeze()
-    with replacing_yield(learn.run, 'stage', 1):
+    with replacing_yield(learn, 'stage', 1):
         learn.fit_one_cycle(
             epochs,
             slice(base_lr / lr_mult, base_lr),

@@ -17,6 +17,7 @@ from learnkit.core.errors import CancelFitException, OptionError
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
+from learnkit.engine.passes import ends_iteration
 from learnkit.metrics.direction import as_comparison
 
 __all__ = ['EarlyStopper', 'EarlyStopping', 'FixedStopper', 'ThresholdStopper']
@@ -72,7 +73,7 @@ class FixedStopper(Callback):
         now = self.learn.time
         if self.at.unit not in ('ep', 'iter'):
             return
-        if now.replace(ep=now.ep + 1, iter=now.iter + learn.ends_iteration()) >= self.at:
+        if now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration(learn)) >= self.at:
             learn.run.stopping = True
 
     def after_epoch(self) -> None:

@@ -196,7 +196,7 @@ def check_counted(
 ) -> None:
     "Raise `TimeError` for a unit that this fit does not count, since the time would never come."
     if time.unit == 'sp':
-        learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch checks it
+        learn.counters.in_samples = f'{option}={str(time)!r}'  # the first batch checks it
     if time.unit == 'tok' and not counts_tokens(learn):
         raise TimeError(
             f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or count them: '

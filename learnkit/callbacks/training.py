@@ -117,10 +117,12 @@ class GradientValueClip(Callback):
         self.max_value = float(max_value)
 
     def before_step(self) -> None:
-        params = self.learn.step_parameters
+        params = [p for p in self.learn.step_parameters if p.grad is not None]
+        if not params:
+            return None  # the backward pass was cancelled
         if self.learn.world.size == 1:
             return clip_grad_value_(params, self.max_value)
-        for g in local_shards(p.grad for p in params if p.grad is not None):
+        for g in local_shards(p.grad for p in params):
             g.clamp_(-self.max_value, self.max_value)
 
 

@@ -1,16 +1,18 @@
-"""Sharded checkpoints: each rank writes its shards to a safetensors file in a common folder.
+"""Sharded checkpoints: the ranks write their shards by `torch.distributed.checkpoint` to a common folder.
 
     00012-ep3-ba1200.ckpt     written last: it completes the checkpoint
-    00012-ep3-ba1200.parts/   0.safetensors, 1.safetensors, ...: each rank's shards of the sharded tensors
+    00012-ep3-ba1200.parts/   .metadata, __0_0.distcp, __1_0.distcp, ...: the sharded tensors, and the model's others
 
-The `.ckpt` file holds size and SHA-256 of the other files, and the sharding of each tensor. Any number of ranks can
-read the files. No file contains a pickle.
+The `.ckpt` file holds everything else, and size and SHA-256 of the files in the folder. Any number of ranks can read
+the folder, and so can torch: `torch.distributed.checkpoint.load({'model': model.state_dict()}, checkpoint_id=folder)`.
+Its pickles run no code: only torch's description of the tensors is accepted.
 """
 
 from __future__ import annotations
 
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor, local_shard
-from learnkit.core.errors import CheckpointError, DamagedError
+from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor
+from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
         if is_dtensor(value) and not is_sharded(value):
             return full_tensor(value)
         if is_dtensor(value):
+            name = make_part_name(key_path)
+            if name in parts:
+                raise CheckpointError(f'Two tensors of the state have the name {name}.')
             key_paths.append(list(key_path))
-            parts[make_part_name(key_paths[-1], len(parts))] = value
+            parts[name] = value
             return None
         if isinstance(value, Mapping):
             return {k: take(v, (*key_path, k)) for k, v in value.items()}
@@ -74,9 +78,9 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     return take(state, ()), key_paths, parts
 
 
-def make_part_name(key_path: list[Any], i: int) -> str:
-    "Return the name of a tensor in the folder: a unique number, and the position for readability."
-    return f'{i}.{".".join(map(str, key_path))}'
+def make_part_name(key_path: Iterable[Any]) -> str:
+    "Return the name of a tensor in the folder, as torch flattens nested states."
+    return '.'.join(map(str, key_path))
 
 
 def replace_at(state: Any, key_path: list[Any], value: Any) -> Any:
@@ -110,34 +114,24 @@ class Writers:
         parts: Parts,
         folder: Path,  # folder for the files; existing content is removed
     ) -> dict[str, Any]:
-        """Write each rank's shards to a file, and return the index of all shards for the checkpoint's file.
+        """Write each rank's shards, and return size and digest of each file.
 
-        Every rank must call `write`. An error on one rank is raised on all ranks: as `CheckpointError`, or on the
-        failing rank as the `OSError` itself.
+        Every rank must call `write`. An error on one rank is raised on all ranks.
         """
+        from torch.distributed.checkpoint import FileSystemWriter, save
+        from torch.distributed.checkpoint.api import CheckpointException
+
         self.world.run_on_all(lambda: self._create_folder(folder))
         try:
-            described = self.world.run_on_all(
-                lambda: self._save(parts, folder / make_rank_file_name(self.world.rank))
-            )
-        except BaseException:
+            save(parts, storage_writer=FileSystemWriter(folder), process_group=self.world.control)
+            return self._describe_files(folder)
+        except BaseException as e:
             if self.world.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise
-        gathered = self.world.gather(described)
-        files = {make_rank_file_name(rank): file for rank, (file, _) in enumerate(gathered)}
-        self.world.run_on_all(lambda: self._check_files(folder, files))
-        lengths_by_tensor = zip(*[lengths for _, lengths in gathered], strict=True)
-        tensors = [
-            {
-                'name': name,
-                'dtype': str(t.dtype).removeprefix('torch.'),
-                'size': [*t.shape],
-                'lengths': [*lengths],
-            }
-            for (name, t), lengths in zip(parts.items(), lengths_by_tensor, strict=True)
-        ]
-        return {'files': files, 'tensors': tensors}
+            if not isinstance(e, CheckpointException):
+                raise
+            errors = [f'process {rank}: {error}' for rank, (error, _) in e.failures.items()]
+            raise CheckpointError(f'{folder} was not written by {", ".join(errors)}.') from None
 
     def _create_folder(self, folder: Path) -> None:
         if not self.world.is_first:
@@ -145,11 +139,17 @@ class Writers:
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
         folder.mkdir(parents=True)
 
-    def _save(self, parts: Parts, path: Path) -> tuple[list[Any], list[int]]:
-        "Write this rank's shards; return size and digest of the file, and the length of each shard."
-        shards = {name: local_shard(t) for name, t in parts.items()}
-        write_state(path, shards, {})
-        return describe_file(path), [len(shard) for shard in shards.values()]
+    def _describe_files(self, folder: Path) -> dict[str, Any]:
+        "Return size and digest of each file by its name; every rank reads its own files."
+        own = [
+            *folder.glob(f'__{self.world.rank}_*'),
+            *[folder / '.metadata'] * self.world.is_first,
+        ]
+        files: dict[str, Any] = {}
+        for described in self.world.gather({path.name: describe_file(path) for path in own}):
+            files |= described
+        self.world.run_on_all(lambda: self._check_files(folder, files))
+        return files
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
         "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
@@ -172,11 +172,6 @@ class Writers:
             dist.destroy_process_group(self.world.control)
 
 
-def make_rank_file_name(rank: int) -> str:
-    "Return the name of the file that holds a rank's shards."
-    return f'{rank}.safetensors'
-
-
 def is_sharded(t: Any) -> bool:
     "Return True if a DTensor is sharded along its first dimension, as `fully_shard` does it."
     [placement] = t.placements
@@ -197,71 +192,65 @@ def load_parts(
     Any number of ranks may have written the files. Each rank reads the rows that it needs, without communication.
     Raises `DamagedError` for files that cannot be read.
     """
-    parts = state['parts']
+    places = state['parts']['places']
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
     try:
-        tensors = _read(parts, find_parts_folder(path), mesh)
-        for i, key_path in enumerate(parts['places']):
-            full_state = replace_at(full_state, key_path, tensors[make_part_name(key_path, i)])
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        DamagedError,
-    ) as e:
+        tensors = _read({make_part_name(place) for place in places}, find_parts_folder(path), mesh)
+        for place in places:
+            full_state = replace_at(full_state, place, tensors[make_part_name(place)])
+    except Exception as e:  # arbitrary bytes raise almost any type of error
         reason = next(iter(str(e).splitlines()), type(e).__name__)
         raise damaged_error(path, f'has parts that cannot be read: {reason}') from None
     return full_state
 
 
-def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
+def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
-    parts_by_name: dict[str, list[Tensor]] = {entry['name']: [] for entry in parts['tensors']}
-    for rank in range(len(parts['files'])):
-        rows = {entry['name']: _find_rows_in_shard(entry, rank, mesh) for entry in parts['tensors']}
-        names = {name for name, (start, stop) in rows.items() if start < stop}
-        for name, part in read_entries(folder / make_rank_file_name(rank), names).items():
-            parts_by_name[name].append(part[slice(*rows[name])])
-    return {
-        entry['name']: _join(entry, parts_by_name[entry['name']], mesh)
-        for entry in parts['tensors']
-    }
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    with (folder / '.metadata').open('rb') as f:
+        metadata = _MetadataUnpickler(f).load()
+    tensors: dict[str, Any] = {}
+    for name in names:
+        described = metadata.state_dict_metadata[name]
+        size = described.size
+        dtype = described.properties.dtype
+        if mesh is None:
+            tensors[name] = torch.empty(size, dtype=dtype)
+        else:
+            tensors[name] = empty_on_host([*size], dtype, mesh)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+    return tensors
 
 
-def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return the range of rows that this rank needs of a tensor: all rows, or its shard as in `empty_on_host`."
-    n = entry['size'][0]
-    if mesh is None:
-        return 0, n
-    length = -(-n // mesh.size())
-    start = min(n, length * mesh.get_local_rank())
-    return start, min(n, start + length)
+class _MetadataUnpickler(pickle.Unpickler):
+    "Unpickler of torch's description of the tensors in a folder; raises `UnpicklingError` for anything else."
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_description = (
+            module.startswith('torch.distributed.checkpoint.') and name in _DESCRIPTIONS
+        )
+        is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
+        is_other = (module, name) in _OTHERS or module == 'pathlib'
+        if '.' in name or not (is_description or is_dtype or is_other):
+            raise pickle.UnpicklingError(f'{module!a}.{name!a} is no description of a tensor')
+        return super().find_class(module, name)
 
 
-def _find_rows_in_shard(
-    entry: Mapping[str, Any], rank: int, mesh: DeviceMesh | None
-) -> tuple[int, int]:
-    "Return the range of the needed rows within the shard that `rank` has written."
-    start, stop = _find_rows(entry, mesh)
-    first = sum(entry['lengths'][:rank])
-    length = entry['lengths'][rank]
-    return max(0, start - first), min(length, stop - first)
-
-
-def _join(entry: Mapping[str, Any], parts: list[Tensor], mesh: DeviceMesh | None) -> Any:
-    "Concatenate the rows that this rank needs; raise `ValueError` if they are incomplete."
-    start, stop = _find_rows(entry, mesh)
-    size = entry['size']
-    dtype = getattr(torch, entry['dtype'])
-    rows = torch.cat(parts) if parts else torch.empty([0, *size[1:]], dtype=dtype)
-    if rows.dtype != dtype or [*rows.shape] != [stop - start, *size[1:]]:
-        raise ValueError(f'{entry["name"]} is not there as a whole')
-    if mesh is None:
-        return rows
-    t = empty_on_host(size, dtype, mesh)
-    local_shard(t).copy_(rows)
-    return t
+# names in `.metadata`; without `BytesStorageMetadata`, whose content torch would unpickle
+_DESCRIPTIONS = {
+    'Metadata',
+    'MetadataIndex',
+    'TensorStorageMetadata',
+    'TensorProperties',
+    'ChunkStorageMetadata',
+    'StorageMeta',
+    '_MEM_FORMAT_ENCODING',
+    '_StorageInfo',
+}
+_OTHERS = {('torch', 'Size'), ('torch.serialization', '_get_layout')}

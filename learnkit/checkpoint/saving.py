@@ -47,7 +47,7 @@ from learnkit.data.show import first_batch
 from learnkit.engine.checks import check_function
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.optim.state import is_torch_state
-from learnkit.optim.wrapper import OptimWrapper
+from learnkit.optim.wrapper import OptimWrapper, evaluation_weights
 
 __all__ = [
     'check_weights_path',
@@ -68,7 +68,7 @@ def save(
 ) -> Path:
     "Save the weights, and return the path of the file."
     path = find_weights_path(learn, file)
-    with learn.evaluated_weights():
+    with evaluation_weights(learn):
         return _write_weights(learn, path, with_opt)
 
 
@@ -195,7 +195,7 @@ def export(
     if sample is None:
         sample = read_sample_inputs(learn.dls)
     xb = sample if isinstance(sample, tuple) else (sample,)
-    with learn.evaluated_weights():
+    with evaluation_weights(learn):
         model = copy_to_cpu(bare_model(learn.model))
         with preserved_modes(model):
             program = export_program(model.eval(), *make_zero_rows(xb), act)

@@ -49,9 +49,14 @@ from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
-from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
+from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.optimizer import cover_params
-from learnkit.engine.resume import SAVE_POINTS, ResumeState, list_checkpoint_folders
+from learnkit.engine.resume import (
+    SAVE_POINTS,
+    ResumeState,
+    checkpoint_point,
+    list_checkpoint_folders,
+)
 
 __all__ = [
     'begin_resume',
@@ -80,12 +85,12 @@ ENTRIES = (
 
 def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
     "Return the complete training state, copied to host memory, as plain values and tensors."
-    if learn.run.depth and not learn.run.checkpoint_event:
+    if learn.run.depth and not checkpoint_point(learn):
         raise CheckpointError(
             'checkpoint_state() in the middle of a run: no run could resume from there. Call it at '
             'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.'
         )
-    return copy_to_host(gather_full_state(collect_state(learn, learn.run.checkpoint_event)))
+    return copy_to_host(gather_full_state(collect_state(learn, checkpoint_point(learn))))
 
 
 def load_checkpoint_state(
@@ -151,7 +156,7 @@ def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
         **{name: getattr(learn, name) for name in COUNTERS},
         'place': point,
         'n_drawn': n_drawn,
-        'stage': learn.run.stage,
+        'stage': learn.stage,
         'n_iter': learn.n_iter,
         'n_epoch': learn.n_epoch,
         'stopping': learn.run.stopping,
@@ -159,7 +164,7 @@ def _collect_loop_state(learn: LearnerLike, point: str) -> dict[str, Any]:
         'n_steps': getattr(learn.opt, 'n_steps', 0),
         'seconds': learn.finished('sec'),
         'loss': as_plain(loss.detach()) if isinstance(loss, Tensor) else None,
-        'fitting_size': learn.auto_microbatch,
+        'fitting_size': learn.microbatches.fitting_size,
         'evaluations': learn.evaluations.state_dict(before=point in ('within', 'evaluation')),
     }
 
@@ -214,10 +219,9 @@ def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Map
 def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     resume.state = add_frozen_weights(learn.model, resume.state, resume.path)
-    r = learn.run.resume = learn.strategy.take_own_state(learn, resume)
-    learn.passes.stream = None
+    r = learn.resuming = learn.strategy.take_own_state(learn, resume)
+    learn.passes.forget()
     _check_fits(learn, r)
-    note_beginnings(learn)
     position = r.state['position']
     if position is not None:
         check_position(learn.dls.train, position)
@@ -226,16 +230,16 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
         print(f'Resuming from {r.path}, {_describe_next(learn, r)}')
     learn.resumed = True
     if r.at == 'batch':
-        learn.run.resumes_at = r.loop['n_drawn']
+        r.next_batch = r.loop['n_drawn']
     elif r.at == 'evaluation':
-        learn.run.resumes_at = r.loop['n_iter'] or 0
+        r.next_batch = r.loop['n_iter'] or 0
     _warn_of_differences(learn, r)
 
 
 def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
     loop = r.loop
-    n = r.loop['n_epoch']
+    n = loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
     if n != learn.n_epoch and not was_over:
         warn_user(
@@ -244,31 +248,26 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
         )
     if loop['stopping'] and n and learn.n_epoch and learn.n_epoch > n:
         warn_user(
-            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends '
-            'there, too. To train on, restore it with `learn.load_checkpoint_state(state)`, and '
-            'fit without `resume`.'
+            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends there, too. To train '
+            'on, restore it with `learn.load_checkpoint_state(state)`, and fit without `resume`.'
         )
     n_processes = len(r.state.get('processes', [{}]))
     if r.at != 'epoch' and n_processes != learn.world.size:
         warn_user(
-            f'The checkpoint is of {n_processes} process{"es" * (n_processes > 1)}, this run has '
-            f'{learn.world.size}: the metrics of this epoch so far are the first '
-            "process's."
+            f'The checkpoint is of {n_processes} processes, this run has {learn.world.size}: the metrics of this epoch '
+            "so far are the first process's."
         )
 
 
 def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
-    n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
-    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
+    if loop['stopping'] or i == learn.n_epoch:
         return f'after epoch {i - 1}, its last.'
-    total = f' of {n}' if n else ''
     if r.at == 'epoch':
-        return f'with epoch {i}{total}.'
-    batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
-    return f'in epoch {i}{total}, after {batches} batches.'
+        return f'with epoch {i}.'
+    return f'in epoch {i}, after {loop["n_drawn"]} batches.'
 
 
 def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
@@ -316,7 +315,8 @@ def _find_trained(state: Mapping[str, Any]) -> Stored:
 
 def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
     "Restore all state, random generators last."
-    learn.end_resume()
+    learn.resuming = None
+    learn.resumed = False
     state = resume.state
     load_stored(learn, _find_trained(state))
     _restore_loose_buffers(learn.model, state.get('buffers', {}))
@@ -344,7 +344,7 @@ def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
         learn.pct_train = _compute_share(learn, loop) if n_epoch else pct_train
     learn.run.stopping = loop['stopping']
     learn.counters.load_units(loop['done'])
-    learn.auto_microbatch = loop['fitting_size']
+    learn.microbatches.fitting_size = loop['fitting_size']
     learn.evaluations.load_state_dict(loop['evaluations'])
     if learn.opt is not None:
         learn.opt.n_steps = loop['n_steps']
@@ -352,7 +352,7 @@ def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
     if learn.counters.fit_began is not None:
         learn.counters.fit_began = perf_counter()
     if loop['loss'] is not None:
-        learn.loss = loop['loss'].to(learn.run.device or 'cpu', copy=True)
+        learn.loss = loop['loss'].to(learn.batch_device or 'cpu', copy=True)
 
 
 @contextmanager
@@ -432,27 +432,22 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
         if name not in own:
             continue
         buffer = own[name]
-        if buffer is None:
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
             own[name] = value.to(model_device(modules[path], None), copy=True)
-        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            own[name] = value.to(buffer.device, copy=True)
         elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
             buffer.copy_(value)
 
 
 def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
-    "Return a gradient in a form that a file can hold; a sparse gradient becomes a dict of indices and values."
+    "Return a gradient in a form that a file can hold; a sparse gradient becomes the arguments that rebuild it."
     if not grad.is_sparse:
         return grad
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
 
 
 def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
-    if isinstance(grad, Tensor):
-        return grad
-    return torch.sparse_coo_tensor(
-        grad['indices'], grad['values'], grad['size'], check_invariants=True
-    )
+    is_dense_grad = isinstance(grad, Tensor)
+    return grad if is_dense_grad else torch.sparse_coo_tensor(**grad, check_invariants=True)
 
 
 def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.checkpoint.digest import digest
-from learnkit.checkpoint.file import is_state_file, read_state
+from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.dtensor import distribute_like, full_tensor, local_shard, mesh_of
@@ -44,6 +44,7 @@ __all__ = [
 FORMAT = 1  # format of files written by `save_learner`
 LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
+SUFFIXES = ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS)  # of files of weights
 
 Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by name
 
@@ -96,14 +97,9 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
 
 def _make_missing_error(path: Path) -> FileNotFoundError:
     "Return the error for a missing file, with a note that names similar files in the folder."
-    files = path.parent.glob('*') if path.parent.is_dir() else ()
-    stems = {
-        p.stem: p.name
-        for p in files
-        if p.suffix in ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS) and p.is_file()
-    }
-    close = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.7)]
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    files = [p for p in path.parent.glob('*') if p.suffix in SUFFIXES and p.is_file()]
+    close = get_close_matches(path.name, [p.name for p in files], cutoff=0.7)
     if close:
         error.add_note(f'The folder has {", ".join(close)}.')
     return error
@@ -114,52 +110,36 @@ def _split_state(state: Any, path: Path) -> Stored:
 
     The layouts are: weights with optimizer (also fastai's), checkpoint, weights with configuration, and state dict.
     """
-    model = state
-    opt = None
-    loss_func = None
-    config = None
+    stored = Stored(state)
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
+        loss_func = state.get('loss_func')
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
-            model = state['model']
-            opt = state['opt']
-            loss_func = state.get('loss_func')
+            stored = Stored(state['model'], state['opt'], loss_func)
         elif {'model', 'optimizer', 'position'} <= state.keys():
-            model = state['model']
-            opt = state['optimizer']
-            loss_func = state.get('loss_func')
+            stored = Stored(state['model'], state['optimizer'], loss_func)
         elif 'learnkit' in state:
-            model = state['model']
-            config = _check_config(state, path)
+            stored = Stored(state['model'], config=_check_config(state, path))
+    model = stored.model
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
+        keys = f' of {[*state][:5]}' if isinstance(state, Mapping) else ''
         raise WeightsError(
-            f'{path} holds no state dict (tensors by name), but {_describe_content(state)}. Nothing was loaded.'
+            f'{path} holds no state dict (tensors by name), but a {type(state).__name__}{keys}. Nothing was loaded.'
         )
-    return Stored(model, opt, loss_func, config)
+    return stored
 
 
 def _check_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     version = state['learnkit']
     config = state.get('config')
-    if version != FORMAT:
+    if version != FORMAT or not isinstance(config, dict):
         raise WeightsError(
             f'{path} has format {version!r}, this version of learnkit reads {FORMAT}: update learnkit.'
         )
-    if not isinstance(config, dict):
-        raise WeightsError(f'{path} has no configuration. Nothing was loaded.')
     return config
 
 
 def _is_entry(name: Any, value: Any) -> bool:
     return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith('_extra_state'))
-
-
-def _describe_content(state: Any) -> str:
-    if not isinstance(state, Mapping):
-        return f'a {type(state).__name__}'
-    keys = [repr(key) for key in list(state)[:5]]
-    if len(state) > 5:
-        keys.append('...')
-    return f'a dict of {", ".join(keys) or "nothing"}'
 
 
 # -- the format of safetensors ---------------------------------------------------------------------
@@ -175,12 +155,9 @@ def write_safetensors(
 
     Raises `OptionError` for values that the format cannot hold.
     """
-    from safetensors.torch import save_file  # few programs need it
-
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}  # first name of each tensor, by its memory
     metadata = {'format': 'pt'}
-    storages = set()
     for name, t in sorted(state.items()):
         if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
@@ -190,17 +167,12 @@ def write_safetensors(
         t = t.detach().resolve_conj().resolve_neg()
         memory = _identify_memory(t)
         first_name = names.setdefault(memory, name) if memory else name
-        if first_name != name:
-            metadata[name] = first_name
-            continue
-        storage = t.device, t.untyped_storage().data_ptr()
-        if storage in storages:  # `save_file` refuses tensors that share a storage
-            tensors[name] = t.clone(memory_format=torch.contiguous_format)
+        if first_name == name:
+            tensors[name] = t
         else:
-            tensors[name] = t.contiguous()
-        storages.add(storage)
+            metadata[name] = first_name
     try:
-        save_file(tensors, str(path), metadata=metadata)
+        write_tensors(path, tensors, metadata)
     except KeyError as e:
         raise OptionError(
             f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.'
@@ -225,14 +197,8 @@ def _identify_memory(t: Any) -> Any:
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
     "Read the tensors of a safetensors file, tied tensors under each of their names."
-    from safetensors import safe_open  # few programs need it
-
     try:
-        with safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
-            names = file.keys()
-            # copied because the library maps the file: if it is cut short, the process ends
-            tensors = {name: file.get_tensor(name).clone() for name in names}
-            metadata = file.metadata() or {}
+        tensors, metadata = read_tensors(path, device)
     # the library's errors have no common base class with its errors for unknown dtypes
     except Exception as e:
         raise WeightsError(

@@ -47,6 +47,7 @@ _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 # errors of file systems without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
+_TEMPORARY_OF_SAFETENSORS = re.compile(r'\.tmp\w{6}')
 
 _writing: set[Path] = set()  # temporary files that this process is writing
 
@@ -149,13 +150,8 @@ def sweep(
 
     Files of running processes, all other files, folders, and files that cannot be removed are kept."""
     removed: list[Path] = []
-    for path in sorted(Path(os.path.realpath(folder)).glob('.*.tmp-*')):
-        name = _TEMPORARY.fullmatch(path.name)
-        if name is None or path.is_symlink() or not path.is_file():
-            continue
-        pid = int(name[1])
-        is_in_use = path in _writing if pid == os.getpid() else _is_running(pid)
-        if is_in_use:
+    for path in sorted(Path(os.path.realpath(folder)).glob('.*tmp*')):
+        if path.is_symlink() or not path.is_file() or not _is_stale(path):
             continue
         try:
             path.unlink()
@@ -163,6 +159,16 @@ def sweep(
             continue
         removed.append(path)
     return removed
+
+
+def _is_stale(path: Path) -> bool:
+    if _TEMPORARY_OF_SAFETENSORS.fullmatch(path.name):
+        return all(tmp.parent != path.parent for tmp in _writing)
+    name = _TEMPORARY.fullmatch(path.name)
+    if name is None:
+        return False
+    pid = int(name[1])
+    return path not in _writing if pid == os.getpid() else not _is_running(pid)
 
 
 def _is_running(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import wraps
-from inspect import CO_VARKEYWORDS
+from inspect import signature
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -126,10 +126,10 @@ def suggest_class(
 
 def check_keywords(f: F) -> F:
     "Decorate a function so that the `TypeError` for an unknown keyword has a hint."
-    code = f.__code__
-    if code.co_flags & CO_VARKEYWORDS:
+    parameters = signature(f).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return f  # accepts every keyword
-    known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    known = frozenset(parameters)
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:

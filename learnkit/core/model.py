@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.batch import apply_model
+from learnkit.core.learner_type import LearnerLike
 
 __all__ = [
     'bare_model',
@@ -30,8 +31,8 @@ __all__ = [
     'unwrap_partial',
     'takes_batches',
     'whole_batch',
-    'predict_batch',
-    'loss_of_batch',
+    'WholeBatches',
+    'call_module',
 ]
 
 # methods that Composer's `ComposerModel` has in addition to `forward(batch)`, such as `loss(outputs, batch)`
@@ -183,7 +184,7 @@ def takes_batches(
 
 
 def whole_batch(
-    learn: LoopLike,  # Learner with a current batch
+    learn: LearnerLike,  # Learner with a current batch
 ) -> Any:
     "Return the batch or microbatch as one object: a tuple of inputs and targets, or the only input of another batch."
     if isinstance(learn.batch, (tuple, list)):
@@ -191,28 +192,45 @@ def whole_batch(
     return learn.xb[0]
 
 
-def predict_batch(
-    learn: LoopLike,  # Learner with a current batch
-    model: nn.Module,  # its model, or the wrapper that is called in training
-) -> tuple[Any, Any]:  # prediction, and loss or None
-    "Call the model with the whole batch; in validation, also compute the loss of the same outputs."
-    batch = whole_batch(learn)
-    if learn.training:
-        return model(batch), None
-    bare: Any = bare_model(model)
-    if learn.phase == 'predict':
-        return bare.eval_forward(batch), None
-    outputs = model(batch)
-    loss = _reduce_losses(bare.loss(outputs, batch))
-    return bare.eval_forward(batch, outputs), loss
+class WholeBatches:
+    "Call of a model with Composer's interface, and its own loss of the outputs."
+
+    def __init__(self) -> None:
+        self._own_loss: Any = None  # loss of the outputs of a validation batch
+
+    def call(
+        self,
+        learn: LearnerLike,  # Learner with a current batch
+        model: nn.Module,  # its model, or the wrapper that is called in training
+    ) -> Any:
+        "Call the model with the whole batch, and return the prediction; in validation, keep the loss of its outputs."
+        batch = whole_batch(learn)
+        self._own_loss = None
+        if learn.training:
+            return model(batch)
+        bare: Any = bare_model(model)
+        if learn.phase == 'predict':
+            return bare.eval_forward(batch)
+        outputs = model(batch)
+        self._own_loss = _reduce_losses(bare.loss(outputs, batch))
+        return bare.eval_forward(batch, outputs)
+
+    def loss(self, learn: LearnerLike) -> Any:
+        "Return the model's own loss of the current prediction."
+        if not learn.training:
+            return self._own_loss
+        model: Any = bare_model(learn.model)
+        return _reduce_losses(model.loss(learn.pred, whole_batch(learn)))
 
 
-def loss_of_batch(
-    learn: LoopLike,  # Learner with a current batch and its prediction
+def call_module(
+    learn: LearnerLike,  # Learner with a current batch
+    module: nn.Module,  # its model, or the wrapper that is called in training
 ) -> Any:
-    "Return the model's own loss of the current prediction and the whole batch."
-    model: Any = bare_model(learn.model)
-    return _reduce_losses(model.loss(learn.pred, whole_batch(learn)))
+    "Call a module with the inputs of the batch, or with the whole batch if it has Composer's interface."
+    if learn.whole_batches is not None:
+        return learn.whole_batches.call(learn, module)
+    return apply_model(module, learn.xb)
 
 
 def _reduce_losses(loss: Any) -> Any:

@@ -34,7 +34,7 @@ def check_libraries(
     "Raise `MissingExtraError` if a library is not installed, without importing it."
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise MissingExtraError(describe_missing(who, *missing))
+        raise MissingExtraError(describe_missing(who, *missing), name=missing[0])
 
 
 def import_library(
@@ -46,6 +46,7 @@ def import_library(
     try:
         return import_module(module)
     except ModuleNotFoundError as e:
-        raise MissingExtraError(
-            describe_missing(who, (e.name or module).split('.')[0]) + hint
-        ) from e
+        library = (e.name or module).split('.')[0]
+        if find_spec(library) is not None:  # installed, without this module
+            raise
+        raise MissingExtraError(describe_missing(who, library) + hint, name=library) from e

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.checkpoint.digest import digest as digest_plain
+from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
@@ -202,7 +202,7 @@ def find_user_function(cb: Any, event_name: str) -> Any:
     "Return the user's function of a foreign callback or of a callback for every event; None for other callbacks."
     if is_fastai_callback(cb):
         return getattr(cb, event_name, None)
-    if not takes_every_event(cb):
+    if not takes_every_event(type(cb)):
         return None
     return type(cb).run_event if type(cb).run_event is not Callback.run_event else type(cb).__call__
 

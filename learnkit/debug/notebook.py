@@ -1,4 +1,4 @@
-"""Help and completion in IPython and Jupyter: comments of parameters in the help, and a fast first completion."""
+"""`%load_ext learnkit`: comments of parameters in IPython's help, and a fast first completion."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from learnkit.core.model import unwrap_partial
 
 __all__ = ['add_parameters', 'prepare_shell', 'warm_up_jedi']
 
@@ -19,52 +21,36 @@ _FIRST_CODE = (
 def prepare_shell(
     shell: Any,  # IPython's shell
 ) -> None:
-    """Add the comments of parameters to the help of `?` and Shift-Tab, and call `warm_up_jedi` after the next cell.
-
-    Further calls for the same shell have no effect. `import learnkit` calls this function in IPython.
-    """
-    inspector = getattr(shell, 'inspector', None)
-    events = getattr(shell, 'events', None)
-    if inspector is None or events is None or hasattr(inspector, '_learnkit'):
-        return
-    inspector._learnkit = True
-    find_info = inspector.info
+    "Add the comments of parameters to the help of `?` and Shift-Tab, and parse the package for completion."
+    find_info = shell.inspector.info
 
     def info(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        add_parameters(obj)
-        return find_info(obj, *args, **kwargs)
+        found = find_info(obj, *args, **kwargs)
+        found['docstring'] = add_parameters(obj, found.get('docstring'))
+        return found
 
-    inspector.info = info
-    if not getattr(getattr(shell, 'Completer', None), 'use_jedi', False):
-        return
-
-    def warm_up(result: Any = None) -> None:
-        events.unregister('post_run_cell', warm_up)
+    shell.inspector.info = info
+    if getattr(shell.Completer, 'use_jedi', False):
         warm_up_jedi()
-
-    events.register('post_run_cell', warm_up)
 
 
 def add_parameters(
-    obj: Any,  # function, method or class of the package; other objects are not changed
-) -> None:
-    "Append the comments of the parameters to the docstring, unless it has them already."
-    obj = getattr(obj, '__func__', obj)
-    is_class = isinstance(obj, type)
-    if not is_class and not inspect.isfunction(obj):
-        return
-    from learnkit.debug.doc import PARAMETERS, comments  # rarely needed
+    obj: Any,  # any object; only help for functions and classes of the package is changed
+    text: str | None,  # its help
+) -> str | None:
+    "Return the help for an object with the comments of its parameters, which fastcore's `docments` reads."
+    is_function = inspect.isroutine(obj) or isinstance(obj, type)
+    module = getattr(obj, '__module__', None) or ''
+    if not text or not is_function or not module.startswith('learnkit.'):
+        return text
+    from fastcore.docments import docments  # slow
 
-    own_doc = obj.__dict__.get('__doc__') if is_class else obj.__doc__
-    if not own_doc or PARAMETERS in own_doc or obj.__module__.partition('.')[0] != 'learnkit':
-        return
-    notes = comments(obj.__dict__.get('__init__') if is_class else obj)
-    returned = notes.pop('return', '')
-    parameters = [f'{name}\n    {note}' for name, note in notes.items()]
-    if returned:
-        parameters.append(f'returns\n    {returned}')
-    if parameters:
-        obj.__doc__ = f'{inspect.cleandoc(own_doc)}{PARAMETERS}' + '\n'.join(parameters)
+    try:
+        notes = docments(unwrap_partial(obj), args_kwargs=True)
+    except (OSError, SyntaxError, TypeError, ValueError):  # no source code, or none that parses
+        return text
+    lines = [f'{name}\n    {note}' for name, note in notes.items() if note]
+    return '\n'.join([text, '', 'Parameters', '----------', *lines]) if lines else text
 
 
 def warm_up_jedi() -> None:

@@ -35,8 +35,9 @@ from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shard_spec import ShardSpec, check_option
 from learnkit.distributed.shards import FirstBatches, check_lengths, list_samplers, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
-from learnkit.engine.callback import Callback
-from learnkit.engine.loop import sample_count, token_count
+from learnkit.engine.callback import Callback, declared
+from learnkit.engine.counters import sample_count, token_count
+from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
 
 __all__ = ['DistributedTraining']
@@ -282,7 +283,7 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        r = learn.run.resume
+        r = learn.resuming
         self._steps_before = learn.finished('st') if r is None else 0
         self._needs_catch_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
@@ -354,23 +355,22 @@ class DistributedTraining(Callback):
             self._sum_tokens()
         if batch.weights is None and has_weights(learn) and not learn.microbatch:
             self.sum_weights()
-        averages = not learn.run.calls_modules and self._will_step()
+        averages = not learn.own_loop.calls_modules and self._will_step()
         batch.local = not averages
         return self.parallelism.begin_pass(learn, averages)
 
     def _will_step(self) -> bool:
         learn = self.learn
-        if learn.microbatch and not learn.run.is_last_microbatch:
+        if learn.microbatch and not learn.microbatches.is_last:
             return False
-        return all(
-            cb.will_step() for cb in learn.callbacks.list_ordered() if isinstance(cb, Callback)
-        )
+        deciders = [declared(cb, 'will_step') for cb in learn.callbacks.list_ordered()]
+        return all(will_step() for will_step in deciders if will_step is not None)
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
         if self._has_evaluation_samples:
             return
-        self.learn.clear_pass()
+        clear_pass(self.learn)
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import call_module
 from learnkit.core.random import preserved_rng
 from learnkit.distributed.parallel import Parallelism
+from learnkit.engine.loss import call_model
 
 __all__ = [
     'Replicas',
@@ -22,6 +24,8 @@ __all__ = [
     'broadcast_tensors',
     'is_too_big',
 ]
+
+HOLDER = 'DistributedDataParallel'  # of the seam `model`
 
 # bytes of a message of joined tensors, as large as the buckets of DistributedDataParallel
 MESSAGE_BYTES = 25 << 20
@@ -76,7 +80,13 @@ class Replicas(Parallelism):
             self._layout = layout
             self._params = params
             self.has_synced = False
-        learn.replica = self.wrapped
+        if self.wrapped is not None:
+            learn.seams.take(HOLDER, model=self.call)
+
+    def call(self, learn: LearnerLike) -> Any:
+        "Call the wrapper in training, and the model itself in evaluation."
+        module = self.wrapped if learn.training else None
+        return call_module(learn, learn.model if module is None else module)
 
     def _wrap(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -142,7 +152,8 @@ class Replicas(Parallelism):
         self.wrapped = None
         self._layout = []
         self._params = []
-        learn.replica = None
+        if learn.seams.holders.get('model') == HOLDER:
+            learn.seams.give_back({'model': call_model})
         if wrapped is None:
             return
         for name in ('reducer', 'logger', 'process_group'):

@@ -25,6 +25,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import has_weights, wrappers_of
 from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.distributed.parallel import Parallelism
+from learnkit.engine.callback import declared
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Sharded']
@@ -126,7 +127,7 @@ class Sharded(Parallelism):
 
     def _replace_model(self, learn: LearnerLike, model: nn.Module) -> None:
         "Replace the Learner's model by a model with the same parameter names."
-        followers = [cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)]
+        followers = [cb for cb in learn.cbs if declared(cb, 'follows_weights')]
         states = [gather_full_state(cb.state_dict()) for cb in followers]
         replace_params(list_optimizers(learn), match_params(learn.model, model))
         learn.model = model
@@ -189,7 +190,7 @@ class Sharded(Parallelism):
                 f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to split "
                 "batches into as many microbatches. Give a number, 2 or more, or use strategy 'ddp'."
             )
-        unsupported = [cb for cb in learn.cbs if getattr(cb, 'needs_whole_weights', False)]
+        unsupported = [cb for cb in learn.cbs if declared(cb, 'needs_whole_weights')]
         if unsupported:
             raise DistributedError(
                 f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,8 @@ _FOREIGN_NAMES = {
     'dls.valid': 'val_dl val_loader valid_dl valid_loader',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
+# attribute with the names of the attributes that a constructor of this package has set
+SET_BY_BASE = '_set_by_base'
 RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
 # attributes that the Learner's handler tables depend on
@@ -101,6 +103,23 @@ class MissingAttribute(AttributeError):
 def defined_on_class(obj: object, name: str) -> bool:
     "Return True if the class of `obj`, or a base class, defines `name`; no property is evaluated."
     return any(name in vars(cls) for cls in type(obj).__mro__)
+
+
+def declared(
+    cb: object,  # callback of this package or of fastai
+    name: str,  # attribute or method that one feature asks for, such as 'remove_on_find'
+    default: Any = None,
+) -> Any:
+    """Return an attribute that a callback or its class defines; the Learner's attributes are not searched.
+
+    >>> class Quick(Callback): remove_on_find = True
+    >>> declared(Quick(), 'remove_on_find'), declared(Callback(), 'remove_on_find', False)
+    (True, False)
+    """
+    own = getattr(cb, '__dict__', {})
+    if name in own:
+        return own[name]
+    return getattr(cb, name) if hasattr(type(cb), name) else default
 
 
 def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
@@ -157,21 +176,8 @@ class Callback:
     run_valid: bool = True  # whether the events of a batch run in evaluation
     run_before: Any = ()  # classes (or names) of callbacks that must run after this one
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
-    runs_first: tuple[str, ...] = ()  # events in which it runs before all others, at any `order`
-    runs_last: tuple[str, ...] = ()  # events in which it runs after all others, at any `order`
-    remove_on_fetch: bool = False  # removed while FetchPredsCallback predicts
-    remove_on_find: bool = False  # removed while lr_find searches for a learning rate
-    writes_files: bool = False  # removed while `check_resume` runs its trial fits
-    first_process_only: bool = False  # handlers run in rank 0 only
     observer: bool = False  # changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
-    needs_whole_weights: bool = False  # a fit with sharded weights is refused
-    follows_weights: bool = False  # state is rolled back with the weights (`GuardNonFinite`)
-    needs_events: bool = True  # warn if a custom loop never fires an event that it handles
-    nondeterministic_state: tuple[str, ...] = ()  # entries of its state that measure time
-    machine_dependent: bool = False  # its columns of the history differ from machine to machine
-    averages_samples: bool = False  # makes the training loss a mean over samples
-    sets_lr: bool = False  # sets learning rates: a schedule warns of it
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
@@ -249,7 +255,7 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if '__init__' in vars(cls) and cls.__module__.startswith('learnkit.'):
-            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = check_keywords(_record_attributes(cls.__init__))  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -324,58 +330,6 @@ class Callback:
         `save_to_checkpoint` gets the folder of the checkpoints.
         """
 
-    def checkpoint_folder(self) -> Path | None:
-        "Return the folder in which the callback keeps checkpoints, or None. A fit is resumed from this folder."
-        return None
-
-    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        "Receive a value that was logged with `learn.log`, whose arguments are the same."
-
-    def receive_images(self, name: str, images: Any) -> None:
-        "Receive images that another callback logs. By default the method `log_images` gets them, if the class has one."
-        if defined_on_class(self, 'log_images'):
-            self.log_images(self.learn.time.ba, name, images)
-
-    def will_step(self) -> bool:
-        "Return False if the current batch ends without an optimizer step, so that ranks do not exchange gradients yet."
-        return True
-
-    # -- notifications: no events, so callbacks that are switched off get them too -----------------
-
-    def on_added(self) -> None:
-        "Run after the callback was added to a Learner."
-
-    def on_removed(self) -> None:
-        "Run before the callback is removed from its Learner."
-
-    def on_evaluation(self) -> None:
-        "Run before `before_eval`, before any callback acts on the evaluation."
-
-    def on_draw_failed(self) -> None:
-        "Run after a loader raised an exception."
-
-    def on_reevaluation(self) -> None:
-        "Run before an optimizer evaluates the loss again; raise here if the callback does not allow this."
-
-    def on_run_failed(self) -> None:
-        "Run after a nested run failed: undo what was changed for this run, as the outer run may continue."
-
-    def on_weights_restored(self) -> None:
-        "Run after the model got back its weights from before the fit: discard what was computed from later weights."
-
-    def on_run_ended(self) -> None:
-        """Release resources of the process (locks, signal handlers) after the `cleanup` of the outermost run.
-
-        Unlike `cleanup`, this method is also called if a second Ctrl-C has aborted the cleanup, and is called again if
-        it was interrupted itself.
-        """
-
-    def on_run_paused(self) -> None:
-        "Run when a prediction stream pauses between two batches: restore the Learner as it was before the stream."
-
-    def on_run_resumed(self) -> None:
-        "Run when a paused prediction stream continues."
-
     @property
     def name(self) -> str:
         "Name of the class in snake_case without a trailing `Callback`, under which the Learner has the callback."
@@ -422,6 +376,21 @@ class Callback:
         ]
         arguments = ', '.join([*_list_changed_options(self), *handlers])
         return f'{type(self).__name__}({arguments})' if arguments else type(self).__name__
+
+
+def _record_attributes(init: Callable[..., None]) -> Callable[..., None]:
+    "Wrap a constructor of this package: a user's subclass notes the names of the attributes that it has set."
+
+    @wraps(init)
+    def call(self: Callback, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        own = self.__dict__
+        before = set(own)
+        init(self, *args, **kwargs)
+        if not type(self).__module__.startswith('learnkit.'):
+            own[SET_BY_BASE] = own.get(SET_BY_BASE, frozenset()) | (own.keys() - before)
+
+    return call
 
 
 def _make_signature() -> inspect.Signature:
@@ -510,6 +479,12 @@ def list_defined_events(cb: object) -> set[str]:
     classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
     scopes = [*map(vars, classes), getattr(cb, '__dict__', {})]
     return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
+
+
+def list_events(cls: type) -> frozenset[str]:
+    "Return the events and contexts that a class of callbacks handles, by their own names."
+    names = _HANDLER_NAMES & {name for base in cls.__mro__ for name in vars(base)}
+    return frozenset(ALIASES.get(name, name) for name in names)
 
 
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:

@@ -1,18 +1,17 @@
-"""States of callbacks: the result of `state_dict`, or the changed attributes that are plain data."""
+"""States of callbacks: the result of `state_dict`, or all attributes that are plain data."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from functools import cache
 from io import IOBase
 from logging import Filterer
 from pathlib import Path, PurePath
-from random import Random
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 from warnings import warn
 
@@ -26,7 +25,8 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.plain import is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
-from learnkit.engine.callback import Callback
+from learnkit.core.validation import warn_user
+from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
 __all__ = [
     'callback_states',
@@ -35,11 +35,11 @@ __all__ = [
     'has_own_state',
     'keeps_attributes',
     'note_attributes',
-    'note_beginnings',
-    'changed_attributes',
+    'collect_attributes',
     'put_attributes',
     'lost_attributes',
     'replaced_attributes',
+    'warn_of_lost_attributes',
     'DataKind',
     'data_kinds',
     'encode',
@@ -50,10 +50,8 @@ __all__ = [
 STATE = '__state__'
 ATTRIBUTES = '__attributes__'
 
-# attributes of a callback that hold encoded copies of all its attributes
+# attribute of a callback with the attributes that no checkpoint holds, as they were when it was added
 _ADDED_KEY = '_as_added'
-_BEGUN_KEY = '_as_begun'
-_NO_DATA = ...  # stands in these copies for an attribute that is not data
 _NOT_STATE = frozenset(
     {
         'learn',
@@ -63,15 +61,12 @@ _NOT_STATE = frozenset(
         'run_train',
         'run_valid',
         _ADDED_KEY,
-        _BEGUN_KEY,
+        SET_BY_BASE,
         '_given_by_learnkit',
     }
 )
-# types that are created with the callback or the Learner, so no checkpoint needs them
-_NO_PARTS = (
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
+# types of objects that are created with the callback or the Learner, or that a callback opens itself
+_RECREATED_TYPES = (
     ModuleType,
     type,
     nn.Module,
@@ -79,9 +74,9 @@ _NO_PARTS = (
     torch.optim.Optimizer,
     torch.device,
     torch.dtype,
+    IOBase,
+    Filterer,
 )
-# types of objects that a callback of another library opens itself: files, loggers and their handlers
-_OPENED_TYPES = IOBase, Filterer
 
 
 # -- states by the callbacks' keys -----------------------------------------------------------------
@@ -141,9 +136,9 @@ def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
     The key '*' stands for every callback.
     """
     keys = learn.callbacks.keys
-    timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
-    found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
-    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
+    names = {keys[id(cb)]: declared(cb, 'nondeterministic_state', ()) for cb in learn.cbs}
+    found = {key: list(value) for key, value in names.items() if value}
+    measuring = [cb for cb in learn.cbs if declared(cb, 'machine_dependent')]
     columns = [name for cb in measuring for name in cb.metric_names]
     # places of columns in the states of the Recorder and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
@@ -154,8 +149,8 @@ def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
 
 
 def _get_state(cb: Any) -> Any:
-    "Return the result of a callback's `state_dict`, its changed attributes, or both; None for no state."
-    attributes = changed_attributes(cb) if keeps_attributes(cb) else None
+    "Return the result of a callback's `state_dict`, its attributes, or both; None for no state."
+    attributes = collect_attributes(cb) if keeps_attributes(cb) else None
     if not has_own_state(cb):
         return attributes
     state = getattr(cb, 'state_dict', lambda: None)()
@@ -202,127 +197,99 @@ def _is_from_learnkit(cls: type) -> bool:
 # -- attributes ------------------------------------------------------------------------------------
 
 
-def note_attributes(cb: Any) -> None:
-    "Store a callback's attributes when it is added, because only attributes that change later are state."
-    own = _get_attributes(cb)
-    if _ADDED_KEY not in own:
-        own[_ADDED_KEY] = {**dict.fromkeys(own, _NO_DATA), **_encode_attributes(cb)}
+def collect_attributes(cb: Any) -> dict[str, Any] | None:
+    """Return the attributes that are plain data, or None without any.
 
-
-def note_beginnings(learn: LearnerLike) -> None:
-    """Store the attributes of callbacks without a `state_dict` before a fit is resumed.
-
-    `put_attributes` resets an attribute that changes before it is called and that the checkpoint does not hold.
+    Attributes that a constructor of this package has set are left out if its class has a `state_dict`.
     """
-    for cb in learn.cbs:
-        if keeps_attributes(cb):
-            _get_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
-
-
-def changed_attributes(cb: Any) -> dict[str, Any] | None:
-    "Return, as plain data, the attributes that changed since a callback was added, or None if none did."
-    added = _get_attributes(cb).get(_ADDED_KEY, {})
-    return _find_changes(added, _encode_attributes(cb)) or None
+    encoded = {}
+    for name, value in _list_attributes(cb).items():
+        with suppress(*_ENCODE_ERRORS):
+            encoded[name] = _encode_attribute(value, cb)
+    return encoded or None
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
-    "Restore attributes that `changed_attributes` returned, without calling the callback's `__setattr__`."
+    "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
     own = _get_attributes(cb)
-    changed = _find_changes(_encode_attributes(cb), own.pop(_BEGUN_KEY, {}))
-    reset = {name: value for name, value in changed.items() if name in own}
-    for name, value in {**reset, **attributes}.items():
+    for name, value in attributes.items():
         own[name] = decode(value, own.get(name), cb)
 
 
-def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    "Return the attributes with another value, or a tensor, which may have been modified in-place."
-    return {
-        name: value
-        for name, value in after.items()
-        if name not in before or not _is_same(before[name], value)
-    }
+def lost_attributes(cb: Any) -> dict[str, Any]:
+    "Return the attributes of a callback that no checkpoint holds."
+    found = {}
+    for name, value in _list_attributes(cb).items():
+        if not _is_recreated(value):
+            try:
+                _encode_attribute(value, cb)
+            except _ENCODE_ERRORS:
+                found[name] = value
+    return found
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    "Return True if two plain values without tensors are equal."
-    if isinstance(a, Tensor) or type(a) is not type(b):
-        return False
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_is_same(v, b[k]) for k, v in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return bool(a == b)
-
-
-def lost_attributes(cb: Any) -> dict[str, str]:
-    "Return the attributes of a callback that no checkpoint holds, with their types."
-    return {
-        name: type(value).__name__
-        for name, value in _get_attributes(cb).items()
-        if name not in _NOT_STATE and not _is_recreated(value) and not _is_data(value)
-    }
+def note_attributes(cb: Any) -> None:
+    "Store the attributes that no checkpoint holds when a callback is added; they are created with the callback."
+    _get_attributes(cb).setdefault(_ADDED_KEY, lost_attributes(cb))
 
 
 def replaced_attributes(cb: Any) -> dict[str, str]:
-    """Return the attributes that no checkpoint holds and that are new, or were data, since the callback was added.
+    """Return the types of the attributes that no checkpoint holds and that are new since the callback was added.
 
-    The values of the dict are the types. Other attributes that no checkpoint holds were created with the callback, or
-    the callback opens or looks them up: files, loggers, tables of modules, objects of this package.
+    A callback that the Learner does not have changes without being replaced.
     """
-    own = _get_attributes(cb)
-    added = own.get(_ADDED_KEY, {})
+    added = _get_attributes(cb).get(_ADDED_KEY, {})
     return {
-        name: kind
-        for name, kind in lost_attributes(cb).items()
-        if not _is_opened(own[name]) and (name not in added or added[name] is not _NO_DATA)
+        name: type(value).__name__
+        for name, value in lost_attributes(cb).items()
+        if added.get(name, added) is not value or isinstance(value, Callback)
     }
+
+
+def warn_of_lost_attributes(learn: LearnerLike) -> None:
+    "Warn of the attributes of callbacks that have changed and that no checkpoint holds."
+    for cb in learn.cbs:
+        lost = replaced_attributes(cb) if keeps_attributes(cb) else {}
+        for name, kind in lost.items():
+            warn_user(
+                f'{type(cb).__name__} has set `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
+                '`load_state_dict`.'
+            )
 
 
 def _get_attributes(cb: Any) -> dict[str, Any]:
     return getattr(cb, '__dict__', {})
 
 
-def _is_opened(value: Any) -> bool:
-    "Return True for objects that a callback opens or looks up itself, and for objects of this package."
-    if isinstance(value, dict) and value:
-        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
-    return isinstance(value, _OPENED_TYPES) or _is_from_learnkit(type(value))
+def _list_attributes(cb: Any) -> dict[str, Any]:
+    "Return the attributes that a callback has by itself, not by a class of this package with a state."
+    own = _get_attributes(cb)
+    by_base = own.get(SET_BY_BASE, ()) if _inherits_state(cb) else ()
+    return {k: v for k, v in own.items() if k not in _NOT_STATE and k not in by_base}
 
 
 def _is_recreated(value: Any) -> bool:
-    "Return True if a value belongs to the Learner or to a class, so that creating these creates the value."
+    "Return True if a value is created with the Learner, the callback or a class, or belongs to this package."
+    if isinstance(value, dict) and value:
+        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
     if isinstance(value, (list, tuple)) and value:
         return all(map(_is_recreated, value))
     if isinstance(value, Tensor):
         return value.requires_grad
-    return isinstance(value, (*_NO_PARTS, Callback)) or callable(value)
+    if isinstance(value, Callback):
+        return _is_added(value)
+    return isinstance(value, _RECREATED_TYPES) or _is_from_learnkit(type(value)) or callable(value)
 
 
-def _is_data(value: Any) -> bool:
-    try:
-        _encode_attribute(value)
-    except _ENCODE_ERRORS:
-        return False
-    return True
-
-
-@cache
-def _find_base_names(cls: Any) -> frozenset[str]:
-    """Return every name that methods of a class's bases in this package use.
-
-    Attributes with these names belong to the bases, whose `state_dict` covers them.
-    """
-    bases = [base for base in cls.__mro__ if _is_from_learnkit(base)]
-    members = [getattr(m, 'fget', m) for base in bases for m in vars(base).values()]
-    functions = [m for m in members if isinstance(m, FunctionType)]
-    return frozenset(name for f in functions for name in f.__code__.co_names)
+def _is_added(cb: Callback) -> bool:
+    "Return True if a Learner has this callback in `cbs`."
+    return any(cb is other for other in getattr(cb.learn, 'cbs', ()))
 
 
 # -- encoding as plain data ------------------------------------------------------------------------
 
 _ATOMS = (type(None), bool, int, float, complex, str)
 _KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
-_MAX_BITS = 2000  # of an integer
 # errors raised by `encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float, str)}
@@ -366,13 +333,6 @@ def _decode_defaultdict(data: tuple[str, list[Any]], cb: Any) -> defaultdict[Any
     return defaultdict(_FACTORIES[factory], items)
 
 
-def _decode_typed_tensor(data: tuple[str, Tensor], cb: Any) -> Tensor:
-    "Return a tensor of a subclass, or a plain tensor if the subclass is not imported."
-    name, content = data
-    cls = _find_tensor_class(name)
-    return content if cls is None else content.as_subclass(cls)
-
-
 data_kinds: dict[str, DataKind] = {
     'number': DataKind(
         lambda v: _is_numeric(v, np.generic), _to_tensor, lambda t, cb: t.numpy()[()]
@@ -404,18 +364,13 @@ data_kinds: dict[str, DataKind] = {
     ),
 }
 
-# kinds of tensors that `_encode_tensor` encodes, by the function that decodes them: f(data, callback)
-tensor_kinds: dict[str, Callable[[Any, Any], Tensor]] = {
-    'typed': _decode_typed_tensor,
-    'on device': lambda t, cb: t.to(model_device(_find_model(cb), None)),
-}
+# kind of a tensor on another device than the CPU, which a checkpoint holds in host memory
+_ON_DEVICE = 'on device'
 
 
 def encode(value: Any) -> Any:
     "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
     kind = type(value)
-    if kind is int and value.bit_length() > _MAX_BITS:
-        raise OptionError('This number is too long for a file.')
     if kind in _ATOMS or (kind is bytes and value):
         return value
     if kind in (list, tuple):
@@ -443,106 +398,50 @@ def decode(
     if _KIND not in value:
         return {k: decode(v, None, cb) for k, v in value.items()}
     kind = value[_KIND]
-    if kind in ('Enum', 'generator', 'callbacks'):
+    if kind in ('Enum', 'generator'):
         return _restore_present(kind, value['of'], current)
-    decode_kind = tensor_kinds.get(kind) or data_kinds[kind].decode
-    return decode_kind(decode(value['of'], None, cb), cb)
+    content = decode(value['of'], None, cb)
+    if kind == _ON_DEVICE:
+        return content.to(model_device(_find_model(cb), None))
+    return data_kinds[kind].decode(content, cb)
 
 
 def _restore_present(
-    kind: str,  # 'Enum', 'generator' or 'callbacks'
+    kind: str,  # 'Enum' or 'generator'
     content: Any,  # saved name or state
     current: Any,  # present value of the attribute
 ) -> Any:
     "Return the member of the present value's Enum, or the present value with a saved state."
-    if kind == 'Enum':
-        is_member = isinstance(current, Enum) and content in type(current).__members__
-        return type(current)[content] if is_member else current
     if kind == 'generator':
         restore_own([current], content)
-    else:
-        for inner, state in zip(_find_nested_callbacks(current), content, strict=False):
-            put_attributes(inner, state)
-    return current
+        return current
+    is_member = isinstance(current, Enum) and content in type(current).__members__
+    return type(current)[content] if is_member else current
 
 
-def _encode_attributes(
-    cb: Any,
-    owners: tuple[Any, ...] = (),  # callbacks that hold this one, outermost first
-) -> dict[str, Any]:
-    "Return a callback's attributes as plain data, except values that are not data and views of the model's weights."
-    owners = (*owners, cb)
-    cls: Any = type(cb)
-    base_names = _find_base_names(cls) if _inherits_state(cb) else frozenset[str]()
-    encoded = {}
-    for name, value in _get_attributes(cb).items():
-        if name in _NOT_STATE or name in base_names:
-            continue
-        if isinstance(value, Tensor) and _shares_weights(value, cb):
-            continue
-        try:
-            encoded[name] = _encode_attribute(value)
-        except _ENCODE_ERRORS:
-            # an object that is created with the callback: only its random generators are saved
-            nested = _find_nested_callbacks(value)
-            if nested:
-                states: list[dict[str, Any]] = []
-                for inner in nested:
-                    # a callback that refers back to its owner is encoded once, as the owner
-                    is_owner = any(inner is owner for owner in owners)
-                    states.append({} if is_owner else _encode_attributes(inner, owners))
-                encoded[name] = {_KIND: 'callbacks', 'of': states}
-            elif not isinstance(value, _NO_PARTS) and own_generators([value]):
-                encoded[name] = {_KIND: 'generator', 'of': capture_own([value])}
-    return encoded
+def _encode_attribute(value: Any, cb: Any) -> Any:
+    """Encode a value. An Enum, or an object with generators, is encoded as a state for the new callback's object.
 
-
-def _encode_attribute(value: Any) -> Any:
-    "Encode a value. An Enum or a generator is encoded as a state, which `decode` restores in the new callback."
+    Raises one of `_ENCODE_ERRORS` for other objects, and for a view of the model's weights.
+    """
     if isinstance(value, Enum):
         return {_KIND: 'Enum', 'of': value.name}
-    # NumPy's types are recognized by name, as naming the module would import it
-    is_numpy = type(value).__module__.startswith('numpy.random')
-    if is_numpy or isinstance(value, (torch.Generator, Random)):
+    if isinstance(value, Tensor) and _shares_weights(value, cb):
+        raise OptionError('The checkpoint holds the weights already.')
+    try:
+        return encode(value)
+    except _ENCODE_ERRORS:
+        if isinstance(value, (*_RECREATED_TYPES, Callback)) or not own_generators([value]):
+            raise
         return {_KIND: 'generator', 'of': capture_own([value])}
-    return encode(value)
-
-
-def _find_nested_callbacks(value: Any) -> list[Callback]:
-    "Return the callbacks in an attribute (a callback, or a list or dict of them) that were not added to a Learner."
-    values = value.values() if isinstance(value, dict) else value
-    items = [*values] if isinstance(value, (list, tuple, dict)) else [value]
-    held = [item for item in items if isinstance(item, Callback) and not has_own_state(item)]
-    return [cb for cb in held if not _is_added(cb)]
-
-
-def _is_added(cb: Callback) -> bool:
-    "Return True if a Learner has this callback in `cbs`."
-    return any(cb is other for other in getattr(cb.learn, 'cbs', ()))
 
 
 def _encode_tensor(t: Tensor) -> Any:
-    if t.requires_grad or not is_dense(t):
-        raise OptionError('This tensor is a part of the model, or of a graph.')
-    content: Any = t.as_subclass(Tensor)
-    if not t.is_cpu:
-        content = {_KIND: 'on device', 'of': content}
-    if type(t) in (Tensor, nn.Parameter):
-        return content
-    return {_KIND: 'typed', 'of': (_name_class(type(t)), content)}
-
-
-def _name_class(cls: type) -> str:
-    return f'{cls.__module__}.{cls.__qualname__}'
-
-
-def _find_tensor_class(name: str, base: type[Tensor] = Tensor) -> type[Tensor] | None:
-    "Return the imported subclass of tensors with this name, or None; nothing is imported."
-    for cls in base.__subclasses__():
-        found = cls if _name_class(cls) == name else _find_tensor_class(name, cls)
-        if found is not None:
-            return found
-    return None
+    if t.requires_grad or not is_dense(t) or type(t) not in (Tensor, nn.Parameter):
+        raise OptionError(
+            'This tensor is a part of the model or of a graph, or has a class of its own.'
+        )
+    return t if t.is_cpu else {_KIND: _ON_DEVICE, 'of': t}
 
 
 def _find_model(cb: Any) -> nn.Module:

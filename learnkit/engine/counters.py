@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from learnkit.core.batch import form_of
-from learnkit.core.errors import TimeError
-from learnkit.core.learner_type import LoopLike
+from torch import Tensor
+
+from learnkit.core.batch import find_bs, form_of
+from learnkit.core.errors import BatchError, TimeError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Time, count_multiples
 
-__all__ = ['COUNTER_OF_UNIT', 'Counters', 'Every', 'check_countable', 'counts_tokens']
+__all__ = [
+    'COUNTER_OF_UNIT',
+    'Counters',
+    'Every',
+    'check_countable',
+    'counts_tokens',
+    'sample_count',
+    'token_count',
+]
 
 # attributes of `Counters` by the units of `Time`
 COUNTER_OF_UNIT = {
@@ -47,6 +57,23 @@ class Counters:
     tokens: int = 0
     seconds: float = 0.0  # seconds spent in completed fits
     fit_began: float | None = None  # start of the running fit by `perf_counter`
+    has_trained: bool = False  # the training of the epoch has begun; a skipped epoch does not count
+    in_samples: str | None = None  # amount of the fit that is counted in samples: '60sp'
+
+    def count_epoch(self) -> None:
+        "Count an epoch, if its training has begun."
+        self.epochs += self.has_trained
+        self.has_trained = False
+
+    def count_batch(self, learn: LearnerLike) -> None:
+        "Count a training batch, its samples and its tokens, and its share of the fit."
+        learn.train_iter += 1
+        if learn.n_iter and learn.n_epoch:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
+        self.batches += 1
+        self.samples += sample_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
+            self.tokens += token_count(learn)
 
     def elapsed(self) -> float:
         "Return the seconds spent in fits, including the running fit, by this process's clock."
@@ -83,7 +110,7 @@ class Every:
         self.interval = interval
         self._passed: int | None = 0  # number of multiples up to the last check; None: not checked
 
-    def start(self, learn: LoopLike) -> None:
+    def start(self, learn: LearnerLike) -> None:
         "Count from a Learner's current time. In a fit, raise `TimeError` for an amount of tokens if none are counted."
         if learn.fitting:
             check_countable(learn, self.interval)
@@ -91,7 +118,7 @@ class Every:
 
     def is_due(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         ahead: int = 0,  # number of units that are about to finish
     ) -> bool:
         "Return True once per multiple, when it was reached since the last check."
@@ -100,7 +127,7 @@ class Every:
         self._passed = now
         return before is not None and now > before
 
-    def _count(self, learn: LoopLike, ahead: int) -> int:
+    def _count(self, learn: LearnerLike, ahead: int) -> int:
         unit = self.interval.unit
         position = learn.pct_train if unit == 'dur' else learn.finished(unit)
         return count_multiples(position + ahead, self.interval)
@@ -123,7 +150,23 @@ class Every:
         )
 
 
-def counts_tokens(learn: LoopLike) -> bool:
+def token_count(learn: LearnerLike) -> int:
+    "Return the number of tokens of a batch, from `token_func` or its `input_ids`, or 0 without these."
+    if learn.token_func is not None:
+        return int(learn.token_func(learn.xb, learn.yb))
+    ids = learn.xb[0].get('input_ids') if learn.xb and isinstance(learn.xb[0], Mapping) else None
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
+def sample_count(learn: LearnerLike) -> int:
+    "Return the number of samples of a batch, or 0 if it is unknown."
+    try:
+        return find_bs(learn.xb, learn.yb, learn.size_func)
+    except BatchError:
+        return 0
+
+
+def counts_tokens(learn: LearnerLike) -> bool:
     "Return True if the tokens of training batches can be counted."
     if learn.token_func is not None:
         return True
@@ -138,10 +181,10 @@ def counts_tokens(learn: LoopLike) -> bool:
     return isinstance(x, Mapping) and 'input_ids' in x
 
 
-def check_countable(learn: LoopLike, time: Time) -> None:
+def check_countable(learn: LearnerLike, time: Time) -> None:
     "Raise `TimeError` for an amount of tokens if tokens are not counted. Samples are checked at the first batch."
     if time.unit == 'sp':
-        learn.run.counts_samples = repr(str(time))
+        learn.counters.in_samples = repr(str(time))
     if time.unit != 'tok' or counts_tokens(learn):
         return
     raise TimeError(

@@ -4,35 +4,61 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from threading import RLock
 from types import FunctionType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.interrupts import allow_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
+    SET_BY_BASE,
     Callback,
+    declared,
     defined_on_class,
     get_own_handler,
     list_defined_events,
+    list_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
+from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import get_fastai_handler, is_fastai_callback
 from learnkit.engine.lint import lint
 
-__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
+__all__ = [
+    'CallbackSet',
+    'CallbackHost',
+    'ContextStack',
+    'HandlerTable',
+    'Entry',
+    'as_callback',
+    'as_list',
+    'list_running',
+]
+
+_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
+# callbacks that a Learner has by default
+_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    "What the handler tables know of a class of callbacks."
+
+    events: frozenset[str] | None  # events that it handles; None: to be asked for each
+    runs_first: tuple[str, ...]  # events in which it runs before all other callbacks
+    runs_last: tuple[str, ...]  # events in which it runs after all others
 
 
 class CallbackSet:
@@ -42,7 +68,7 @@ class CallbackSet:
     event that is being dispatched, and the truth value of a list is fast to test.
     """
 
-    def __init__(self, learn: LoopLike) -> None:
+    def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
@@ -52,6 +78,7 @@ class CallbackSet:
         self._order: list[Any] | None = None  # sorted callbacks; None: to be sorted
         # callbacks that make the loss a mean over samples; None: to be searched
         self.averaging: list[Any] | None = None
+        self.kinds: dict[type, Kind] = {}  # what is known of each class of callbacks
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
@@ -68,6 +95,7 @@ class CallbackSet:
     def refresh(self) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
+        self.kinds.clear()
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
@@ -168,22 +196,30 @@ class CallbackSet:
 
     def notify(
         self,
-        name: str,  # name of a method of `Callback`: 'on_added', 'on_evaluation' ...
-        cb: Any = None,  # the callback; None: every callback
+        name: str,  # name of an optional method: 'on_added', 'on_evaluation' ...
+        *args: Any,  # arguments of the method
+        to: Any = None,  # the callback; None: every callback
     ) -> None:
-        "Call a notification method of callbacks in the order of adding, also if they are switched off."
-        cbs = list(self.items) if cb is None else [cb]
-        for receiver in cbs:
-            if isinstance(receiver, Callback):
-                getattr(receiver, name)()
+        "Call a method of the callbacks that have it, in the order of adding, also if they are switched off."
+        for cb in list(self.items) if to is None else [to]:
+            method = declared(cb, name)
+            if method is not None:
+                method(*args)
 
     def average_samples(self) -> bool:
         "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
         if self.averaging is None:
-            self.averaging = [
-                cb for cb in self.items if getattr(type(cb), 'averages_samples', False)
-            ]
+            self.averaging = [cb for cb in self.items if declared(cb, 'averages_samples')]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
+
+    def describe(self, cls: type) -> Kind:
+        "Find the events that a class of callbacks handles."
+        kind = self.kinds[cls] = Kind(
+            None if not issubclass(cls, Callback) or takes_every_event(cls) else list_events(cls),
+            getattr(cls, 'runs_first', ()),
+            getattr(cls, 'runs_last', ()),
+        )
+        return kind
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -192,14 +228,22 @@ class CallbackSet:
         return self._order
 
 
-class CallbackHost:
+if TYPE_CHECKING:
+    Declared = LearnerLike  # the attributes of a Learner are declared there, once
+else:
+    Declared = object
+
+
+class CallbackHost(Declared):
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
-        self.callbacks = CallbackSet(cast(LoopLike, self))
+        # callback and event of the handler that is running, and the same of the handler around it
+        self.running: tuple[Any, str, Any] | None = None
+        self.callbacks = CallbackSet(cast(LearnerLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     @allow_interrupts
@@ -207,20 +251,45 @@ class CallbackHost:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:
             return self._call_all(event_name)
-        for handler, switch, cb in self.tables[self.training][event_name]:
-            if not switch:
-                continue
-            try:
-                handler()
-            except BaseException as e:
-                __tracebackhide__ = True  # set only here, so that it takes no time without an error
-                self.note_error(e, cb, event_name)
-                raise
+        entries = self.tables[self.training][event_name]
+        if not entries:
+            return
+        outer = self.running
+        try:
+            for handler, switch, cb in entries:
+                if switch:
+                    self.running = cb, event_name, outer
+                    handler()
+        except BaseException as e:
+            __tracebackhide__ = True  # set only here, so that it takes no time without an error
+            self.note_error(e, cb, event_name)
+            raise
+        finally:
+            self.running = outer
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else as_list(event_names)
         for name in names:
             self(str.__str__(canonical_event(name)))  # a member of a StrEnum is not exactly a str
+
+    def contexts(self, part: str) -> AbstractContextManager[Any]:
+        """Return the contexts of callbacks around a part of a batch, as one context.
+
+        `part` is 'forward' (from the model to the loss) or 'backward'.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner().to_bf16()
+        >>> with learn.contexts('forward'): print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
+        """
+        entries = self.tables[self.training][CONTEXTS[part]]
+        if not entries:
+            return NO_CONTEXT
+        if len(entries) > 1:
+            return ContextStack([make for make, switch, _ in entries if switch])
+        make, switch, _ = entries[0]
+        context = make() if switch else None
+        return NO_CONTEXT if context is None else context
 
     def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
@@ -323,6 +392,7 @@ class CallbackHost:
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
+        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -332,7 +402,7 @@ class CallbackHost:
         if not self._has_own_attribute(cb.name):
             setattr(self, cb.name, cb)
         self._open_for_use()
-        self.callbacks.notify('on_added', cb)
+        self.callbacks.notify('on_added', to=cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -343,7 +413,9 @@ class CallbackHost:
     def remove_cb(self, cb: Any) -> Self:
         """Remove a callback, or all instances of a class; it gets no further event.
 
-        A callback or class that the Learner does not have is ignored. Raises `CallbackError` for a name.
+        A callback or class that the Learner does not have is ignored. For `Callback` itself, the base of all, only
+        callbacks made from functions are removed. Warns if a callback of every Learner goes with its base class. Raises
+        `CallbackError` for a name.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -351,7 +423,7 @@ class CallbackHost:
         [TrainEvalCallback, Recorder]
         """
         if isinstance(cb, type):
-            return self.remove_cbs([o for o in self.callbacks if isinstance(o, cb)])
+            return self.remove_cbs(self._select_cbs([cb]))
         if isinstance(cb, str):
             raise CallbackError(
                 f'{cb!r} is a string: give a callback or its class, of those that are there: '
@@ -369,8 +441,26 @@ class CallbackHost:
             self._detach_cb(cb)
         return self
 
+    def _select_cbs(self, selectors: list[Any]) -> list[Any]:
+        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
+        classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
+        instances = [cb for cb in selectors if not isinstance(cb, type)]
+        found = []
+        for cb in self.callbacks:
+            is_given = type(cb) in selectors or contains_object(instances, cb)
+            if not is_given and isinstance(cb, classes):
+                if type(cb).__name__ in _DEFAULT_NAMES:
+                    warn_user(
+                        f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
+                        'give the class of the callback that is to go.'
+                    )
+                is_given = True
+            if is_given:
+                found.append(cb)
+        return found
+
     def _detach_cb(self, cb: Any) -> None:
-        self.callbacks.notify('on_removed', cb)
+        self.callbacks.notify('on_removed', to=cb)
         self.callbacks.discard(cb)
         cb.learn = None
         name = str(cb.name)
@@ -403,17 +493,13 @@ class CallbackHost:
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
-        selectors = as_list(cbs)
-        classes = tuple(cb for cb in selectors if isinstance(cb, type))
-        instances = [cb for cb in selectors if not isinstance(cb, type)]
-
-        def is_selected(cb: Callback) -> bool:
-            return isinstance(cb, classes) or contains_object(instances, cb)
-
+        selected = self._select_cbs(as_list(cbs))
         self._end_streams()
         switches = self.callbacks.switches
         removed = [
-            (i, cb, switches[id(cb)]) for i, cb in enumerate(self.callbacks) if is_selected(cb)
+            (i, cb, switches[id(cb)])
+            for i, cb in enumerate(self.callbacks)
+            if contains_object(selected, cb)
         ]
         for _, cb, _ in removed:
             self._detach_cb(cb)
@@ -437,6 +523,26 @@ class CallbackHost:
         self.callbacks.changed(cb, name)
 
 
+NO_CONTEXT = nullcontext()
+
+
+class ContextStack(ExitStack):
+    "Context manager that creates and enters several contexts in order."
+
+    def __init__(self, factories: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._factories = factories
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            for create in self._factories:
+                context = create()
+                if context is not None:
+                    entered.enter_context(context)
+            self.push(entered.pop_all())
+        return self
+
+
 class HandlerTable(dict[str, list[Entry]]):
     "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
 
@@ -447,31 +553,48 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
-        switches = self.callbacks.switches
-        handlers = [(self._get_handler(cb, event), cb) for cb in self.callbacks.list_ordered()]
-        entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
-        entries.sort(key=lambda entry: _place_in_event(entry[2], event))
-        self[name] = entries
-        return entries
+        callbacks = self.callbacks
+        found: list[tuple[int, Entry]] = []
+        spellings = event, _ALIAS_OF.get(event)
+        for cb in callbacks.list_ordered():
+            kind = callbacks.kinds.get(type(cb)) or callbacks.describe(type(cb))
+            is_own = not vars(cb).keys().isdisjoint(spellings)
+            if kind.events is not None and event not in kind.events and not is_own:
+                continue
+            handler = self._get_handler(cb, event)
+            if handler:
+                place = (event in kind.runs_last) - (event in kind.runs_first)
+                found.append((place, (handler, callbacks.switches[id(cb)], cb)))
+        if any(place for place, _ in found):
+            found.sort(key=itemgetter(0))
+        self[name] = [entry for _, entry in found]
+        return self[name]
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
         if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
             return get_fastai_handler(cb, name) if is_event else None
         handler: Callable[[], Any] | None
-        if is_event and takes_every_event(cb):
+        if is_event and takes_every_event(type(cb)):
             handler = partial(cb, name)
         else:
             handler = get_own_handler(cb, name)
-            skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
+            skips_rank = (
+                declared(cb, 'first_process_only') and not self.callbacks.learn.world.is_first
+            )
             if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
 
 
-def _place_in_event(cb: Any, event: str) -> int:
-    "Return -1 for a callback that runs first in an event, 1 for one that runs last, and 0 for others."
-    return (event in getattr(cb, 'runs_last', ())) - (event in getattr(cb, 'runs_first', ()))
+def list_running(learn: LearnerLike) -> list[tuple[Any, str]]:
+    "Return the callbacks whose handlers are running, with their events, innermost first."
+    found = []
+    entry = learn.running
+    while entry is not None:
+        cb, event_name, entry = entry
+        found.append((cb, event_name))
+    return found
 
 
 def contains_object(items: Iterable[Any], o: object) -> bool:
@@ -479,10 +602,32 @@ def contains_object(items: Iterable[Any], o: object) -> bool:
     return any(item is o for item in items)
 
 
-def takes_every_event(cb: Any) -> bool:
-    "Return True if a callback overrides `run_event` or `__call__`."
-    cls = type(cb)
+def takes_every_event(
+    cls: Any,  # class of a callback
+) -> bool:
+    "Return True if a class of callbacks overrides `run_event` or `__call__`."
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
+
+
+def complete_attributes(cb: Any) -> None:
+    """Set what a constructor of this package sets by default, if a subclass has not called it.
+
+    Raises `CallbackError` if the constructor has no default for an argument.
+    """
+    cls = type(cb)
+    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
+        return
+    if base.__init__ is Callback.__init__:
+        return
+    own = dict(vars(cb))
+    try:
+        base.__init__(cb)
+    except TypeError as e:
+        raise CallbackError(
+            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
+        ) from e
+    vars(cb).update(own)
 
 
 def as_callback(cb: Any) -> Callback:
@@ -514,35 +659,55 @@ def as_callback(cb: Any) -> Callback:
 def sort_callbacks(cbs: list[Any]) -> list[Any]:
     """Sort callbacks by `order`; with equal `order`, by `run_before` and `run_after`, then by index.
 
-    Raises `OrderError` if `run_before` and `run_after` contradict `order` or form a cycle.
+    An `order` that neither the class nor the instance sets follows from `run_before` and `run_after`. Raises
+    `OrderError` if these contradict `order` or form a cycle.
     """
     if not any(getattr(cb, 'run_before', ()) or getattr(cb, 'run_after', ()) for cb in cbs):
         return sorted(cbs, key=attrgetter('order'))
     predecessors = _find_predecessors(cbs)
+    orders = _find_orders(cbs, predecessors)
     for i, indices in predecessors.items():
         for j in indices:
-            if cbs[j].order > cbs[i].order:
+            if orders[j] > orders[i]:
                 raise OrderError(
-                    f'{cbs[j]!r} (order {cbs[j].order}) must run before {cbs[i]!r} (order {cbs[i].order}) '
+                    f'{cbs[j]!r} (order {orders[j]}) must run before {cbs[i]!r} (order {orders[i]}) '
                     'by run_before or run_after, but after it by `order`. Change one of the two.'
                 )
     sorter = TopologicalSorter(predecessors)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
+    res = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, (orders[i], i))
+        _, first = heapq.heappop(ready)
+        res.append(cbs[first])
+        sorter.done(first)
+    return res
+
+
+def _find_orders(cbs: list[Any], predecessors: dict[int, set[int]]) -> list[int]:
+    "Return the `order` of each callback; one that nobody wrote is moved by its neighbors' order."
     try:
-        sorter.prepare()
+        indices = list(TopologicalSorter(predecessors).static_order())
     except CycleError as e:
         cycle = ', '.join(repr(cbs[i]) for i in sorted(set(e.args[1])))
         raise OrderError(
             f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
         ) from None
-    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
-    res = []
-    while sorter.is_active():
-        for i in sorter.get_ready():
-            heapq.heappush(ready, (cbs[i].order, i))
-        _, first = heapq.heappop(ready)
-        res.append(cbs[first])
-        sorter.done(first)
-    return res
+    orders = [cb.order for cb in cbs]
+    movable = [i for i in indices if not _has_written_order(cbs[i])]
+    for i in movable:
+        orders[i] = max([orders[i], *(orders[j] for j in predecessors[i])])
+    for i in reversed(movable):
+        orders[i] = min([orders[i], *(orders[j] for j in indices if i in predecessors[j])])
+    return orders
+
+
+def _has_written_order(cb: Any) -> bool:
+    "Return True if an instance or a class other than `Callback` sets `order`."
+    classes = [cls for cls in type(cb).__mro__ if cls.__name__ != 'Callback']
+    return 'order' in getattr(cb, '__dict__', {}) or any('order' in vars(cls) for cls in classes)
 
 
 def _find_predecessors(cbs: list[Any]) -> dict[int, set[int]]:
@@ -592,6 +757,6 @@ def _get_code_ids(cls: type) -> set[int]:
     return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
 
 
-def format_place(learn: LoopLike) -> str:
+def format_place(learn: LearnerLike) -> str:
     "Return the current epoch and batch as a string: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

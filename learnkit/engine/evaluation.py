@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from learnkit.core.errors import TimeError
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, count_crossings
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.advice import explain_error
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import check_countable
+from learnkit.engine.passes import ends_iteration
+from learnkit.engine.run import preserved_state
 
-__all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs']
+__all__ = ['EvaluationSchedule', 'EvaluateWithinEpochs', 'evaluate_within_epoch']
 
 AT_EPOCH_ENDS = ('ep', 'iter')  # units of intervals that end with an epoch
 
@@ -25,8 +30,20 @@ class EvaluationSchedule:
         self.evaluated: dict[str, Timestamp] = {}  # when each loader was last due in this fit
         self.evaluated_before: dict[str, Timestamp] = {}  # the same before the last `list_due`
         self.fit_began = Timestamp()
+        self.running = False  # True from before_eval to after_eval
 
-    def every_of(self, learn: LoopLike, name: str) -> Time | None:
+    @contextmanager
+    def opened(self, learn: LearnerLike) -> Iterator[None]:
+        "Mark an evaluation as running within a context."
+        learn.callbacks.notify('on_evaluation')
+        outer = self.running  # True if a callback starts this evaluation in another one
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = outer
+
+    def every_of(self, learn: LearnerLike, name: str) -> Time | None:
         "Return the interval of a loader, or None for never."
         evaluator = getattr(learn.dls, 'evaluators', {}).get(name)
         if evaluator is None or evaluator.every == 'fit':
@@ -34,7 +51,7 @@ class EvaluationSchedule:
         interval: Time | None = evaluator.every
         return interval
 
-    def begin(self, learn: LoopLike, per_iteration: int | None) -> list[Callback]:
+    def begin(self, learn: LearnerLike, per_iteration: int | None) -> list[Callback]:
         """Start the intervals, and return the callback that evaluates within epochs, if one is needed.
 
         Raises `TimeError` for an interval that cannot be counted.
@@ -54,7 +71,7 @@ class EvaluationSchedule:
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 
-    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: LearnerLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         """Return the validation loaders that are due now, with their names.
 
         At the end of the last epoch, every loader is due that was not evaluated with the final weights.
@@ -62,14 +79,14 @@ class EvaluationSchedule:
         now = learn.time
         if at_epoch_end:  # the counters do not include this epoch yet
             share = (learn.epoch + 1) / learn.n_epoch if learn.n_epoch else now.dur
-            ends_iteration = learn.ends_iteration()
-            now = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration, dur=share)
+            ends = ends_iteration(learn)
+            now = now.replace(ep=now.ep + 1, iter=now.iter + ends, dur=share)
         is_last = at_epoch_end and (learn.run.stopping or learn.epoch + 1 == learn.n_epoch)
         self.evaluated_before = dict(self.evaluated)
         loaders = evaluation_loaders(learn.dls)
         return [(name, dl) for name, dl in loaders if self._is_due(learn, name, now, is_last)]
 
-    def _is_due(self, learn: LoopLike, name: str, now: Timestamp, is_last: bool) -> bool:
+    def _is_due(self, learn: LearnerLike, name: str, now: Timestamp, is_last: bool) -> bool:
         every = self.every_of(learn, name)
         last = self.evaluated.get(name, self.fit_began)
         if every is None:
@@ -114,4 +131,17 @@ class EvaluateWithinEpochs(Callback):
         learn = self.learn
         due = learn.evaluations.list_due(learn, at_epoch_end=False)
         if due:
-            learn.evaluate_within_epoch(due)
+            evaluate_within_epoch(learn, due)
+
+
+def evaluate_within_epoch(learn: LearnerLike, loaders: list[tuple[str, Any]]) -> None:
+    "Evaluate between two training batches, and restore the state that the evaluation changes."
+    with preserved_state(learn):
+        try:
+            learn.do_evaluation(loaders)
+        except BaseException as e:
+            learn.callbacks.notify('on_run_failed')
+            error = explain_error(learn, e)
+            if error is not e:
+                raise error from e
+            raise

@@ -85,7 +85,12 @@ LIFECYCLE = tuple(
             'FIT_START',
             'counters are zero, the model is on its device; `fitting` is False in validate()',
         ),
-        (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
+        (
+            1,
+            '[for each iteration, when set]',
+            '',
+            'an iteration is a number of whole epochs; one that is not finished has no end',
+        ),
         (
             1,
             'before_iteration',
@@ -146,7 +151,7 @@ LIFECYCLE = tuple(
         (6, 'after_cancel_step', '', 'CancelStepException was raised'),
         (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
         (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-        (4, 'after_batch', 'BATCH_END', 'counters are advanced by TrainEvalCallback (order -10)'),
+        (4, 'after_batch', 'BATCH_END', 'counters are advanced'),
         (
             4,
             'batch_checkpoint',
@@ -174,7 +179,12 @@ LIFECYCLE = tuple(
         (4, 'after_validate', 'EVAL_END', 'metrics are computed'),
         (3, 'after_eval', 'EVAL_AFTER_ALL, EVAL_STANDALONE_END', 'evaluation is over'),
         (2, 'after_cancel_epoch', '', 'CancelEpochException was raised'),
-        (2, 'after_epoch', '', 'the epoch is over; the Recorder (order 50) adds its row'),
+        (
+            2,
+            'after_epoch',
+            '',
+            'the epoch is over; the Recorder (order 50) adds its row, if it has trained, evaluated or logged anything',
+        ),
         (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a checkpoint can be written'),
         (1, 'after_iteration', 'ITERATION_END', 'the last epoch of an iteration is over'),
         (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a checkpoint can be written'),

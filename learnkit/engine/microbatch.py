@@ -1,7 +1,8 @@
-"""Microbatches: weight of each in the loss of its batch, and the size that fits into memory."""
+"""Microbatches: train on a batch in parts, whose weighted gradients add up to the batch's gradient."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -10,12 +11,116 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from learnkit.core.batch import count_samples
-from learnkit.core.errors import add_note
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.errors import (
+    CancelBackwardException,
+    CancelBatchException,
+    CancelStepException,
+    add_note,
+)
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
+from learnkit.engine.run import clear_pass, release_loss
 
-__all__ = ['restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
+__all__ = ['Microbatches', 'restore_gradients', 'weigh', 'weighted_loss']
+
+
+class Microbatches:
+    """Training on a batch in parts of at most `learn.microbatch` samples.
+
+    Takes the seam `batch` in a fit of a Learner with `microbatch`. A size of 'auto' is halved until
+    a part fits into memory.
+    """
+
+    def __init__(self) -> None:
+        self.index = 0  # number of the current microbatch
+        self.is_last = True  # whether the current microbatch is the last of its batch
+        self.share: Any = 1.0  # weight of the microbatch in the loss of its batch
+        self.fitting_size: int | None = None  # size that fits into memory
+
+    def __call__(self, learn: LearnerLike) -> None:
+        "Train on the current batch."
+        pending = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
+        try:
+            if learn.microbatch == 'auto':
+                self.run_within_memory(learn, pending)
+            else:
+                self.run(learn, learn.microbatch)
+        except CancelBatchException:  # the gradient of a part of the batch is useless
+            restore_gradients(learn, pending)
+            learn.__dict__.pop('loss_grad', None)
+            raise
+        learn._with_events(learn._step, 'step', CancelStepException)
+        learn.opt.zero_grad()
+
+    def run(
+        self,
+        learn: LearnerLike,
+        size: Any,  # number of samples, or 'auto'
+    ) -> None:
+        "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
+        if size == 'auto':
+            n = count_samples(learn)
+            size = min(self.fitting_size or n, n)
+        xb = learn.xb
+        yb = learn.yb
+        weights = None
+        parts = learn.strategy.split(learn, xb, yb, size)
+        if not learn.loss_weights.is_sum(learn):
+            weights = [learn.loss_weights.weigh_batch(learn, *part) for part in parts]
+        losses = []
+        try:
+            for i, part in enumerate(parts):
+                learn.xb, learn.yb = part
+                self.index = i
+                self.is_last = i + 1 == len(parts)
+                clear_pass(learn)
+                learn._do_pred_loss()
+                self.share = weigh(weights and weights[i], weights, learn.loss.dtype)
+                losses.append(weighted_loss(learn.loss.detach(), self.share))
+                backward = partial(self._backward, learn)
+                learn._with_events(backward, 'backward', CancelBackwardException)
+                release_loss(learn)
+        finally:
+            learn.xb = xb
+            learn.yb = yb
+            self.is_last = True
+            self.share = 1.0
+        learn.loss = sum(losses[1:], losses[0])
+
+    def _backward(self, learn: LearnerLike) -> None:
+        "Run backward on the weighted loss; the weight also applies to terms that callbacks added."
+        learn.loss_grad = learn.loss_grad * self.share
+        learn._backward()
+
+    def run_within_memory(self, learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+        "Run on the whole batch. Out of memory, restore the state before the batch and halve the size."
+        rng = capture_rng()
+        buffers = copy_buffers(learn.model)
+        bs = count_samples(learn)
+        tried = []
+        while True:
+            size = min(self.fitting_size or bs, bs)
+            try:
+                self.run(learn, size)
+                return
+            except RuntimeError as e:
+                tried.append(size)
+                if not is_out_of_memory(e):
+                    raise
+                if size == 1:
+                    sizes = ', '.join(map(str, tried))
+                    add_note(e, f"microbatch='auto': not even one sample fits; tried {sizes}")
+                    raise
+            # outside of `except`, where the frames that hold the failed pass's tensors are released
+            restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])
+            clear_pass(learn)
+            restore_buffers(buffers)
+            restore_rng(rng)
+            if learn.batch_device is not None and learn.batch_device.type == 'cuda':
+                torch.cuda.empty_cache()
+            self.fitting_size = (size + 1) // 2
+            warn_of_batch_norm(learn)
 
 
 def weigh(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
@@ -47,51 +152,18 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     return loss * share if share else torch.zeros_like(loss)
 
 
-# -- size that fits into memory --------------------------------------------------------------------
-
-
-def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
-    "Train on the whole batch. Out of memory, restore the state before the batch and halve the microbatch size."
-    rng = capture_rng()
-    buffers = copy_buffers(learn.model)
-    bs = count_samples(learn)
-    tried = []
-    while True:
-        size = min(learn.auto_microbatch or bs, bs)
-        try:
-            learn.run_microbatches(size)
-            return
-        except RuntimeError as e:
-            tried.append(size)
-            if not is_out_of_memory(e):
-                raise
-            if size == 1:
-                sizes = ', '.join(map(str, tried))
-                add_note(e, f"microbatch='auto': not even one sample fits; tried {sizes}")
-                raise
-        # outside of `except`, where the frames that hold the failed pass's tensors are released
-        restore_gradients(learn, [(p, grad.clone()) for p, grad in pending])
-        learn.clear_pass()
-        restore_buffers(buffers)
-        restore_rng(rng)
-        if learn.run.device is not None and learn.run.device.type == 'cuda':
-            torch.cuda.empty_cache()
-        learn.auto_microbatch = (size + 1) // 2
-        warn_of_batch_norm(learn)
-
-
-def warn_of_batch_norm(learn: LoopLike) -> None:
+def warn_of_batch_norm(learn: LearnerLike) -> None:
     "Warn if the model has batch norm layers, which normalize each microbatch separately."
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         warn(
-            f"microbatch='auto': memory holds {learn.auto_microbatch} samples at a time. Batch norm "
+            f"microbatch='auto': memory holds {learn.microbatches.fitting_size} samples at a time. Batch norm "
             'layers see each microbatch on its own, so that the training differs from one with whole '
             'batches.',
             stacklevel=2,
         )
 
 
-def restore_gradients(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+def restore_gradients(learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Restore the gradients from before a batch."
     learn.opt.zero_grad()
     for p, grad in pending:

@@ -36,6 +36,7 @@ from learnkit.optim.wrapper import OptimWrapper
 __all__ = [
     'cover_params',
     'create_opt',
+    'find_default_lr',
     'warn_of_late_params',
     'freeze',
     'freeze_to',
@@ -199,6 +200,15 @@ def set_exemptions(
         opt.spare_from_decay(p for m in list_modules(learn) for p in norm_bias_params(m))
     norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else []
     opt.always_trained = set(norms)
+
+
+def find_default_lr(opt_func: Any, fallback: float) -> float:
+    "Return the default learning rate of an optimizer class; `fallback` for functions and ready optimizers."
+    maker = unwrap_partial(opt_func)
+    if not isinstance(maker, type) or not issubclass(maker, torch.optim.Optimizer):
+        return fallback
+    default = inspect.signature(maker).parameters.get('lr')
+    return default.default if default and isinstance(default.default, (int, float)) else fallback
 
 
 def call_opt_func(learn: LearnerLike) -> Any:

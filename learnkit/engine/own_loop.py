@@ -22,9 +22,10 @@ itself is checked in its first batches, and a warning names the callbacks that h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,23 +42,36 @@ from learnkit.core.errors import (
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
-from learnkit.engine.callback import Callback
+from learnkit.engine.callback import Callback, declared
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS
-from learnkit.engine.loop import Loop, list_overrides
-from learnkit.engine.run import OptimizeCall
+from learnkit.engine.loop import Loop
+from learnkit.engine.loss import loss_of, total_loss
+from learnkit.engine.run import clear_pass
 
 __all__ = [
     'forward',
     'compute_loss',
     'optimize',
     'report_loss',
-    'repeat_optimize_call',
+    'OptimizeCall',
+    'OwnLoop',
+    'list_overrides',
     'EventCheck',
     'replaces_batch',
     'make_repeat_error',
 ]
 
+# methods of a training batch, outermost first; an override may skip events
+BATCH_METHODS = (
+    '_do_one_batch',
+    'train_batch',
+    '_do_pred_loss',
+    '_do_grad_opt',
+    '_backward',
+    '_step',
+    '_with_events',
+)
 # events and contexts of a training batch, each with the event that proves that this part of the batch ran
 PROVING_EVENT = {
     'before_pred': 'before_pred',
@@ -69,6 +83,50 @@ PROVING_EVENT = {
     'after_step': 'before_step',
     **{name: name for name in CONTEXTS.values()},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeCall:
+    "Arguments of the current `optimize` call."
+
+    only: str | None = None  # optimizer that steps; None: all of them
+    compute: Callable[[], Any] | None = None  # computes the loss; None: a tensor was given
+    retain_graph: bool = False
+
+
+class OwnLoop:
+    "State of the calls of `forward` and `optimize` in a batch."
+
+    def __init__(self) -> None:
+        self.call: OptimizeCall | None = None  # current call of `optimize`
+        self.calls_modules = False  # `forward` calls modules directly, without their wrapper
+        self.loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
+        self.n_losses = 0  # number of these losses
+
+    @contextmanager
+    def opened(self, learn: LearnerLike, call: OptimizeCall) -> Iterator[None]:
+        "Set the current `optimize` call, and the optimizer that it steps, within a context."
+        before = self.call, learn.turn
+        self.call = call
+        learn.turn = call.only
+        try:
+            yield
+        finally:
+            self.call, learn.turn = before
+
+    def count_loss(self, loss: Tensor) -> None:
+        "Add a loss to the sum of the losses of the batch."
+        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+        self.n_losses += 1
+
+    def repeat(self, learn: LearnerLike) -> None:
+        "Compute the loss of the current `optimize` call again, with the backward pass."
+        assert self.call is not None  # checked by the caller
+        if self.call.compute is None:
+            raise make_repeat_error('A second pass')
+        clear_pass(learn)
+        learn.report_loss(self.call.compute())
+        learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
 
 
 def forward(learn: LearnerLike, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +153,7 @@ def compute_loss(learn: LearnerLike, pred: Any, *targets: Any) -> Any:
             '`loss_func=`, or compute the loss yourself.'
         )
     with _bypass_wrappers(learn), learn.contexts('forward'):
-        return learn.loss_func(pred, *targets) if targets else learn.loss_of(pred)
+        return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
 
 
 def optimize(
@@ -119,52 +177,36 @@ def optimize(
             f'{learn.opt!r} evaluates the loss several times a step: give optimize() a function '
             'that computes it, `self.optimize(lambda: ...)`.'
         )
+    own = learn.own_loop
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
-        learn.optimized_loss_sum = None
-        learn.n_optimized_losses = 0
-    with learn.open_optimize_call(call):
+        own.loss_sum = None
+        own.n_losses = 0
+    with own.opened(learn, call):
         learn.report_loss(value if compute is None else compute())
-        _count_loss(learn)
+        own.count_loss(learn.loss.detach())
         stepped = _backward_and_step(learn)
-    if learn.n_optimized_losses > 1:
-        learn.loss = cast(Tensor, learn.optimized_loss_sum) / learn.n_optimized_losses
+    if own.n_losses > 1:
+        learn.loss = own.loss_sum / own.n_losses
     return stepped
 
 
 def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None:
     "Set the loss of the batch, and fire `after_loss`."
-    total: Tensor = loss if isinstance(loss, Tensor) else learn.total_loss(loss)
+    total: Tensor = loss if isinstance(loss, Tensor) else total_loss(learn, loss)
     learn.loss_grad = total
     learn.loss = total.clone()
     learn('after_loss')
 
 
-def repeat_optimize_call(learn: LearnerLike) -> None:
-    "Compute the loss of the current `optimize` call again, with the backward pass."
-    if learn.run.optimize_call.compute is None:
-        raise make_repeat_error('A second pass')
-    learn.clear_pass()
-    learn.report_loss(learn.run.optimize_call.compute())
-    learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
-
-
 @contextmanager
 def _bypass_wrappers(learn: LearnerLike) -> Iterator[None]:
     "Return a context in which modules are called directly, without a wrapper around the model."
-    outer = learn.run.calls_modules
-    learn.run.calls_modules = True
+    outer = learn.own_loop.calls_modules
+    learn.own_loop.calls_modules = True
     try:
         yield
     finally:
-        learn.run.calls_modules = outer
-
-
-def _count_loss(learn: LearnerLike) -> None:
-    "Add the loss to the sum of the losses of the batch."
-    total = learn.optimized_loss_sum
-    loss = learn.loss.detach()
-    learn.optimized_loss_sum = loss if total is None else total + loss
-    learn.n_optimized_losses += 1
+        learn.own_loop.calls_modules = outer
 
 
 def _backward_and_step(learn: LearnerLike) -> bool:
@@ -181,15 +223,10 @@ def _backward_and_step(learn: LearnerLike) -> bool:
 
 def _backward_of_call(learn: LearnerLike) -> None:
     "Run the backward pass of the current `optimize` call; parameters of other optimizers keep their gradients."
-    learn.run.retains_graph = learn.run.optimize_call.retain_graph
-    try:
-        if learn.turn is None:
-            learn._backward()
-        else:
-            with preserve_other_grads(learn.opt, learn.turn):
-                learn._backward()
-    finally:
-        learn.run.retains_graph = None
+    options = {'retain_graph': True} if learn.own_loop.call.retain_graph else {}
+    others = nullcontext() if learn.turn is None else preserve_other_grads(learn.opt, learn.turn)
+    with others:
+        learn._backward(**options)
 
 
 def make_repeat_error(caller: str) -> LossError:
@@ -217,15 +254,14 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
 # -- callbacks that have no effect in a custom loop ------------------------------------------------
 
 
+def list_overrides(learn: LearnerLike) -> list[str]:
+    "Return the names in `BATCH_METHODS` that the class of a Learner overrides."
+    return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
+
+
 def replaces_batch(learn: LearnerLike) -> bool:
-    "Return True if an override of `_do_one_batch` does not call the loop's own passes."
-    method = type(learn)._do_one_batch
-    called = set(getattr(getattr(method, '__code__', None), 'co_names', ()))
-    return method is not Loop._do_one_batch and not called & {
-        '_do_one_batch',
-        '_do_pred_loss',
-        'train_batch',
-    }
+    "Return True if `_do_one_batch` is overridden: its passes cannot be run again."
+    return type(learn)._do_one_batch is not Loop._do_one_batch
 
 
 class RecordingTable(HandlerTable):
@@ -262,10 +298,7 @@ class EventCheck(Callback):
     def before_fit(self) -> None:
         "Raise `OptimizerError` for an optimizer with a closure, if the loop cannot repeat its passes."
         learn = self.learn
-        can_repeat = any(
-            getattr(type(learn), name) is not getattr(Loop, name)
-            for name in ('repeat_passes', '_step')
-        )
+        can_repeat = type(learn)._step is not Loop._step
         if learn.fitting and learn.opt.needs_closure and replaces_batch(learn) and not can_repeat:
             raise OptimizerError(
                 f'{learn.opt!r} evaluates the loss several times a step, and the `_do_one_batch` '
@@ -345,4 +378,4 @@ class EventCheck(Callback):
 
 def waits_for_events(cb: Any) -> bool:
     "Return True for a callback that has no effect if its events do not fire."
-    return getattr(cb, 'needs_events', True) and not takes_every_event(cb)
+    return declared(cb, 'needs_events', True) and not takes_every_event(type(cb))

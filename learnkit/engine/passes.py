@@ -1,53 +1,239 @@
-"""Passes of a fit over its training loader, with the position in the current pass."""
+"""Epochs of a fit and batches of its loaders: from the start, or with the position that checkpoints need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
 
-from learnkit.core.learner_type import LoopLike
-from learnkit.data.dataloaders import n_batches
+from learnkit.core.errors import EmptyLoaderError, add_note
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.validation import warn_user
+from learnkit.data.dataloaders import epoch_length, n_batches
 from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
+from learnkit.data.torch_loader import end_workers, forget_workers
+from learnkit.engine.dispatch import format_place
+from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
-__all__ = ['TrainingPasses', 'Stream']
+__all__ = ['Source', 'TrainingPasses', 'Stream', 'end_iteration', 'ends_iteration']
 
 _END = object()  # marks the end of a loader, as the default of `next`
 
 
-class TrainingPasses:
-    """Passes over a training loader, and the position in the current pass for checkpoints.
+class Source:
+    "Epochs of a fit, and batches of a loader from its first one on: the loop's own `source`."
 
-    Each epoch is a pass, except when `n_iter` cuts a loader without a length into epochs: these
-    epochs share one pass, a `Stream`.
+    def epochs(self, learn: LearnerLike) -> Iterator[int]:
+        "Yield the numbers of the epochs, until the fit is stopped."
+        epochs = count() if learn.n_epoch is None else range(learn.n_epoch)
+        for epoch in epochs:
+            yield epoch
+            if learn.run.stopping:
+                return
+
+    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+        "Begin a pass over `learn.dl`: set `n_iter`, and return the numbers of the batches and the batches."
+        device = learn.batch_device
+        assert device is not None  # `draw_batches` has set it
+        return set_length(learn), draw(learn, read_ahead(learn.dl, device))
+
+    def end(self, learn: LearnerLike) -> None:
+        "End the pass, whether or not its loader is exhausted."
+
+    def end_training(self, learn: LearnerLike) -> None:
+        "End the training of an epoch; its evaluation is next."
+
+
+def set_length(learn: LearnerLike, first: int = 0) -> Iterable[int]:
+    "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
+    learn.n_iter, limit = epoch_length(learn.dls, learn.dl)
+    return count(first) if limit is None else range(first, limit)
+
+
+def draw(learn: LearnerLike, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, and count the training steps until the next one that is timed.
+
+    Raises `EmptyLoaderError` for a loader without batches, and warns of one that ends too early. If
+    the loader fails, its workers are ended.
+    """
+    timings = learn.timings if learn.training else None
+    learn.advice.is_watching = True
+    try:
+        for batch in batches:
+            yield batch
+            if timings is not None:
+                timings.steps_left -= 1
+                if timings.steps_left <= 0:
+                    timings.switch(learn)
+    except Exception as e:
+        add_note(e, f'in {learn.phase} ({format_place(learn)})')
+        end_workers(batches)
+        forget_workers(learn.dl)
+        learn.callbacks.notify('on_draw_failed')
+        raise
+    finally:
+        del batches  # or else a traceback keeps its worker processes running
+    check_drawn(learn, learn.iter)
+
+
+def check_drawn(learn: LearnerLike, n: int) -> None:
+    "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if it gave fewer than its length."
+    if not n:
+        hint = ''
+        if isinstance(learn.dl, Iterator):
+            hint = ' It is an iterator, used up after one pass: give a loader that starts again each time.'
+        raise EmptyLoaderError(
+            f'The {learn.dl_name} loader ({type(learn.dl).__name__}) gave no batch.{hint}'
+        )
+    if learn.n_iter is not None and n < learn.n_iter:
+        warn_user(
+            f'The {learn.dl_name} loader ended after {n} of its {learn.n_iter} batches. Its '
+            'length is wrong, or a StopIteration was raised inside the data set, which looks '
+            'like the end.'
+        )
+
+
+# -- iterations ------------------------------------------------------------------------------------
+
+
+def ends_iteration(learn: LearnerLike) -> bool:
+    "Return True if the current epoch is the last epoch of an iteration, and was not cut."
+    per_iteration = learn.epochs_per_iteration
+    if per_iteration is None or learn.passes.is_cut:
+        return False
+    return (learn.epoch + 1) % per_iteration == 0
+
+
+def end_iteration(learn: LearnerLike) -> None:
+    "Count an iteration, and fire the events at its end."
+    learn.counters.iterations += 1
+    learn('after_iteration')
+    learn('iteration_checkpoint')
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+class TrainingPasses(Source):
+    """Epochs of a fit and passes over its training loader, with the position in the current pass for checkpoints.
+
+    Takes the seam `source` in every fit of a Learner. Each epoch is a pass, except when `n_iter` cuts
+    a loader without a length into epochs: these epochs share one pass, a `Stream`. A fit with a budget
+    that ends within a pass leaves the rest of the batches to the next fit with a budget.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None  # position in the current pass
         self.stream: Stream | None = None  # pass that all epochs share
         self.n_drawn = 0  # number of batches that the last pass has drawn
+        self.is_cut = False  # True if the fit was stopped within the last pass
+        self.rest: Iterator[Any] | None = None  # batches of a pass that a budget has cut
+        self._current: Iterator[Any] | None = None  # batches of the open pass
 
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the current pass, whose iterator cannot be copied."
-        return {**self.__dict__, 'position': None, 'stream': None}
+        return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
 
-    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
+    def epochs(self, learn: LearnerLike) -> Iterator[int]:
+        "Yield the numbers of the epochs, and fire the events of iterations around them."
+        epochs = count() if learn.n_epoch is None else range(learn.n_epoch)
+        return self.iterate(learn, epochs)
+
+    def iterate(self, learn: LearnerLike, epochs: Iterable[int]) -> Iterator[int]:
+        "Yield the given epochs, until the fit is stopped."
+        per_iteration = learn.epochs_per_iteration
+        for epoch in epochs:
+            learn.epoch = epoch
+            if per_iteration and (epoch % per_iteration == 0 or learn.resumed):
+                learn('before_iteration')
+            yield epoch
+            if ends_iteration(learn):
+                end_iteration(learn)
+            if learn.run.stopping:
+                return
+
+    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+        "Begin a pass over `learn.dl`, with its position if it is a pass of the training."
+        if not (learn.training and learn.fitting):
+            return super().batches(learn)
+        self.prepare(learn)
+        first, batches = self._begin(learn)
+        return set_length(learn, first), draw(learn, batches)
+
+    def _begin(self, learn: LearnerLike) -> tuple[int, Iterator[Any]]:
+        "Return the number of the next batch, and the batches of the next epoch or of the pass that a budget has cut."
+        rest = self._take_rest(learn)
+        if rest is not None:
+            self._current = rest
+            return self.n_drawn, rest
+        return 0, self.open(learn)
+
+    def _take_rest(self, learn: LearnerLike) -> Iterator[Any] | None:
+        "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
+        rest = self.rest
+        self.rest = None
+        if rest is None or self.position is None:
+            return None
+        dl = learn.dl
+        if learn.n_epoch is not None or self.position.dl is not dl:
+            self.position = None
+            return None
+        if getattr(dl, 'persistent_workers', False):
+            # the workers may have served another pass in between
+            self.resume(learn.dls, self.position.state_dict(self.n_drawn))
+            rest = self.open(learn, continued=True)
+        first = next(rest, _END)
+        return None if first is _END else chain([first], rest)
+
+    def prepare(self, learn: LearnerLike) -> None:
+        "Prepare the optimizer: callbacks may have unfrozen or replaced parameters in `before_train`."
+        cover_params(learn)
+        learn.opt.train()
+
+    def end(self, learn: LearnerLike) -> None:
+        "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
+        batches = self._current
+        self._current = None
+        if learn.training:
+            stopping = learn.run.stopping
+            self.n_drawn = learn.iter + 1
+            self.is_cut = stopping and self.n_drawn != learn.n_iter
+            self.rest = batches if stopping and learn.n_epoch is None else None
+            learn.timings.stop(learn)
+        if learn.training and learn.fitting:
+            warn_of_late_params(learn)
+
+    def close(self) -> None:
+        "Release the position of the last pass, unless a budget has cut the pass."
+        self.is_cut = False
+        if self.rest is None:
+            self.position = None
+
+    def forget(self) -> None:
+        "Release all iterators, which an error may have ended."
+        self.stream = self.rest = self.position = self._current = None
+
+    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl = learn.dl
-        device = learn.run.device
+        device = learn.batch_device
+        assert device is not None  # `draw_batches` has set it
         if is_stream(learn.dls):
             if self.stream is None or self.stream.dl is not dl:
                 self.stream = Stream(dl)
             self.stream.device = device
+            self._current = self.stream
             return self.stream
         if self.position is None or not continued:
             self.position = self._next_position(dl)
         # only handlers of this event run between the start of the pass and its first batch
         begin = partial(self.position.begin, bool(learn.tables[True]['before_draw']))
-        return read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
+        self._current = read_ahead(dl, device, begin) if device.type == 'cuda' else begin()
+        return self._current
 
     def _next_position(self, dl: Any) -> LoaderPosition:
         "Return the position of the start of the next epoch."
@@ -60,6 +246,7 @@ class TrainingPasses:
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Start the next pass at the position of a checkpoint."
+        self.rest = None
         if position is None:
             return
         resumed = LoaderPosition.resume(dls.train, position)
@@ -68,7 +255,7 @@ class TrainingPasses:
         else:
             self.position = resumed
 
-    def indices(self, learn: LoopLike) -> list[Any] | None:
+    def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the data set's indices of the current training batch, or None if they are unknown."
         if not learn.training:
             return None
@@ -79,7 +266,7 @@ class TrainingPasses:
 
     def state_dict(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> dict[str, Any] | None:
         "Return the position for a checkpoint, or None if an overridden loop has drawn the batches itself."
@@ -95,7 +282,7 @@ class TrainingPasses:
 
     def warn_of_lost_state(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> None:
         "Warn of state of the current pass that a checkpoint cannot hold."

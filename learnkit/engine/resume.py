@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import CheckpointError
-from learnkit.core.learner_type import LoopLike
-from learnkit.engine.callback import Callback
+from learnkit.core.learner_type import LearnerLike
+from learnkit.engine.callback import declared
+from learnkit.engine.dispatch import list_running
 from learnkit.engine.evaluation import EvaluateWithinEpochs
+from learnkit.engine.passes import (
+    Source,
+    TrainingPasses,
+    draw,
+    end_iteration,
+    ends_iteration,
+    set_length,
+)
 
 __all__ = [
     'SAVE_POINTS',
     'ResumeState',
+    'checkpoint_point',
     'list_checkpoint_folders',
-    'open_resumed',
-    'resume_at',
-    'resumed_epochs',
+    'ResumedRun',
 ]
 
 # point of a checkpoint, and the point of the loop at which it is restored
@@ -46,6 +54,7 @@ class ResumeState:
     path: Path | None = None  # file of the checkpoint
     info: dict[str, Any] = field(default_factory=dict)  # metadata of the file
     before: dict[str, Any] | None = None  # weights and optimizers that the checkpoint replaces
+    next_batch: int = 0  # number of the next batch, in the epoch of the checkpoint
 
     @property
     def loop(self) -> Mapping[str, Any]:
@@ -68,34 +77,91 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
 
-def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
+def list_checkpoint_folders(learn: LearnerLike) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
-    folders = [cb.checkpoint_folder() for cb in learn.cbs if isinstance(cb, Callback)]
-    return [folder for folder in folders if folder is not None]
+    finders = [declared(cb, 'checkpoint_folder') for cb in learn.cbs]
+    return [find() for find in finders if find is not None]
 
 
-def resumed_epochs(learn: LoopLike) -> Iterable[int]:
-    "Return the indices of the epochs that remain. A checkpoint taken after an epoch is restored here."
-    r = learn.run.resume
-    epoch: int = r.loop['epoch']
-    if r.at == 'epoch':
+def checkpoint_point(learn: LearnerLike) -> str:
+    "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
+    for _, event in list_running(learn):
+        if event.endswith('_checkpoint'):
+            return event.removesuffix('_checkpoint')
+    return ''
+
+
+class ResumedRun(Source):
+    """Epochs and batches that remain of a resumed fit; it takes the place of the fit's own passes.
+
+    The checkpoint is restored where it was taken: before the first remaining epoch, or in its epoch
+    before the first remaining batch or the evaluation.
+    """
+
+    def __init__(self, passes: TrainingPasses) -> None:
+        self.passes = passes
+
+    def epochs(self, learn: LearnerLike) -> Iterator[int]:
+        "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
+        r = learn.resuming
+        epoch: int = r.loop['epoch']
+        if r.at == 'epoch':
+            self._restore_after_epoch(learn)
+            if learn.run.stopping:
+                return iter(())  # the checkpoint is of a fit that was stopped
+            epoch += 1
+        n = learn.n_epoch
+        return self.passes.iterate(learn, count(epoch) if n is None else range(epoch, n))
+
+    def _restore_after_epoch(self, learn: LearnerLike) -> None:
+        r = learn.resuming
+        epoch: int = r.loop['epoch']
         learn.epoch = epoch
         per_iteration = learn.epochs_per_iteration
         if per_iteration is not None and (epoch + 1) % per_iteration:
             learn('before_iteration')
         resume_at(learn, 'epoch')
         learn.passes.resume(learn.dls, r.state['position'])
-        if r.loop['place'] == 'epoch' and learn.ends_iteration():
-            learn.end_iteration()
+        if r.loop['place'] == 'epoch' and ends_iteration(learn):
+            end_iteration(learn)
+
+    def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
+        """Return the batches that remain of the epoch of the checkpoint, and all of any other epoch.
+
+        An interrupted evaluation after a batch is repeated first, followed by the checkpoint event of
+        the batch.
+        """
+        r = learn.resuming
+        if r is None or not (learn.training and learn.fitting):
+            return self.passes.batches(learn)
+        self.passes.prepare(learn)
+        set_length(learn)
+        if r.at == 'evaluation':
+            return range(0), iter(())
+        resume_at(learn, 'batch')
+        self.passes.resume(learn.dls, r.state['position'])
+        batches = self.passes.open(learn, continued=True)
+        if r.loop['place'] == 'within':
+            for cb in learn.cbs:
+                if isinstance(cb, EvaluateWithinEpochs):
+                    cb.after_batch()
+            learn('batch_checkpoint')
         if learn.run.stopping:
-            return ()  # the checkpoint is of a fit that was stopped
-        epoch += 1
-    return count(epoch) if learn.n_epoch is None else range(epoch, learn.n_epoch)
+            return range(0), iter(())
+        return set_length(learn, r.loop['n_drawn']), draw(learn, batches)
+
+    def end(self, learn: LearnerLike) -> None:
+        self.passes.end(learn)
+
+    def end_training(self, learn: LearnerLike) -> None:
+        "Restore a checkpoint that was taken before the evaluation of the epoch."
+        if learn.resuming is not None:
+            resume_at(learn, 'evaluation')
 
 
-def resume_at(learn: LoopLike, point: str) -> None:
+def resume_at(learn: LearnerLike, point: str) -> None:
     "Restore the checkpoint if it was taken at this point; raise `CheckpointError` if the fit went past it."
-    r = learn.run.resume
+    r = learn.resuming
     loop = r.loop
     is_its_epoch = learn.epoch == loop['epoch']
     if is_its_epoch and r.at == point:
@@ -110,22 +176,3 @@ def resume_at(learn: LoopLike, point: str) -> None:
             f'{type(learn).__name__} trains epochs in its own way. Nothing was trained; '
             "resume from a checkpoint of an epoch's end."
         )
-
-
-def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
-    """Return the index of the next batch, and the remaining batches, or None if no batch is left.
-
-    An interrupted evaluation after a batch is repeated first, followed by the checkpoint event of the batch.
-    """
-    r = learn.run.resume
-    if r.at == 'evaluation':
-        return 0, None
-    resume_at(learn, 'batch')
-    learn.passes.resume(learn.dls, r.state['position'])
-    batches = learn.passes.open(learn, continued=True)
-    if r.loop['place'] == 'within':
-        for cb in learn.cbs:
-            if isinstance(cb, EvaluateWithinEpochs):
-                cb.after_batch()
-        learn.fire_checkpoint('batch')
-    return r.loop['n_drawn'], None if learn.run.stopping else batches

@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from learnkit.core.errors import CancelError, CancelException, add_note
+from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
-from learnkit.core.learner_type import LoopLike
-from learnkit.core.model import preserved_modes, takes_batches
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
-from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import CallbackHost, contains_object, format_place, takes_every_event
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.torch_loader import forget_workers
+from learnkit.engine.advice import explain_error
+from learnkit.engine.callback import Callback, declared
+from learnkit.engine.dispatch import (
+    contains_object,
+    format_place,
+    list_running,
+    takes_every_event,
+)
 from learnkit.engine.events import CONTEXTS, LEVELS
 
 __all__ = [
-    'ContextStack',
     'Run',
-    'OptimizeCall',
     'call_each',
+    'clear_pass',
     'end_run',
+    'is_open',
+    'note_error',
+    'open_level',
     'open_run',
     'preserved_state',
     'raise_first',
+    'release_loss',
+    'refuse_run',
 ]
 
-NO_CONTEXT = nullcontext()
+CLEANUP = 'cleanup'  # kind of a run that ends
 
 # attributes of the loop that an evaluation restores
 STATE = (
     'training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad',
     'batch_form', 'loader_name',
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizeCall:
-    "Arguments of the current `optimize` call."
-
-    only: str | None = None  # optimizer that steps; None: all of them
-    compute: Callable[[], Any] | None = None  # computes the loss; None: a tensor was given
-    retain_graph: bool = False
 
 
 @dataclass
@@ -60,36 +62,43 @@ class Run:
     run has its own levels, so that no Cancel exception leaves it.
     """
 
-    kind: str = ''  # 'fit', 'evaluation', 'prediction', or '' for no run
+    kind: str = ''  # 'fit', 'evaluation', 'prediction', 'cleanup', or '' for no run
     depth: int = 0  # number of open runs: 1 in a fit, 2 in a validate() inside it
     levels: tuple[str, ...] = ()  # open levels of the current run, outermost first
     stopping: bool = False  # the fit ends after the current batch or epoch
-    ending: bool = False  # the outermost run is being cleaned up
-    evaluating: bool = False  # True from before_eval to after_eval
-    repeating: bool = False  # an optimizer evaluates the batch again
-    checkpoint_event: str = ''  # 'batch', 'epoch' or 'iteration' while its checkpoint event fires
-    resume: Any = None  # `ResumeState` of a checkpoint that is not restored yet
-    resumes_at: int = 0  # number of the next batch, in the epoch of the checkpoint
-    stage: int | None = None  # index of the fit in `fine_tune`
-    takes_batches: bool = False  # the model is called with whole batches
-    device: torch.device | None = None  # device of the batches of the current loader
-    optimize_call: OptimizeCall | None = None  # current call of `optimize`
-    retains_graph: bool | None = None  # whether backward keeps the graph for another pass
-    calls_modules: bool = False  # `forward` calls modules directly, without their wrapper
-    counts_samples: str | None = None  # amount of this fit that is counted in samples: '60sp'
-    microbatch: int = 0  # number of the current microbatch
-    is_last_microbatch: bool = True
-    microbatch_share: Any = 1.0  # weight of the microbatch in the loss of its batch
 
 
-def is_in_use(learn: LoopLike) -> bool:
+def clear_pass(learn: LearnerLike) -> None:
+    "Delete the prediction and the loss of the last forward pass."
+    learn.__dict__.pop('pred', None)
+    learn.__dict__.pop('loss_grad', None)
+
+
+def release_loss(learn: LearnerLike) -> None:
+    "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
+    loss = learn.loss
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        learn.loss = loss.detach()
+        with suppress(RuntimeError):  # a view cannot be detached in place
+            loss.detach_()
+
+
+def refuse_run(learn: LearnerLike, value: object) -> None:
+    "Raise `FitError` for an assignment to `learn.run`."
+    raise FitError(
+        f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
+        'trains; to switch a callback off, set `run = False` on the callback.'
+    )
+
+
+def is_in_use(learn: LearnerLike) -> bool:
     "Return True during a run, until its cleanup begins."
-    return learn.run.depth > 0 and not learn.run.ending
+    return learn.run.depth > 0 and learn.run.kind != CLEANUP
 
 
 @contextmanager
 def open_run(
-    learn: LoopLike,
+    learn: LearnerLike,
     kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
@@ -109,7 +118,7 @@ def open_run(
             if kind == 'fit':
                 counters.fit_began = began
             if run.depth == 1:
-                run.takes_batches = takes_batches(learn.model)
+                learn.whole_batches = WholeBatches() if takes_batches(learn.model) else None
                 learn.callbacks.refresh()  # classes may have new handlers
                 learn._open_for_use()
             try:
@@ -117,10 +126,13 @@ def open_run(
             except CancelException as e:
                 raise make_cancel_error(e, f'({format_place(learn)})', ()) from e
         except BaseException as e:
+            error = explain_error(learn, e)
             if run.depth == 1:
-                learn.strategy.end_run(learn, e)
+                learn.strategy.end_run(learn, error)
             else:
                 learn.callbacks.notify('on_run_failed')
+            if error is not e:
+                raise error from e
             raise
         else:
             if run.depth == 1:
@@ -136,11 +148,12 @@ def open_run(
             torch.set_grad_enabled(grad)
 
 
-def end_run(learn: LoopLike, error: BaseException | None) -> None:
+def end_run(learn: LearnerLike, error: BaseException | None) -> None:
     "End the outermost run: fire `after_error` and `cleanup`. The first error gets notes about later errors."
     run = learn.run
     learn.error = error
-    run.ending = True
+    kind = run.kind
+    run.kind = CLEANUP
     raised: list[BaseException] = []
     interrupted = isinstance(error, KeyboardInterrupt)
     try:
@@ -155,29 +168,64 @@ def end_run(learn: LoopLike, error: BaseException | None) -> None:
             run_all([partial(_reset_run, learn, error), *_list_releases(learn)])
         except Exception as e:
             raised.append(e)
+        run.kind = kind
     raise_first(error, raised)
 
 
-def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
+def _reset_run(learn: LearnerLike, error: BaseException | None) -> None:
     "Reset the state of the run that has ended."
     run = learn.run
     if error is not None:
-        learn.forget_run()
+        forget_run(learn)
+    learn.passes.close()
+    learn.resuming = None
+    learn.resumed = False
     learn.error = None
-    run.ending = False
     run.stopping = False
-    run.checkpoint_event = ''
     for cb in learn.callbacks:
         if not cb.run:
             cb.run = True
 
 
-def _list_releases(learn: LoopLike) -> list[Callable[[], object]]:
+def forget_run(learn: LearnerLike) -> None:
+    "Release the tensors of a failed run, and the persistent workers of its loaders."
+    for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
+        forget_workers(dl)
+    learn.passes.forget()
+    learn._end_cleanup()
+    if learn.opt is not None:
+        learn.opt.zero_grad()
+
+
+def is_open(learn: LearnerLike, level: str) -> bool:
+    "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
+    # an override of `_with_events` may not update `run.levels`
+    is_overridden = type(learn)._with_events.__module__ != 'learnkit.engine.loop'
+    return level in learn.run.levels or is_overridden
+
+
+def note_error(learn: LearnerLike, e: BaseException, cb: Callback, event_name: str) -> None:
+    """Add a note to an exception: the callback, the event, epoch and batch.
+
+    Raises `CancelError` for a Cancel exception whose level is not open.
+    """
+    evaluation = ', in an evaluation' if is_open(learn, 'validate') else ''
+    where = f'{type(cb).__name__}.{event_name} ({format_place(learn)}{evaluation})'
+    if not isinstance(e, CancelException):
+        add_note(e, f'in {where}')
+    elif not is_open(learn, e.level):
+        raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
+
+
+def _list_releases(learn: LearnerLike) -> list[Callable[[], object]]:
     "Return the functions of callbacks that release resources of the process."
-    return [cb.on_run_ended for cb in learn.callbacks if isinstance(cb, Callback)]
+    ends = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
+    return [end for end in ends if end is not None]
 
 
-def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
+def call_each(
+    learn: LearnerLike, event_name: str, interrupted: bool = False
+) -> list[BaseException]:
     """Run every handler of an event, also if one of them raises, and return the exceptions.
 
     A second Ctrl-C is raised at once. Except in `after_error`, callbacks that were switched off are
@@ -188,6 +236,7 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
         has_left = cb not in learn.callbacks
         if not switch and (event_name == 'after_error' or has_left):
             continue
+        learn.running = cb, event_name, learn.running
         try:
             call_handler(handler)
         except BaseException as e:
@@ -195,10 +244,12 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
                 raise
             interrupted = interrupted or isinstance(e, KeyboardInterrupt)
             try:
-                learn.note_error(e, cb, event_name)
+                note_error(learn, e, cb, event_name)
             except CancelError as stray:
                 e = stray
             raised.append(e)
+        finally:
+            learn.running = learn.running[2]
     return raised
 
 
@@ -209,7 +260,30 @@ def call_handler(handler: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def preserved_state(learn: LoopLike) -> Iterator[None]:
+def open_level(learn: LearnerLike, event_type: str) -> Iterator[None]:
+    """Open a level of the loop within a context: fire its first event, and at the end the others.
+
+    For a function, `_with_events` takes less time. It also drops the Cancel exception, with the
+    tensors of its frames, before the handlers of `after_cancel_*` run.
+    """
+    level = LEVELS[event_type]
+    run = learn.run
+    outer = run.levels
+    cancelled = False
+    run.levels = (*outer, event_type)
+    try:
+        yield
+    except level.exception:
+        cancelled = True
+    finally:
+        run.levels = outer
+    if cancelled:
+        learn(level.after_cancel)
+    learn(level.after)
+
+
+@contextmanager
+def preserved_state(learn: LearnerLike) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
     try:
@@ -221,33 +295,13 @@ def preserved_state(learn: LoopLike) -> Iterator[None]:
         learn.__dict__.update(before)
 
 
-class ContextStack(ExitStack):
-    "Context manager that creates and enters several contexts in order."
-
-    def __init__(self, factories: list[Callable[[], Any]]) -> None:
-        super().__init__()
-        self._factories = factories
-
-    def __enter__(self) -> Self:
-        with ExitStack() as entered:
-            for create in self._factories:
-                context = create()
-                if context is not None:
-                    entered.enter_context(context)
-            self.push(entered.pop_all())
-        return self
-
-
 # -- callbacks that start a run --------------------------------------------------------------------
-
-# code of the functions that call handlers, with the name of their variable for the Learner
-_DISPATCHERS = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'learn'}
 
 # events and contexts that can change the loss and the metrics of an evaluation
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
-def hold_others(learn: LoopLike, kind: str) -> list[Any]:
+def hold_others(learn: LearnerLike, kind: str) -> list[Any]:
     """Switch off the callbacks that take no part in a run, and return them.
 
     These are callbacks whose `run_in` excludes the run, and, in an evaluation, callbacks whose
@@ -257,14 +311,14 @@ def hold_others(learn: LoopLike, kind: str) -> list[Any]:
     excluded = 'evaluation' if kind == 'fit' else 'fit'
     others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
     if kind != 'fit':
-        callers = find_running_handlers(learn)
+        callers = list_running(learn)
         for cb, event_name in callers:
             warn_of_switched_off(learn, cb, event_name)
         others += [cb for cb, _ in callers]
     return learn.callbacks.hold(others) if others else []
 
 
-def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
+def release_for_fit(learn: LearnerLike, kind: str) -> list[Any]:
     "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
     if kind != 'fit':
         return []
@@ -274,26 +328,9 @@ def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
     return waiting
 
 
-def find_running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:
-    """Return the callbacks of `learn` whose handlers are running, with their events, innermost first.
-
-    They are found in the call stack, so that events have no overhead.
-    """
-    found: list[tuple[Any, str]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = _DISPATCHERS.get(frame.f_code)
-        if owner is not None:
-            names = frame.f_locals
-            if names[owner] is learn and names.get('cb') is not None:
-                found.append((names['cb'], names['event_name']))
-        frame = frame.f_back
-    return found
-
-
-def warn_of_switched_off(learn: LoopLike, cb: Any, event_name: str) -> None:
+def warn_of_switched_off(learn: LearnerLike, cb: Any, event_name: str) -> None:
     "Warn if a callback that was switched off would have changed the batches of the evaluation."
-    if contains_object(learn.callbacks.held, cb) or takes_every_event(cb):
+    if contains_object(learn.callbacks.held, cb) or takes_every_event(type(cb)):
         return
     if getattr(cb, 'observer', False):
         return

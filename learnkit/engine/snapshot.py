@@ -217,7 +217,18 @@ def restored(
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
-    parts = learn.run, learn.counters, learn.evaluations, learn.passes
+    parts = (
+        learn.run,
+        learn.counters,
+        learn.evaluations,
+        learn.passes,
+        learn.modes,
+        learn.advice,
+        learn.microbatches,
+        learn.closure,
+        learn.own_loop,
+        learn.seams,
+    )
     reshard(learn.model)
     try:
         with restored_objects(
@@ -226,7 +237,7 @@ def restored(
             excluded=[callbacks, learn.tables, learn.whole_step],
             on_host=on_host,
         ):
-            learn.passes.stream = None  # the batches of an open pass belong to the training
+            learn.passes.forget()  # the batches of an open pass belong to the training
             try:
                 yield
             finally:

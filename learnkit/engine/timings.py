@@ -11,7 +11,7 @@ import torch
 
 from learnkit.core.errors import OptionError
 from learnkit.core.html import never_raising, table
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
@@ -51,25 +51,25 @@ class Timings:
         self.n = 0  # number of measured steps
         self._sums: defaultdict[str, float] = defaultdict(float)  # seconds by part
         self._pending: list[tuple[str, Any, Any]] = []  # parts on a GPU, with their CUDA events
-        self._last_event = ''  # last event whose handlers have run
+        self._last_event = 'before_draw'  # last event whose handlers have run
         self._last_time = 0.0  # time at the end of its handlers
         self._last_mark: Any = None  # CUDA event at the end of its handlers
         self._is_measuring = False
         self.device: torch.device | None = None  # device of the model, set before a step
-        self.steps_left = FIRST  # number of steps until the next measured one
+        self.steps_left = FIRST - 1  # number of steps until the next measured one
 
     # -- measuring ---------------------------------------------------------------------------------
 
-    def switch(self, learn: LoopLike) -> None:
-        "Start to measure a step with timed handlers, or stop if a step was measured. Called before a step."
+    def switch(self, learn: LearnerLike) -> None:
+        "Start to measure a step with timed handlers, or stop if a step was measured. Called when a batch is drawn."
         if self.stop(learn):
             self.steps_left = EVERY - 1
         elif learn.tables is learn.callbacks.tables:
             learn.tables = learn.tables[False], self._get_timed_table(learn)
-            self.device = learn.run.device
+            self.device = learn.batch_device
             self.begin_step()
 
-    def stop(self, learn: LoopLike) -> bool:
+    def stop(self, learn: LearnerLike) -> bool:
         "Restore the loop's handler tables, and return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
@@ -77,7 +77,7 @@ class Timings:
         self.end_step()
         return True
 
-    def _get_timed_table(self, learn: LoopLike) -> TimedTable:
+    def _get_timed_table(self, learn: LearnerLike) -> TimedTable:
         "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
         tables = learn.callbacks.more_tables
         for known in tables:
@@ -89,7 +89,7 @@ class Timings:
 
     def begin_step(self) -> None:
         self._is_measuring = True
-        self._last_event = ''
+        self._last_event = 'before_draw'  # a step is measured from draw to draw
         self._last_time = perf_counter()
         self._last_mark = None
 

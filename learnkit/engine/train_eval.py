@@ -1,4 +1,4 @@
-"""Callbacks that maintain the counters of a run and the mode of its model, and that skip epochs."""
+"""Training and evaluation mode of the modules, the start of a run, and the callbacks that begin and skip epochs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,102 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.errors import CancelEpochException
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import sample_count, token_count
-from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
-__all__ = ['TrainEvalCallback', 'SkipToEpoch']
+__all__ = ['Modes', 'TrainEvalCallback', 'SkipToEpoch', 'missing_train_eval']
+
+
+class Modes:
+    """Training or evaluation mode of each module, which an evaluation restores for the next training.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 1), nn.Dropout().eval()))
+    >>> learn.modes.is_starting = False  # otherwise a fit trains all modules
+    >>> learn.modes.evaluate(learn); learn.modes.train(learn)
+    >>> [m.training for m in learn.model]
+    [True, False]
+    """
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[nn.Module, bool]] = []  # modes in training, during an evaluation
+        self.is_starting = True  # True before the first epoch of a fit
+
+    def begin_fit(self) -> None:
+        "Set all modules to training mode at the next training."
+        self.is_starting = True
+        self.saved = []
+
+    def train(self, learn: LearnerLike) -> None:
+        "Set training mode, with the modules that were in evaluation mode in the last training."
+        learn.training = True
+        learn.counters.has_trained = True
+        if learn.n_epoch:
+            learn.pct_train = learn.epoch / learn.n_epoch
+        model = learn.model
+        # in later epochs the modes are set already, or a callback has changed them
+        if self.is_starting or not model.training:
+            model.train()
+            for module, mode in self.saved:
+                module.training = mode
+        self.is_starting = False
+        self.saved = []
+
+    def evaluate(self, learn: LearnerLike) -> None:
+        "Set evaluation mode."
+        learn.training = False
+        model = learn.model
+        if model.training:
+            self.saved = [(m, m.training) for m in model.modules()]
+        model.eval()
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        "Return the names of modules in evaluation mode, now and in training."
+        named = list(bare_model(model).named_modules())
+        training = {} if model.training else {id(m): mode for m, mode in self.saved}
+        return {
+            'eval_now': [n for n, m in named if not m.training],
+            'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
+            'starting': self.is_starting,
+        }
+
+    def load_state_dict(self, model: nn.Module, sd: dict[str, Any]) -> None:
+        "Set the mode of each module."
+        eval_now = set(sd['eval_now'])
+        eval_in_training = set(sd['eval_in_training'])
+        named = list(bare_model(model).named_modules())
+        self.saved = [(m, name not in eval_in_training) for name, m in named]
+        self.is_starting = sd['starting']
+        for name, module in named:
+            module.training = name not in eval_now
+        for wrapper in wrappers_of(model):
+            wrapper.training = '' not in eval_now
+
+
+def _begin_run(learn: LearnerLike) -> None:
+    "Set the counters of a fit, or of an evaluation outside a fit, to its start, and move the model to its device."
+    learn.loss = torch.tensor(0.0)
+    if learn.fitting or not learn.run.depth:
+        learn.epoch = 0
+        learn.train_iter = 0
+        learn.pct_train = 0.0
+        learn.modes.begin_fit()
+    move_to_device(learn)
+    reset: Any = getattr(learn.model, 'reset', None)
+    if reset is not None:
+        reset()
+
+
+WATCHED_CHECKS = 8  # checks of a fit's first batches: one or two in each batch, or microbatch
 
 
 class TrainEvalCallback(Callback):
     """Update the counters, and set the model's device and its training or evaluation mode.
 
-    Every Learner has one, unless created with `default_cbs=False`. Its `order` is -10, so the counters are up to date
-    for all other callbacks.
+    Every fit and evaluation has one: a Learner with `default_cbs=False` adds it for the run. Its `order` is -10, as in
+    fastai, so the counters are up to date for all other callbacks.
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
@@ -38,34 +120,46 @@ class TrainEvalCallback(Callback):
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False  # the warning about `learn.loss` was issued
+    _checks_left = 0  # number of checks until the end of the watch
     _loss_before: Any = None  # weak references to `loss` and `loss_grad`, with their versions
-    _modes: list[tuple[nn.Module, bool]] = []  # training modes of the modules, during an evaluation
-    _is_starting = True  # True before the first epoch of a fit
-    _has_trained = False  # True once this epoch's training has started
-
-    def after_create(self) -> None:
-        self.learn.n_epoch = 1
 
     def before_fit(self) -> None:
         learn = self.learn
-        learn.loss = torch.tensor(0.0)
-        if learn.fitting or not learn.run.depth:
-            learn.epoch = 0
-            learn.train_iter = 0
-            learn.pct_train = 0.0
-            self._is_starting = True
-            self._modes = []
-        move_to_device(learn)
-        reset: Any = getattr(learn.model, 'reset', None)
-        if reset is not None:
-            reset()
+        _begin_run(learn)
         if learn.fitting and not self._has_warned:
             self._watch_loss()
+
+    def before_train(self) -> None:
+        self.learn.modes.train(self.learn)
+
+    def before_validate(self) -> None:
+        self.learn.modes.evaluate(self.learn)
+
+    def after_batch(self) -> None:
+        self.learn.counters.count_batch(self.learn)
+
+    def after_epoch(self) -> None:
+        if self.learn.fitting:
+            self.learn.counters.count_epoch()
+
+    def cleanup(self) -> None:
+        self.learn.modes.saved = []
+        self._stop_watching()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        "Return the names of modules in evaluation mode, now and in training."
+        return None if self.learn is None else self.learn.modes.state_dict(self.learn.model)
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Set the mode of each module."
+        if self.learn is not None:
+            self.learn.modes.load_state_dict(self.learn.model, sd)
 
     # -- warning about callbacks that set `learn.loss` without effect ------------------------------
 
     def _watch_loss(self) -> None:
-        "Check the loss before and after the handlers of users' callbacks, if there are any."
+        "In the first batches, check the loss before and after the handlers of users' callbacks, if there are any."
+        self._checks_left = WATCHED_CHECKS
         if self._list_user_callbacks('after_pred'):
             self.before_pred = self._record_loss  # type: ignore[method-assign]
             self.after_pred = self._check_loss  # type: ignore[method-assign]
@@ -88,12 +182,15 @@ class TrainEvalCallback(Callback):
         "Warn if a callback has replaced `loss` but not `loss_grad`."
         before = self._loss_before
         self._loss_before = None
+        self._checks_left -= 1
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
         if (
             before is None
             or is_unchanged(loss, before[0])
             or not is_unchanged(loss_grad, before[1])
         ):
+            if not self._checks_left:
+                self._stop_watching()
             return
         self._has_warned = True
         self._stop_watching()
@@ -112,83 +209,11 @@ class TrainEvalCallback(Callback):
                 delattr(self, name)
         self._loss_before = None
 
-    # -- counters and modes ------------------------------------------------------------------------
 
-    def before_train(self) -> None:
-        learn = self.learn
-        learn.training = True
-        if learn.n_epoch:
-            learn.pct_train = learn.epoch / learn.n_epoch
-        # in later epochs the modes are set already, or a callback has changed them
-        if self._is_starting or not learn.model.training:
-            learn.model.train()
-            for module, mode in self._modes:
-                module.training = mode
-        self._is_starting = False
-        self._modes = []
-        self._has_trained = True
-        if learn.fitting:
-            cover_params(learn)
-            learn.opt.train()
-
-    def after_batch(self) -> None:
-        learn = self.learn
-        learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch:
-            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
-        counters = learn.counters
-        counters.batches += 1
-        counters.samples += sample_count(learn)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
-            counters.tokens += token_count(learn)
-
-    def before_validate(self) -> None:
-        learn = self.learn
-        if learn.model.training:
-            self._modes = [(m, m.training) for m in learn.model.modules()]
-        learn.model.eval()
-        learn.training = False
-
-    def after_train(self) -> None:
-        if self.learn.fitting:
-            warn_of_late_params(self.learn)
-
-    def after_epoch(self) -> None:
-        if not self.learn.fitting:
-            return
-        self.learn.counters.epochs += self._has_trained  # skipped epochs do not count
-        self._has_trained = False
-
-    def after_iteration(self) -> None:
-        self.learn.counters.iterations += 1
-
-    def cleanup(self) -> None:
-        self._modes = []
-        self._stop_watching()
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the names of modules in evaluation mode, now and in training."
-        named = list(bare_model(self.learn.model).named_modules()) if self.learn is not None else []
-        training = {id(m): mode for m, mode in self._modes} if not self.learn.model.training else {}
-        return {
-            'eval_now': [n for n, m in named if not m.training],
-            'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
-            'starting': self._is_starting,
-        }
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Set the mode of each module."
-        if self.learn is None:
-            return
-        eval_now = set(sd['eval_now'])
-        eval_in_training = set(sd['eval_in_training'])
-        named = list(bare_model(self.learn.model).named_modules())
-        self._modes = [(m, name not in eval_in_training) for name, m in named]
-        self._is_starting = sd['starting']
-        for name, module in named:
-            module.training = name not in eval_now
-        for wrapper in wrappers_of(self.learn.model):
-            wrapper.training = '' not in eval_now
+def missing_train_eval(learn: LearnerLike) -> list[Callback]:
+    "Return a TrainEvalCallback for a run of a Learner that has none."
+    has_one = any(isinstance(cb, TrainEvalCallback) for cb in learn.callbacks)
+    return [] if has_one else [TrainEvalCallback()]
 
 
 def is_user_callback(cb: Any) -> bool:

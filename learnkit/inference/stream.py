@@ -21,8 +21,11 @@ from learnkit.core.errors import CancelValidException, FitError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng, preserved_generators, restore_rng
 from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import EVENTS
-from learnkit.engine.run import STATE
+from learnkit.engine.run import STATE, open_level
+from learnkit.engine.train_eval import missing_train_eval
+from learnkit.optim.wrapper import evaluation_weights
 
 __all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
 
@@ -98,7 +101,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
             try:
                 if self._state is not None:
                     learn.callbacks.notify('on_run_resumed')
-                with self._context(), learn.evaluated_weights():
+                with self._context(), evaluation_weights(learn):
                     step()
                 learn.callbacks.notify('on_run_paused')
                 self._state = _capture_paused_state(learn)
@@ -171,19 +174,20 @@ def stream_predictions(
 ) -> Iterator[None]:
     "Predict on a loader and yield after each batch, with the events and levels of the loop."
     levels = () if inner else ('fit', 'epoch')
-    with learn.added_cbs(cbs), learn.strategy.run(learn, 'prediction'), ExitStack() as stack:
+    added = [*missing_train_eval(learn), *as_list(cbs)]
+    with learn.added_cbs(added), learn.strategy.run(learn, 'prediction'), ExitStack() as stack:
         learn.logger = noop
         learn.create_mbar = False
         learn.phase = 'predict'
         learn.dl_name = 'valid'
         learn.loader_name = loader_name
         for level in levels:
-            stack.enter_context(learn.open_level(level))
+            stack.enter_context(open_level(learn, level))
             learn(f'before_{level}')
         learn.dl = dl
         learn('before_predict')
         learn.set_loader(dl)
-        with preserved_generators(dl), torch.no_grad(), learn.open_level('validate'):
+        with preserved_generators(dl), torch.no_grad(), open_level(learn, 'validate'):
             learn('before_validate')
             for i, batch in learn.draw_batches():
                 learn.one_batch(i, batch)

@@ -19,8 +19,8 @@ from learnkit.core.time import Timestamp
 from learnkit.engine.budget import Budget
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
+from learnkit.engine.counters import sample_count
 from learnkit.engine.events import EVENTS
-from learnkit.engine.loop import sample_count
 from learnkit.interop.composer_state import (
     ComposerLogger,
     ComposerState,

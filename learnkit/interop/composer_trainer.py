@@ -12,7 +12,7 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, preserved_modes, takes_batches, whole_batch
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import token_count
+from learnkit.engine.counters import token_count
 from learnkit.interop.composer_state import (
     adapters_of,
     destinations_of,
@@ -83,7 +83,7 @@ class ComposerTrainer(Callback):
             return
         self.begin_batch()
         self._measure()
-        if self.batch_metrics and not self.learn.run.repeating:
+        if self.batch_metrics and not self.learn.closure.repeating:
             self._batch = whole_batch(self.learn)
 
     def after_backward(self) -> None:

@@ -12,7 +12,7 @@ from learnkit.core.errors import CallbackError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import (
-    changed_attributes,
+    collect_attributes,
     decode,
     encode,
     put_attributes,
@@ -125,7 +125,7 @@ def _collect_attributes(cb: Any) -> dict[str, Any]:
     lost = replaced_attributes(cb)
     if lost:
         _warn_of_lost(cb, lost, 'Its state is not saved')
-    return {'attributes': None if lost else changed_attributes(cb), 'lost': lost}
+    return {'attributes': None if lost else collect_attributes(cb), 'lost': lost}
 
 
 def _load_attributes(cb: Any, sd: Any) -> None:

@@ -26,7 +26,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import note_attributes
-from learnkit.engine.loop import sample_count
+from learnkit.engine.counters import sample_count
 from learnkit.interop.hooks import (
     check_style,
     load_state,
@@ -210,7 +210,9 @@ class _FromKsuit(Callback):
         self._loss_parts: dict[str, Any] = {}
         self._is_recording_parts = False
         self._writer_class: Any = None  # ksuit class whose attribute holds the writer of this run
-        self._times = Times()
+        self._times: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of each part of an update
         self._lap_start = 0.0
         self._hooks: dict[str, Any] = {}
         self._inner_hooks: dict[str, Any] = {}
@@ -288,7 +290,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         self._has_read_files = False
-        if self.learn.run.resume is not None:
+        if self.learn.resuming is not None:
             self._load_resumed_state()
         else:
             self.at_epoch_end = False
@@ -302,7 +304,7 @@ class _FromKsuit(Callback):
     def _load_resumed_state(self) -> None:
         "Load the checkpointed state before `before_training`; the Learner loads it only after `before_fit`."
         learn = self.learn
-        resume = learn.run.resume
+        resume = learn.resuming
         state = resume.state['callbacks'].get(learn.callbacks.keys[id(self)])
         if state is not None:
             self.load_state_dict(copy_to_host(state))
@@ -560,7 +562,7 @@ class _FromKsuit(Callback):
 
     def progress(self) -> Progress:
         "Return the progress of training; before a checkpoint is restored, the progress of the checkpoint."
-        resume = self.learn.run.resume
+        resume = self.learn.resuming
         if resume is None:
             now = self.learn.time
             epochs = now.ep
@@ -650,23 +652,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         paths = Paths(self, Path(folder))
-        accepted = parameters_of(resume)
-        ids = {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
-        if 'stage_id' in accepted:
-            resume(**{k: v for k, v in ids.items() if k in accepted}, model=model)
-        else:
-            resume(paths, model)
-
-
-class Times(defaultdict[str, float]):
-    "Seconds of each part of an update; ksuit's older keys `data_time` and `update_time` can be read too."
-
-    def __init__(self) -> None:
-        super().__init__(float)
-
-    def __missing__(self, name: str) -> float:
-        aliases = {'data_time': 'data_wait', 'update_time': 'update'}
-        return self[aliases[name]] if name in aliases else super().__missing__(name)
+        resume(paths, model)
 
 
 def find_intervals(cb: Any) -> dict[str, int]:

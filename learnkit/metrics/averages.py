@@ -9,11 +9,13 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
+from math import isclose, isfinite
 from typing import Any, TypeVar
 
 import torch
-from fastcore.basics import class2attr
+from fastcore.basics import class2attr, snake2camel
 from fastcore.foundation import L
+from fastcore.imports import noop
 from torch import Tensor, nn
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
@@ -21,6 +23,7 @@ from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
+from learnkit.core.validation import warn_user
 from learnkit.metrics.base import Mean, Metric, flatten_mapping, is_scalar, widen
 
 __all__ = [
@@ -53,8 +56,9 @@ class AvgMetric(Mean, Metric):
 
     A fit also calls `func` with copies of its first training batch, to find errors before anything has changed. A batch
     is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
-    `func`, a batch is weighted by its number of targets that are not ignored. Raises `MetricError` if `func` is not
-    callable, and for a result that is neither a number nor a dict of numbers.
+    `func`, a batch is weighted by its number of targets that are not ignored. The first of several batches is compared
+    with its halves: a warning names a score, such as F1, whose mean over batches is not the score of the data set.
+    Raises `MetricError` if `func` is not callable, and for a result that is neither a number nor a dict of numbers.
 
     >>> mse = torch.nn.functional.mse_loss
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
@@ -73,8 +77,13 @@ class AvgMetric(Mean, Metric):
         self._name = name
         self.on = check_on(on)
         self._count = denominator_of(func).count
+        self._check = _warn_unless_mean  # for the first batch; then `noop`
 
     def accumulate(self, learn: LearnerLike) -> None:
+        if self._check is not noop and getattr(learn, 'n_iter', 1) != 1:
+            if type(self) is AvgMetric and learn.weight_func is None:
+                self._check(self, learn.pred, learn.yb)
+            self._check = noop
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
     def _weight(self, learn: LearnerLike) -> Any:
@@ -137,6 +146,46 @@ class AvgMetric(Mean, Metric):
     @property
     def name(self) -> str:
         return self._name or _func_name(self.func)
+
+
+def _warn_unless_mean(metric: AvgMetric, pred: Any, yb: tuple[Any, ...]) -> None:
+    "Warn if the value of a batch is not the mean of the values of its halves, so that batches cannot be averaged."
+    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
+        return
+    whole = AvgMetric(metric.func)
+    halves = AvgMetric(metric.func)
+    n = len(pred)
+    parts = (whole, slice(n)), (halves, slice(n // 2)), (halves, slice(n // 2, n))
+    try:
+        for mean, part in parts:
+            # copies, because the function may work in place
+            preds, *targs = (t[part].detach().clone() for t in (pred, *yb))
+            count = metric._count(tuple(targs))
+            weight = len(preds) if count is None else count
+            mean.add(metric._compute(preds, tuple(targs)), weight)
+    except Exception:
+        return  # a function of whole batches, or an error that the caller raises
+    if _are_close(whole.value, halves.value):
+        return
+    func = unwrap_partial(metric.func)
+    is_torchmetrics = str(getattr(func, '__module__', '')).startswith('torchmetrics.')
+    cure = (
+        f'`{snake2camel(func.__name__)}` of torchmetrics' if is_torchmetrics else '`AccumMetric(f)`'
+    )
+    warn_user(
+        f'{metric.name} of a batch is {whole.value}, and the mean of its halves is {halves.value}: the mean over '
+        f'batches is not its value of the data set. Compute it once over all samples, with {cure}, or give '
+        '`Learner(weight_func=)` if it is a mean over something else than samples.'
+    )
+
+
+def _are_close(value: Any, mean: Any) -> bool:
+    "Return True if numbers, or dicts of numbers, are equal up to rounding errors of half precision, or not finite."
+    if isinstance(value, dict):
+        return all(_are_close(number, mean.get(key)) for key, number in value.items())
+    if value is None or mean is None or not isfinite(value - mean):
+        return True
+    return isclose(value, mean, rel_tol=1e-2, abs_tol=1e-6)
 
 
 class AvgLoss(Mean, Metric):
@@ -211,10 +260,17 @@ class SumMetric(Metric):
                 f'Metric `{self.name}` had sums of shape {list(total.shape)}, now of '
                 f'{list(sums.shape)}: has the number of classes changed?'
             )
-        self._sums = sums if total is None else total.to(sums.device) + sums
+        self._sums = sums if total is None else self.join(total.to(sums.device), sums)
+
+    def join(self, total: Tensor, sums: Tensor) -> Tensor:
+        "Return the sums of two parts of the data set together."
+        return total + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
         return self.final(self._compute(pred, targs).cpu())
+
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self._compute(pred, yb)
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
@@ -449,23 +505,13 @@ def _suggest_metric(name: Any) -> str:
 
 def _check_not_sklearn(f: Any) -> None:
     "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
-    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] != 'sklearn':
-        return
-    name = _func_name(f)
-    ours = {
-        'f1': 'F1Score',
-        'precision': 'Precision',
-        'recall': 'Recall',
-        'jaccard': 'Jaccard',
-        'roc_auc': 'RocAuc',
-        'accuracy': 'accuracy',
-        'r2': 'R2Score',
-    }.get(name.removesuffix('_score'))
-    use = f'`metrics={ours}` of learnkit, or ' if ours else ''
-    raise MetricError(
-        f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use {use}"
-        f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers.'
-    )
+    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] == 'sklearn':
+        name = _func_name(f)
+        raise MetricError(
+            f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use "
+            f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers, or a class such as '
+            '`F1Score`.'
+        )
 
 
 def _make_unique(m: Metric, names: set[str]) -> Metric:
@@ -503,9 +549,7 @@ def dry_run(
     try:
         if accumulate is AvgMetric.accumulate:
             return known._compute(pred, yb)
-        if accumulate is SumMetric.accumulate:
-            known._compute(pred, yb)
-        elif accumulate is TorchMetric.accumulate:
+        if accumulate in (SumMetric.accumulate, TorchMetric.accumulate):
             known._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError):
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.torchmetrics import flatten_classes
+from learnkit.metrics.counts import flatten_classes
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 
@@ -242,26 +242,50 @@ def exp_rmspe(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 class _Regression(SumMetric):
-    "Base class with sums over the data set: n, t, t*t, p, p*p, p*t, e, e*e (target, prediction, error)."
+    """Base class with moments over the data set: n, and of target, prediction and error the means and products.
+
+    The products are sums of products of deviations from the means, shape (3, 3): sums of squares would lose all digits
+    of values far from zero. Moments of batches and ranks are joined as by Chan et al., 1979."""
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(self._name, on)
 
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         p, t = map(widen, flatten_pair(self.name, pred, targ))
-        e = t - p
-        return torch.stack([torch.ones_like(t), t, t * t, p, p * p, p * t, e, e * e]).sum(1)
+        values = torch.stack([t, p, t - p])
+        n = values.shape[1]
+        means = values.sum(1) / max(n, 1)
+        deviations = values - means[:, None]
+        products = deviations @ deviations.T
+        return torch.cat([means.new_full((1,), n), means, products.flatten()])
+
+    def join(self, total: Tensor, sums: Tensor) -> Tensor:
+        n = total[0] + sums[0]
+        share = sums[0] / n.clamp_min(1)
+        step = sums[1:4] - total[1:4]
+        products = total[4:] + sums[4:] + (step * total[0] * share).outer(step).flatten()
+        return torch.cat([n[None], total[1:4] + step * share, products])
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        found = [sd['_sums'] for sd in states if sd['_sums'] is not None]
+        self._sums = reduce(self.join, found) if found else None
+
+    def final(self, sums: Tensor) -> float:
+        n = sums[0].item()
+        means, products = sums[1:4], sums[4:].view(3, 3)
+        # deviations of constant values are rounding errors of their mean
+        is_constant = products.diag() <= n * (4 * torch.finfo(sums.dtype).eps * means).square()
+        keep = ~is_constant
+        return self.compute(n, means, products * keep[:, None] * keep)
+
+    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
+        "Return the value from the moments."
+        raise NotImplementedError
 
 
-def _sum_deviations(n: float, total: float, squares: float) -> float:
-    "Return the sum of squared deviations from the mean; rounding errors are set to 0."
-    deviations = squares - total * total / n
-    return deviations if deviations > 1e-14 * squares else 0.0
-
-
-def _explain(residual: float, deviations: float) -> float:
+def _explain(residual: Tensor, deviations: Tensor) -> float:
     "Return the explained fraction; for constant targets 1 or 0, as in scikit-learn."
-    return 1 - residual / deviations if deviations else float(residual == 0)
+    return float(1 - residual / deviations) if deviations else float(residual == 0)
 
 
 class R2Score(_Regression):
@@ -273,9 +297,9 @@ class R2Score(_Regression):
 
     _name = 'r2_score'
 
-    def final(self, sums: Tensor) -> float:
-        n, t, tt, *_, ee = sums.tolist()
-        return _explain(ee, _sum_deviations(n, t, tt)) if n > 1 else math.nan
+    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
+        residual = products[2, 2] + n * means[2] ** 2
+        return _explain(residual, products[0, 0]) if n > 1 else math.nan
 
 
 class ExplainedVariance(_Regression):
@@ -287,9 +311,8 @@ class ExplainedVariance(_Regression):
 
     _name = 'explained_variance_score'
 
-    def final(self, sums: Tensor) -> float:
-        n, t, tt, *_, e, ee = sums.tolist()
-        return _explain(_sum_deviations(n, e, ee), _sum_deviations(n, t, tt)) if n else math.nan
+    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
+        return _explain(products[2, 2], products[0, 0]) if n else math.nan
 
 
 class PearsonCorrCoef(_Regression):
@@ -301,12 +324,9 @@ class PearsonCorrCoef(_Regression):
 
     _name = 'pearsonr'
 
-    def final(self, sums: Tensor) -> float:
-        n, t, tt, p, pp, pt, *_ = sums.tolist()
-        if n <= 1:
-            return math.nan
-        scale = (_sum_deviations(n, t, tt) * _sum_deviations(n, p, pp)) ** 0.5
-        return max(-1.0, min(1.0, (pt - p * t / n) / scale)) if scale else math.nan
+    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
+        scale = (products[0, 0] * products[1, 1]).sqrt()
+        return float((products[0, 1] / scale).clamp(-1, 1)) if n > 1 and scale else math.nan
 
 
 # -- losses and probabilities ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.hooks import HookCallback
 from learnkit.core.batch import tensors_in
-from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.engine.dispatch import as_list
 
@@ -65,60 +63,51 @@ class ActivationMonitor(HookCallback):
     ) -> None:
         super().__init__(modules, every, cpu=False, include_paramless=True)
         self.ignore = as_list(ignore)
-        for word in self.ignore:
-            if not isinstance(word, str) or not word:
-                raise OptionError(f'ignore: {word!r} is not part of a name.')
-        # number of rows and sums over rows of each call, by (module, side and index)
-        self._calls: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        self._sums: dict[
+            str, Tensor
+        ] = {}  # sums over rows of this batch, by module, side and index
 
     def _find(self) -> None:
         super()._find()
-        kept = [
-            (name, m)
-            for name, m in zip(self.layer_names, self.modules, strict=True)
-            if not self._is_ignored(name)
-        ]
+        found = zip(self.layer_names, self.modules, strict=True)
+        kept = [(name, m) for name, m in found if not any(word in name for word in self.ignore)]
         self.layer_names = [name for name, _ in kept]
         self.modules = [m for _, m in kept]
         self._names = {id(m): name or type(m).__name__ for name, m in kept}
 
-    def _is_ignored(self, name: str) -> bool:
-        return any(word in name for word in self.ignore)
-
     def before_batch(self) -> None:
         "Hook this batch if it is due."
-        self._calls = {}
+        self._sums = {}
         super().before_batch()
 
     @torch.no_grad()
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure a module's inputs and outputs in the loop's own forward passes."
         learn = self.learn
-        if not learn.training or learn.run.repeating or 'pred' in learn.__dict__:
+        if not learn.training or learn.closure.repeating or 'pred' in learn.__dict__:
             return
         for side, values in ('input', inp), ('output', out):
             for i, t in enumerate(tensors_in(values)):
-                if not t.dim() or not t.numel() or not t.is_floating_point():
-                    continue
-                calls = self._calls.setdefault((self._names[id(m)], f'{side}.{i}'), [])
-                calls.append((t.numel() // t.shape[-1], _compute_sums(t)))
+                if t.dim() and t.numel() and t.is_floating_point():
+                    name = f'{self._names[id(m)]}_{side}.{i}'
+                    self._sums[name] = self._sums.get(name, 0) + _compute_sums(t)
 
     def after_batch(self) -> None:
         "Log the statistics, and remove the hooks."
-        calls = self._calls
-        self._calls = {}
+        sums = self._sums
+        self._sums = {}
         super().after_batch()
-        for name, value in _compute_means(calls).items():
+        for name, value in _compute_means(sums).items():
             self.learn.log(name, value, shown=False)
 
     def cleanup(self) -> None:
         "Remove the hooks; drop an interrupted batch."
         super().cleanup()
-        self._calls = {}
+        self._sums = {}
 
 
 def _compute_sums(t: Tensor) -> Tensor:
-    "Return the sums over rows of each statistic, and the number of rows with a spread, on the device."
+    "Return the sums over rows of each statistic, and the numbers of rows with a spread and of rows, on the device."
     x = (t if t.dtype is torch.float64 else t.float()).reshape(-1, t.shape[-1])
     mean = x.mean(-1, keepdim=True)
     d = x - mean
@@ -134,23 +123,21 @@ def _compute_sums(t: Tensor) -> Tensor:
             x.amax(-1).sum(),
             *of_spread,
             has_spread.sum().to(x.dtype),
+            torch.full_like(m2, 1.0).sum(),
         ]
     )
 
 
-def _compute_means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
+def _compute_means(sums: dict[str, Tensor]) -> dict[str, float]:
     "Return the mean over all rows of each statistic, by name; waits for the device."
-    sums = [t for measured in calls.values() for _, t in measured]
     if not sums:
         return {}
-    numbers = iter(torch.stack([t.to(sums[0].device) for t in sums]).tolist())
+    device = next(iter(sums.values())).device
+    numbers = torch.stack([t.to(device) for t in sums.values()]).tolist()
     means = {}
-    for (module, side), measured in calls.items():
-        sums_per_call = [next(numbers) for _ in measured]
-        n_rows = sum(n for n, _ in measured)
-        n_with_spread = math.fsum(numbers_of_call[-1] for numbers_of_call in sums_per_call)
-        for stat, *values in zip(STATS, *sums_per_call, strict=False):
+    for name, (*totals, n_with_spread, n_rows) in zip(sums, numbers, strict=True):
+        for stat, total in zip(STATS, totals, strict=True):
             count = n_with_spread if stat in OF_SPREAD else n_rows
             if count:
-                means[f'activations/{stat}/{module}_{side}'] = sum(values) / count
+                means[f'activations/{stat}/{name}'] = total / count
     return means

@@ -78,7 +78,7 @@ class ActivationStats(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure the output of a layer in the loop's own forward passes in training."
         learn = self.learn
-        if not learn.training or learn.run.repeating:
+        if not learn.training or learn.closure.repeating:
             return
         if self.is_forward and 'pred' in learn.__dict__:
             return

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError
-from learnkit.core.html import text_table
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
 from learnkit.data.preserve import undisturbed_loader
@@ -73,17 +69,14 @@ def count_parameters(model: nn.Module) -> dict[str, Count]:
 class ParamCount(Callback):
     """Count the parameters, in total and by top-level module, at the start of each fit.
 
-    The counts are in `counts`; `print(learn.param_count.table())` shows them. Loggers write them
-    once with the configuration: `parameters/total`, `parameters/trainable`, and
-    `parameters/<module>/...`.
+    The counts are in `counts`, and `learn.summary()` prints a table. Loggers write the counts once
+    with the configuration: `parameters/total`, `parameters/trainable`, and `parameters/<module>/...`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=ParamCount())
     >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
-    >>> print(learn.param_count.table())
-    Module   Parameters  Trainable
-    total             2          2
-    (model)           2          2
+    >>> learn.param_count.counts['total']
+    Count(total=2, trainable=2)
     """
 
     run_in = 'fit'
@@ -93,19 +86,12 @@ class ParamCount(Callback):
     remove_on_find = True
     remove_on_fetch = True
 
-    def __init__(
-        self,
-        verbose: bool = False,  # whether to print the table when it has changed
-    ) -> None:
-        self.verbose = verbose
+    def __init__(self) -> None:
         self.counts: dict[str, Count] = {}
 
     def before_fit(self) -> None:
         "Count the parameters."
-        before = self.counts
         self.counts = count_parameters(self.learn.model)
-        if self.verbose and before != self.counts:
-            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return the counts by name, for loggers."
@@ -115,11 +101,6 @@ class ParamCount(Callback):
             flat[f'{prefix}/total'] = count.total
             flat[f'{prefix}/trainable'] = count.trainable
         return flat
-
-    def table(self) -> str:
-        "Return the counts as text, one row per module."
-        rows = [(name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items()]
-        return text_table([('Module', 'Parameters', 'Trainable'), *rows], right=(1, 2))
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -132,8 +113,7 @@ class DatasetStats(Callback):
     them), `seen` (number of samples of the batches read), and `entries`. An entry describes one
     tensor of a batch over the first `n` batches: `shape` without the sample axis, `dtype`, and the
     count of each class (`classes`, for one integer per sample) or `mean`, `std`, `min` and `max`.
-    `print(learn.dataset_stats.table())` shows them, and loggers write them with the configuration
-    (`data/train/samples`).
+    Loggers write the statistics with the configuration (`data/train/samples`).
 
     Random generators, the loaders' own generators and worker processes are restored. No batch is
     read with `n=0`, or from an iterator, which would lose it. The statistics are computed again if
@@ -157,10 +137,8 @@ class DatasetStats(Callback):
     def __init__(
         self,
         n: int = 8,  # number of batches to read of each loader
-        verbose: bool = False,  # whether to print the table
     ) -> None:
         self.n = check_count('n', n, 0)
-        self.verbose = verbose
         self.stats: dict[str, dict[str, Any]] = {}
         self._described: Any = None  # loaders that `stats` describes
 
@@ -172,8 +150,6 @@ class DatasetStats(Callback):
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
         self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
         self._described = dls
-        if self.verbose:
-            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return every number and shape by name, for loggers."
@@ -186,18 +162,6 @@ class DatasetStats(Callback):
                     for k, v in values.items()
                 }
         return flat
-
-    def table(self) -> str:
-        "Return the statistics as text, one row per entry."
-        rows = [('Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values')]
-        for name, s in self.stats.items():
-            sizes = ['?' if s[k] is None else f'{s[k]:,}' for k in ('samples', 'batches')]
-            first_cells = (name, *sizes)
-            for entry, e in (s['entries'] or {'': {}}).items():
-                shape = ' x '.join(map(str, e.get('shape', ()))) or ('scalar' if e else '')
-                rows.append((*first_cells, entry, shape, e.get('dtype', ''), _format_values(e)))
-                first_cells = ('', '', '')
-        return text_table(rows, right=(1, 2))
 
 
 def loader_stats(
@@ -242,65 +206,43 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 def n_samples(dl: Any) -> int | None:
     "Return the number of samples of a loader without dropped ones, None if unknown."
-    n = n_batches(dl)
-    bs = batch_size_of(dl)
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
+    n = n_batches(dl)
+    bs = batch_size_of(dl)
     if n is not None and bs is not None and getattr(dl, 'drop_last', False):
         return n * bs
-    for source in (
-        getattr(dl, 'sampler', None),
-        dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
-        getattr(dl, 'dataset', None),
-    ):
-        if isinstance(source, int):
-            return source
-        size = n_batches(source)
-        if size is not None:
-            return size
-    return None
+    n_own = getattr(dl, 'n', None)
+    if isinstance(n_own, int):
+        return n_own
+    size = n_batches(getattr(dl, 'sampler', None))
+    return n_batches(getattr(dl, 'dataset', None)) if size is None else size
 
 
 def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
     "Yield the tensors of a nested structure, each with its path."
-    if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf':
-        o = torch.as_tensor(o)
     if isinstance(o, Tensor):
         yield name, o
-    elif dataclasses.is_dataclass(o) and not isinstance(o, type):
-        for f in dataclasses.fields(o):
-            yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
-    else:
-        items: Any = ()
-        if isinstance(o, Mapping):
-            items = o.items()
-        elif isinstance(o, (tuple, list)):
-            items = enumerate(o)
-        for key, value in items:
+    elif isinstance(o, (Mapping, tuple, list)):
+        for key, value in o.items() if isinstance(o, Mapping) else enumerate(o):
             yield from _tensors(f'{name}/{key}', value)
 
 
 def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
     "Describe an entry of several batches; axes of different sizes are '*'."
-    first = ts[0]
-    shapes = {t.shape[1:] for t in ts}
-    if len(shapes) == 1:
-        shape: tuple[Any, ...] = tuple(first.shape[1:])
-    else:
-        axes = map(set, zip(*shapes, strict=False))
-        shape = tuple(sizes.pop() if len(sizes) == 1 else '*' for sizes in axes)
-    described: dict[str, Any] = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
+    sizes = map(set, zip(*(t.shape[1:] for t in ts), strict=False))
+    shape = tuple(axis.pop() if len(axis) == 1 else '*' for axis in sizes)
+    described = {'shape': shape, 'dtype': str(ts[0].dtype).removeprefix('torch.')}
     values = torch.cat([t.detach().reshape(-1) for t in ts])
-    are_integers = not values.is_floating_point() and not values.is_complex()
-    if are_integers and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
-        counts = Counter(values.tolist())
-        if len(counts) <= MANY_CLASSES:
-            return {**described, 'classes': dict(sorted(counts.items()))}
+    is_class = not values.is_floating_point() and all(t.numel() == len(t) for t in ts)
+    counts = Counter(values.tolist() if is_class else ())
+    if is_class and len(counts) <= MANY_CLASSES:
+        return {**described, 'classes': dict(sorted(counts.items()))}
     return {**described, **_moments(values)}
 
 
 def _moments(values: Tensor) -> dict[str, float]:
-    if not values.numel() or values.is_complex():
+    if not values.numel():
         return {}
     values = values.to('cpu', torch.float64)
     return {
@@ -309,15 +251,3 @@ def _moments(values: Tensor) -> dict[str, float]:
         'min': values.min().item(),
         'max': values.max().item(),
     }
-
-
-def _format_values(entry: dict[str, Any]) -> str:
-    if 'mean' in entry:
-        return (
-            f'{entry["mean"]:.4g} +- {entry["std"]:.4g} in {entry["min"]:.4g} .. {entry["max"]:.4g}'
-        )
-    classes = entry.get('classes')
-    if not classes:
-        return ''
-    shown = ', '.join(f'{c}: {n}' for c, n in list(classes.items())[:10])
-    return f'{len(classes)} classes ({shown}{", ..." if len(classes) > 10 else ""})'

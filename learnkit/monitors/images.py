@@ -8,11 +8,10 @@ from torch import Tensor
 
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
-from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
-from learnkit.data.show import as_pictures, class_colors, draw_pictures
-from learnkit.engine.callback import Callback, Periodic
+from learnkit.data.show import as_pictures, class_colors
+from learnkit.engine.callback import Periodic, declared
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
 
@@ -30,7 +29,7 @@ class ImageVisualizer(Periodic):
 
     Each callback of the Learner with a method `log_images(step, name, images)` gets the images:
     learnkit's loggers in their format, others as tensors (n, C, H, W) in [0, 1]; the step is
-    `learn.time.ba`. The last images are kept in `images`, by name, and `show()` draws them. Floats
+    `learn.time.ba`. The last images are kept in `images`, by name. Floats
     outside [0, 1] (of normalized data) are rescaled to that range, bytes are divided by 255. If the
     number of channels is not 1, 3 or 4, the mean over channels is shown.
 
@@ -124,26 +123,12 @@ class ImageVisualizer(Periodic):
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
         for cb in learn.cbs:
-            if isinstance(cb, Callback):
-                cb.receive_images(name, pictures)
-
-    def show(
-        self,
-        figsize: tuple[float, float] | None = None,  # size in inches
-    ) -> Any:
-        "Draw the last images, one row per name; return the axes."
-        if not self.images:
-            raise OptionError('There are no images yet: they come with the first batch of a fit.')
-        n = max(map(len, self.images.values()))
-        size = figsize or (1.3 * n + 0.2, 1.6 * len(self.images))
-        axs = new_axes(n * len(self.images), n, size)
-        for ax in axs:
-            ax.axis('off')
-        for i, (name, pictures) in enumerate(self.images.items()):
-            row = axs[i * n : (i + 1) * n]
-            row[0].set_title(name, loc='left', fontsize=9)
-            draw_pictures(row[: len(pictures)], pictures)
-        return axs
+            receive = declared(cb, 'receive_images')
+            log = declared(cb, 'log_images')  # of a callback without the other method
+            if receive is not None:
+                receive(name, pictures)
+            elif log is not None:
+                log(learn.time.ba, name, pictures)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, and whether to show the next batch."

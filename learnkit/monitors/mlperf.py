@@ -16,7 +16,7 @@ import torch
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison
-from learnkit.core.errors import MetricError, OptionError, did_you_mean
+from learnkit.core.errors import MetricError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
@@ -87,13 +87,8 @@ class MLPerf(Callback):
         system: str | None = None,  # name of the system; None: by the device, '1xcpu_learnkit'
         cache_cleared: bool = False,  # whether caches were cleared before
     ) -> None:
-        _check_choice('division', division, ('open', 'closed'))
-        _check_choice('status', status, ('onprem', 'cloud', 'preview'))
-        check_count('index', index, 0)
-        if target is not None and isinstance(monitor, str):
-            as_comparison(comp, monitor)  # raises for an unknown direction
         self.folder = as_local_path(folder)
-        self.index = index
+        self.index = check_count('index', index, 0)
         self.benchmark = benchmark
         self.monitor = monitor
         self.target = target
@@ -116,8 +111,9 @@ class MLPerf(Callback):
         learn = self.learn
         self._column = self._find_column()
         if self.target is not None:
-            as_comparison(self.comp, self._column)
-        system = self.system or _system_name(learn)
+            as_comparison(self.comp, self._column)  # raises for an unknown direction
+        device = _device_name(model_device(learn.model, learn.dls)).replace('/', '_')
+        system = self.system or f'1x{device}_learnkit'.replace(' ', '_')
         results = learn.path / self.folder / 'results' / system / self.benchmark
         paths = (results / f'result_{n}.txt' for n in count(self.index))
         self.file = next(path for path in paths if not path.exists())
@@ -263,20 +259,18 @@ class MLPerf(Callback):
         "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation gives it."
         recorder = records(self)
         names = recorder.evaluated_columns(self.monitor)
-        if not names:
-            raise MetricError('MLPerf needs an evaluation: give a validation loader.')
-        if self.monitor is None:
+        if self.monitor is None and names:
             return names[1] if len(recorder.select_metrics('valid')) else names[0]
         if self.monitor in names:
             return self.monitor
         raise MetricError(
-            f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names)}.'
-            f'{did_you_mean(self.monitor, names)}'
+            f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names) or "nothing"}. Give '
+            'the name of a metric, and a validation loader.'
         )
 
     def _description(self, system: str) -> dict[str, Any]:
         "Return what is known of the machine; the submitter adds the other fields."
-        on_gpu = model_device(self.learn.model, self.learn.dls).type == 'cuda'
+        device = model_device(self.learn.model, self.learn.dls)
         return {
             'submitter': self.submitter,
             'division': self.division,
@@ -284,22 +278,15 @@ class MLPerf(Callback):
             'system_name': system,
             'number_of_nodes': '1',
             'host_processor_model_name': platform.processor() or platform.machine(),
-            'accelerators_per_node': '1' if on_gpu else '0',
-            'accelerator_model_name': torch.cuda.get_device_name() if on_gpu else '',
+            'accelerators_per_node': str(int(device.type == 'cuda')),
+            'accelerator_model_name': _device_name(device),
             'framework': f'PyTorch {torch.__version__} and learnkit',
             'operating_system': f'{platform.system()} {platform.release()}',
             'other_software_stack': {
                 'python': platform.python_version(),
-                'cuda': torch.version.cuda or '',
+                'cuda': torch.version.cuda,
             },
         }
-
-
-def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise OptionError(
-            f'{option}={value!r}: give one of {known}.{did_you_mean(str(value), known)}'
-        )
 
 
 def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
@@ -314,10 +301,8 @@ def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
     return bs * n_batches, n_batches * n_microbatches
 
 
-def _system_name(learn: LearnerLike) -> str:
-    device = model_device(learn.model, learn.dls)
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
-    return f'1x{name}_learnkit'.replace(' ', '_').replace('/', '_')
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
 def _now_ms() -> int:

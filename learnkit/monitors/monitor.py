@@ -22,7 +22,7 @@ class Monitor(IntervalCallback):
 
     A subclass sets `machine_dependent = True` if its numbers differ from machine to machine and
     from run to run: they are then left out of comparisons of runs (`learn.check_resume`,
-    `learnkit.checkpoint.digest`).
+    `learnkit.checkpoint.compare`).
 
     The monitor measures after the training batch that completes a multiple of `every`, counted from
     the Learner's start; for epochs, after the training of an epoch, so that the values are in the

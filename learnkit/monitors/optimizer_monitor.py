@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from learnkit.optim.hyperparams import Hypers
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 
-T = TypeVar('T')
-
 FIRST = ('exp_avg', 'momentum_buffer')  # state keys of the mean of gradients in torch's optimizers
 SECOND = ('exp_avg_sq', 'square_avg')  # state keys of the mean of squared gradients
-Table = dict[tuple[str, int], T]  # values by kind and index of the parameter
+PAIRS = ('update_grad', 'moment_grad')  # scalar products
+Key = tuple[str, str]  # kind of value, and name of the parameter
 SINGLE = (torch.float16, torch.bfloat16, torch.float32)  # types whose norms are computed in float32
 
 
@@ -164,106 +162,71 @@ class _WatchedStep:
     def __init__(self, learn: LearnerLike) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
         params = [p for p in learn.step_parameters if p.grad is not None]
-        self.names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
-        self.params, self.are_parts, self.group = unpack_shards(p.detach() for p in params)
-        self.grads = [_take_values(local_shard(p.grad)) for p in params]
-        self.keys = params  # keys of the optimizer's state
+        names = [named.get(id(p), f'outside_{i}') for i, p in enumerate(params)]
+        shards, are_parts, self.group = unpack_shards(p.detach() for p in params)
         self.opt = learn.opt
-        self.before = [p.clone() for p in self.params]
-        self.grad_norms = _compute_norms(self.grads)  # now, as a step may overwrite its gradients
+        self.keys = dict(zip(names, params, strict=True))  # keys of the optimizer's state
+        self.params = dict(zip(names, shards, strict=True))
+        self.are_parts = dict(zip(names, are_parts, strict=True))
+        self.grads = {name: _take_values(local_shard(p.grad)) for name, p in self.keys.items()}
+        self.before = {name: p.clone() for name, p in self.params.items()}
+        self.sums = _sum_squares('grad', self.grads)  # now, as a step may overwrite its gradients
 
     def compute_values(self, per_parameter: bool) -> dict[str, float]:
         "Return norms and angles by name; waits for the device."
-        all_states = self.opt.state
-        states = [all_states.get(p, {}) for p in self.keys]
-        updates = list(torch._foreach_sub(self.params, self.before)) if self.params else []
-        first = _find_states(states, FIRST)
-        second = _find_states(states, SECOND)
-        norms_on_device = _flatten(
-            grad=dict(enumerate(self.grad_norms)),
-            param=dict(enumerate(_compute_norms(self.params))),
-            update=dict(enumerate(_compute_norms(updates))),
-            moment=dict(zip(first, _compute_norms(list(first.values())), strict=True)),
-            second_moment_sqrt={
-                i: t.sum(dtype=_at_least_single(t)).sqrt() for i, t in second.items()
-            },
-        )
-        products_on_device: Table[Tensor] = {}
+        updates = {name: p - self.before[name] for name, p in self.params.items()}
+        first = self._find_states(FIRST)
+        sums = self.sums | _sum_squares('param', self.params) | _sum_squares('update', updates)
+        sums |= _sum_squares('moment', first)
+        for name, t in self._find_states(SECOND).items():
+            sums['second_moment_sqrt', name] = t.sum(dtype=_at_least_single(t))
         if per_parameter:
-            products_on_device = _flatten(
-                update_grad=self._multiply_grads(dict(enumerate(updates))),
-                moment_grad=self._multiply_grads(first),
-            )
-        norms, products = self._fetch(norms_on_device, products_on_device)
-        norms_by_kind = defaultdict(list)
-        for (kind, _), norm in norms.items():
-            norms_by_kind[kind].append(norm)
-        values = {f'l2_norm/{kind}/global': math.hypot(*row) for kind, row in norms_by_kind.items()}
-        if per_parameter:
-            values |= self._name_norms(norms)
-            values |= self._compute_angles(norms, products)
-        return values
+            for pair, tensors in (('update_grad', updates), ('moment_grad', first)):
+                for name, t in tensors.items():
+                    if t.shape == self.grads[name].shape:  # a sparse gradient has another shape
+                        sums[pair, name] = _compute_dot(t, self.grads[name])
+        return _name_values(self._fetch(sums), per_parameter)
 
-    def _multiply_grads(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        "Return the scalar products of tensors with gradients of the same shape; a sparse gradient has another one."
-        return {
-            i: _compute_dot(t, self.grads[i])
-            for i, t in tensors.items()
-            if t.shape == self.grads[i].shape
-        }
+    def _find_states(self, keys: tuple[str, ...]) -> dict[str, Tensor]:
+        "Return the optimizer's tensors under one of the keys, by name of the parameter."
+        found = {}
+        for name, p in self.keys.items():
+            state = self.opt.state.get(p, {})
+            tensors = [state[k] for k in keys if isinstance(state.get(k), Tensor)]
+            if tensors:
+                found[name] = local_shard(tensors[0])
+        return found
 
-    def _fetch(
-        self, norms: Table[Tensor], products: Table[Tensor]
-    ) -> tuple[Table[float], Table[float]]:
-        "Copy norms and products to the host in one transfer."
-        tensors = [*norms.values(), *products.values()]
-        if not tensors:
-            return {}, {}
+    def _fetch(self, sums: dict[Key, Tensor]) -> dict[Key, float]:
+        "Add up the sums of shards, and copy all to the host in one transfer."
+        if not sums:
+            return {}
+        tensors = list(sums.values())
         stacked = torch.stack([t.to(tensors[0].device) for t in tensors])
-        indices = [i for _, i in [*norms, *products]]
-        numbers = iter(self._sum_shards(stacked, len(norms), indices).tolist())
-        return {key: next(numbers) for key in norms}, {key: next(numbers) for key in products}
+        if self.group is not None:
+            are_parts = [self.are_parts[name] for _, name in sums]
+            stacked = sum_of_parts(stacked, are_parts, self.group)
+        return dict(zip(sums, stacked.tolist(), strict=True))
 
-    def _sum_shards(
-        self,
-        numbers: Tensor,  # norms, and then products, of the shards of this rank
-        n_norms: int,  # number of norms
-        indices: list[int],  # index of the parameter of each number
-    ) -> Tensor:
-        "Reduce norms and products of shards to the values of whole tensors."
-        if self.group is None:
-            return numbers
-        are_norms = torch.arange(len(numbers), device=numbers.device) < n_norms
-        total = sum_of_parts(
-            torch.where(are_norms, numbers**2, numbers),
-            [self.are_parts[i] for i in indices],
-            self.group,
-        )
-        return torch.where(are_norms, total.abs().sqrt(), total)
 
-    def _name_norms(self, norms: Table[float]) -> dict[str, float]:
-        "Return each parameter's norms, and the ratio of its update to its weights, by name."
-        values = {f'l2_norm/{kind}/{self.names[i]}': norm for (kind, i), norm in norms.items()}
-        for i, name in enumerate(self.names):
-            if norms['param', i] > 0:
-                ratio = norms['update', i] / norms['param', i]
-                values[f'l2_norm_ratio/update_param/{name}'] = ratio
+def _name_values(sums: dict[Key, float], per_parameter: bool) -> dict[str, float]:
+    "Return norms, ratios and cosines by their logged names."
+    norms = {key: math.sqrt(abs(s)) for key, s in sums.items() if key[0] not in PAIRS}
+    values = {}
+    for kind in dict.fromkeys(kind for kind, _ in norms):
+        norm = math.hypot(*(n for key, n in norms.items() if key[0] == kind))
+        values[f'l2_norm/{kind}/global'] = norm
+    if not per_parameter:
         return values
-
-    def _compute_angles(self, norms: Table[float], products: Table[float]) -> dict[str, float]:
-        "Return the cosines of the angles between vectors that are not zero, by name."
-        values = {}
-        for (pair, i), product in products.items():
-            kind = pair.removesuffix('_grad')
-            lengths = norms[kind, i] * norms['grad', i]
-            if lengths > 0:
-                values[f'cosine/{pair}/{self.names[i]}'] = product / lengths
-        return values
-
-
-def _flatten(**rows: dict[int, T]) -> Table[T]:
-    "Return the values of all kinds by kind and index."
-    return {(kind, i): value for kind, row in rows.items() for i, value in row.items()}
+    for (kind, name), norm in norms.items():
+        values[f'l2_norm/{kind}/{name}'] = norm
+        if kind == 'param' and norm > 0:
+            values[f'l2_norm_ratio/update_param/{name}'] = norms['update', name] / norm
+    for pair, name in sums.keys() - norms.keys():
+        lengths = norms[pair.removesuffix('_grad'), name] * norms['grad', name]
+        if lengths > 0:
+            values[f'cosine/{pair}/{name}'] = sums[pair, name] / lengths
+    return values
 
 
 def _take_values(grad: Tensor) -> Tensor:
@@ -271,22 +234,14 @@ def _take_values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad.detach()
 
 
-def _compute_norms(tensors: list[Tensor]) -> list[Tensor]:
-    "Return the L2 norm of each tensor, on its device; half precision is computed in float32."
+def _sum_squares(kind: str, tensors: dict[str, Tensor]) -> dict[Key, Tensor]:
+    "Return the sum of squares of each tensor, on its device; half precision is computed in float32."
     if not tensors:
-        return []
-    dtype = torch.float32 if all(t.dtype in SINGLE for t in tensors) else None
-    return list(torch._foreach_norm(tensors, 2, dtype))
-
-
-def _find_states(states: Iterable[Mapping[str, Any]], keys: tuple[str, ...]) -> dict[int, Tensor]:
-    "Return the optimizer's tensors under one of the keys, by index of the parameter."
-    found = {}
-    for i, state in enumerate(states):
-        tensors = [state[k] for k in keys if isinstance(state.get(k), Tensor)]
-        if tensors:
-            found[i] = local_shard(tensors[0])
-    return found
+        return {}
+    dtype = torch.float32 if all(t.dtype in SINGLE for t in tensors.values()) else None
+    norms = torch._foreach_norm(list(tensors.values()), 2, dtype)
+    squares = torch._foreach_mul(norms, norms)
+    return {(kind, name): square for name, square in zip(tensors, squares, strict=True)}
 
 
 def _at_least_single(t: Tensor) -> torch.dtype:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
-from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
 from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import check_loader, evaluation_loaders
 from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Periodic
-from learnkit.engine.run import preserved_state
+from learnkit.engine.run import clear_pass, preserved_state
 from learnkit.inference.gather import AsyncToCPU
 from learnkit.inference.predict import resolve_loader
 
@@ -129,7 +128,7 @@ class PeriodicData(Periodic):
             preserved_state(learn),
             undisturbed_loader(dl),
             torch.no_grad(),
-            replacing_yield(learn.run, 'evaluating', True),
+            learn.evaluations.opened(learn),
         ):
             learn.model.eval()
             learn.training = False
@@ -145,7 +144,7 @@ class PeriodicData(Periodic):
         results = []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):
-            learn.clear_pass()
+            clear_pass(learn)
             learn.iter = i
             learn.batch = to_device(batch, device)
             learn._split(learn.batch)

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.errors import FitError
 from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
-from learnkit.core.html import text_table
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 
@@ -161,34 +159,9 @@ class TorchProfiler(Callback):
             profiler.export_chrome_trace(str(tmp))
         self.files.append(path)
         if self.n_rows:
-            self.table = _tabulate(profiler.key_averages(), self.n_rows)
+            device = 'cuda' if torch.cuda.is_available() else 'cpu'
+            self.table = profiler.key_averages().table(
+                sort_by=f'self_{device}_time_total', row_limit=self.n_rows
+            )
             if self.learn.world.is_first:
                 print_line(self, f'{self.table}\n{path}')
-
-
-def _tabulate(
-    averages: Any,  # result of `key_averages`
-    n_rows: int,
-) -> str:
-    "Return a table of the operators with the longest self time on the GPU, or without a GPU on the CPU."
-    # an operator has the time of its kernels, which have rows as well
-    operators = [o for o in averages if o.device_type == DeviceType.CPU]
-    times = [(o.self_cpu_time_total, o.self_device_time_total) for o in operators]
-    total_cpu, total_gpu = map(sum, zip(*times, strict=True))
-    has_gpu = total_gpu > 0
-    operators.sort(
-        key=lambda o: o.self_device_time_total if has_gpu else o.self_cpu_time_total, reverse=True
-    )
-    rows: list[tuple[str, ...]] = [('Operator', 'Calls', 'CPU ms', 'CPU %', 'GPU ms', 'GPU %')]
-    for o in operators[:n_rows]:
-        name = '(outside of operators)' if o.key == 'ProfilerStep*' else o.key[:60]
-        cpu = _format_time(o.self_cpu_time_total, total_cpu)
-        gpu = _format_time(o.self_device_time_total, total_gpu)
-        rows.append((name, str(o.count), *cpu, *gpu))
-    shown = [row if has_gpu else row[:4] for row in rows]
-    return text_table(shown, right=range(1, 6))
-
-
-def _format_time(microseconds: float, total: float) -> tuple[str, str]:
-    "Return milliseconds and the share of a total as text."
-    return f'{microseconds / 1e3:.3f}', f'{microseconds / total:.1%}' if total else ''

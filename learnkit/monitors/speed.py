@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
 from numbers import Real
 from time import perf_counter
 from typing import Any
@@ -22,96 +21,29 @@ from learnkit.monitors.monitor import Monitor
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 
-# Dense floating-point operations per second of one device, from the vendors' data sheets. The first
-# name contained in the name of a device counts.
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    'b200': {'fp32': 75e12, 'tf32': 1.1e15, 'fp16': 2.25e15, 'bf16': 2.25e15},
-    'h200': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
-    'h100 pcie': {'fp32': 51e12, 'tf32': 378e12, 'fp16': 756e12, 'bf16': 756e12},
-    'h100 nvl': {'fp32': 60e12, 'tf32': 417e12, 'fp16': 835e12, 'bf16': 835e12},
-    'h100': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
-    'a100': {'fp32': 19.5e12, 'tf32': 156e12, 'fp16': 312e12, 'bf16': 312e12},
-    'a10g': {'fp32': 31.5e12, 'tf32': 35e12, 'fp16': 70e12, 'bf16': 70e12},
-    'a10': {'fp32': 31.2e12, 'tf32': 62.5e12, 'fp16': 125e12, 'bf16': 125e12},
-    'l40s': {'fp32': 91.6e12, 'tf32': 183e12, 'fp16': 362e12, 'bf16': 362e12},
-    'l4': {'fp32': 30.3e12, 'tf32': 60e12, 'fp16': 121e12, 'bf16': 121e12},
-    'v100': {'fp32': 15.7e12, 'fp16': 125e12},
-    't4': {'fp32': 8.1e12, 'fp16': 65e12},
+# Dense operations per second of one device in fp16 and bf16, from the vendors' data sheets. The
+# first name contained in the name of a device counts.
+PEAK_FLOPS = {
+    'b200': 2.25e15,
+    'h200': 989e12,
+    'h100 pcie': 756e12,
+    'h100 nvl': 835e12,
+    'h100': 989e12,
+    'a100': 312e12,
+    'a10g': 70e12,
+    'a10': 125e12,
+    'l40s': 362e12,
+    'l4': 121e12,
+    'v100': 125e12,
+    't4': 65e12,
 }
 
 SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
+HALF = {torch.float16, torch.bfloat16}
 COUNTED = ('batches', 'samples', 'tokens', 'flops')
 
 
-class _TimedMonitor(Monitor):
-    "Monitor that separates the seconds of training from the seconds of evaluation and prediction."
-
-    machine_dependent = True
-    nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
-    _phase: str | None = None  # 'train' or 'val': where time is spent now; None: outside of fits
-    _since = 0.0  # last reading of the clock
-    _eval_depth = 0  # depth of the run that evaluates
-
-    def __init__(self, every: int | str | Time) -> None:
-        super().__init__(every)
-        self._seconds = {'train': 0.0, 'val': 0.0}  # over all fits, up to `_since`
-
-    def _read_clock(self, phase: str | None) -> None:
-        "Add the seconds since the last reading to the current phase, and continue with another phase."
-        now = perf_counter()
-        if self._phase is not None:
-            self._seconds[self._phase] += now - self._since
-        self._since = now
-        self._phase = phase
-
-    def before_fit(self) -> None:
-        "Start the clock."
-        super().before_fit()
-        if self.learn.fitting:
-            self._read_clock('train')
-
-    def before_eval(self) -> None:
-        "Count evaluation from now on, unless this evaluation is inside another one."
-        if self._phase == 'train':
-            self._read_clock('val')
-            self._eval_depth = self.learn.run.depth
-
-    def after_eval(self) -> None:
-        "Count training from now on."
-        if self._phase == 'val' and self._eval_depth == self.learn.run.depth:
-            self._read_clock('train')
-
-    before_predict = before_eval
-    after_predict = after_eval
-
-    def before_train(self) -> None:
-        "Count training also after an evaluation that did not end."
-        if self._phase == 'val':
-            self._read_clock('train')
-
-    def after_fit(self) -> None:
-        "Stop the clock."
-        if self.learn.fitting:
-            self._read_clock(None)
-
-    def cleanup(self) -> None:
-        "Stop the clock."
-        self._read_clock(None)
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the seconds of training and evaluation so far."
-        self._read_clock(self._phase)
-        seconds = self._seconds
-        return {**super().state_dict(), 'train_s': seconds['train'], 'eval_s': seconds['val']}
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the seconds so far."
-        super().load_state_dict(sd)
-        self._read_clock(self._phase)
-        self._seconds = {'train': sd['train_s'], 'val': sd['eval_s']}
-
-
-class SpeedMonitor(_TimedMonitor):
+class SpeedMonitor(Monitor):
     """Log throughput (batches, samples, tokens, flops per second) and hours of training and evaluation.
 
     Rates are computed over the last `window` batches of this fit (or fewer at its start), without
@@ -122,8 +54,7 @@ class SpeedMonitor(_TimedMonitor):
     Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch
     (as the loader gave it) that returns a number, for forward and backward together. The ratio of
     these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
-    appendix B), needs `peak_flops`, or a known GPU in the precision in use; otherwise it is left
-    out.
+    appendix B), needs `peak_flops`, or a known GPU in fp16 or bf16; otherwise it is left out.
 
     Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
     another type. Checkpointed: the seconds of training and evaluation.
@@ -148,6 +79,11 @@ class SpeedMonitor(_TimedMonitor):
         'time/total': 'the sum of both',
     }
     latest = ('time/',)
+    machine_dependent = True
+    nondeterministic_state = ('train_s', 'eval_s')
+    _phase: str | None = None  # 'train' or 'val': where time is spent now; None: outside of fits
+    _since = 0.0  # last reading of the clock
+    _eval_depth = 0  # depth of the run that evaluates
     _flops_per_batch: Any = None
     _peak: float | None = None
 
@@ -166,14 +102,16 @@ class SpeedMonitor(_TimedMonitor):
             check_number('peak_flops', peak_flops)
         self.peak_flops = peak_flops
         self._flops = 0.0
+        self._seconds = {'train': 0.0, 'val': 0.0}  # over all fits, up to `_since`
         # seconds, and the counts of `COUNTED`
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     def before_fit(self) -> None:
-        "Reset the rates, and read the model's flops."
+        "Start the clock, reset the rates, and read the model's flops."
         super().before_fit()
         if not self.learn.fitting:
             return
+        self._read_clock('train')
         self._points.clear()
         self._flops = 0.0
         flops = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
@@ -181,6 +119,38 @@ class SpeedMonitor(_TimedMonitor):
             _check_flops(self.learn.model, flops)
         self._flops_per_batch = flops
         self._peak = self.peak_flops or find_peak(self.learn)
+
+    def _read_clock(self, phase: str | None) -> None:
+        "Add the seconds since the last reading to the current phase, and continue with another phase."
+        now = perf_counter()
+        if self._phase is not None:
+            self._seconds[self._phase] += now - self._since
+        self._since = now
+        self._phase = phase
+
+    def before_eval(self) -> None:
+        "Count evaluation from now on, unless this evaluation is inside another one."
+        if self._phase == 'train':
+            self._read_clock('val')
+            self._eval_depth = self.learn.run.depth
+
+    def after_eval(self) -> None:
+        "Count training from now on."
+        if self._phase == 'val' and self._eval_depth == self.learn.run.depth:
+            self._read_clock('train')
+
+    before_predict = before_eval
+    after_predict = after_eval
+
+    def before_train(self) -> None:
+        "Count training also after an evaluation that did not end."
+        if self._phase == 'val':
+            self._read_clock('train')
+
+    def after_fit(self) -> None:
+        "Stop the clock."
+        if self.learn.fitting:
+            self._read_clock(None)
 
     def after_batch(self) -> None:
         "Record time and counts of this batch, and log if due."
@@ -226,8 +196,20 @@ class SpeedMonitor(_TimedMonitor):
 
     def cleanup(self) -> None:
         "Stop the clock, and drop the reference to the model."
-        super().cleanup()
+        self._read_clock(None)
         self._flops_per_batch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the seconds of training and evaluation so far."
+        self._read_clock(self._phase)
+        seconds = self._seconds
+        return {**super().state_dict(), 'train_s': seconds['train'], 'eval_s': seconds['val']}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore the seconds so far."
+        super().load_state_dict(sd)
+        self._read_clock(self._phase)
+        self._seconds = {'train': sd['train_s'], 'val': sd['eval_s']}
 
 
 def get_seconds(time_unit: str) -> int:
@@ -250,85 +232,34 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
 
 
 def find_peak(learn: LearnerLike) -> float | None:
-    "Return the peak flops of the model's device in its precision, None if unknown."
+    "Return the peak flops of the model's device; None if unknown, and outside of half precision."
     device = model_device(learn.model, learn.dls)
-    if device.type != 'cuda':
+    dtypes = {p.dtype for p in learn.model.parameters() if p.is_floating_point()}
+    is_half = any(isinstance(cb, MixedPrecision) for cb in learn.cbs) or dtypes <= HALF
+    if device.type != 'cuda' or not is_half:
         return None
-    return lookup_peak(torch.cuda.get_device_name(device), find_precision(learn))
+    return lookup_peak(torch.cuda.get_device_name(device))
 
 
-def lookup_peak(device_name: str, kind: str) -> float | None:
-    """Return the peak of a GPU in floating-point operations per second, by its name in the driver.
+def lookup_peak(device_name: str) -> float | None:
+    """Return the peak of a GPU in operations per second in half precision, by its name in the driver.
 
-    >>> lookup_peak('NVIDIA A100-SXM4-80GB', 'bf16')
+    >>> lookup_peak('NVIDIA A100-SXM4-80GB')
     312000000000000.0
     """
     words = f' {device_name.lower().replace("-", " ")} '
-    return next(
-        (peaks.get(kind) for name, peaks in PEAK_FLOPS.items() if f' {name} ' in words), None
-    )
+    return next((peak for name, peak in PEAK_FLOPS.items() if f' {name} ' in words), None)
 
 
-def find_precision(learn: LearnerLike) -> str:
-    "Return the precision of most matrix products of a model: fp16, bf16, tf32, fp32 or fp64."
-    for cb in learn.cbs:
-        if isinstance(cb, MixedPrecision):
-            return str(cb.amp_mode)
-    dtype = next(
-        (p.dtype for p in learn.model.parameters() if p.is_floating_point()), torch.float32
-    )
-    if dtype == torch.float32:
-        return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
-    names = {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}
-    return names.get(dtype, str(dtype))
+class RuntimeEstimator(Monitor):
+    """Estimate the remaining time of the fit: training and evaluations continue at the rate of this fit so far.
 
+    The rate is measured without the first `skip_batches`; evaluations count from the first one on.
+    The progress of the fit is `learn.pct_train`, so budgets of any unit work; with epochs of
+    unknown length it grows once an epoch. `remaining_s` is the estimate in seconds.
 
-@dataclass
-class Evaluations:
-    """Cost of the evaluations of a fit so far, and their positions as shares of the fit.
-
-    >>> evaluations = Evaluations()
-    >>> for seconds, at in ((5.0, 0.3), (2.0, 0.6)): evaluations.add(seconds, at)
-    >>> evaluations.remaining_s()
-    4.0
-    """
-
-    n: int = 0
-    first_s: float = 0.0  # seconds of the first evaluation, which warms up
-    total_s: float = 0.0
-    first_at: float = 0.0
-    last_at: float = 0.0
-
-    def add(self, seconds: float, at: float) -> None:
-        "Record an evaluation."
-        if not self.n:
-            self.first_s = seconds
-            self.first_at = at
-        self.n += 1
-        self.total_s += seconds
-        self.last_at = at
-
-    def remaining_s(self) -> float:
-        "Return the seconds of the evaluations that follow, at the same interval and cost."
-        gap, cost = self.first_at, self.first_s
-        if self.n > 1:
-            gap = (self.last_at - self.first_at) / (self.n - 1)
-            cost = (self.total_s - self.first_s) / (self.n - 1)
-        # rounded up, as the fit ends with an evaluation
-        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.0
-
-
-class RuntimeEstimator(_TimedMonitor):
-    """Estimate the remaining time of the fit, including its future evaluations.
-
-    Training is assumed to continue at the rate of this fit so far, without its first
-    `skip_batches`, and evaluations to come as often and to take as long as so far: without the
-    first one once there are two; before the first evaluation their cost counts as 0. The progress
-    of the fit is `learn.pct_train`, so budgets of any unit work; with epochs of unknown length it
-    grows once an epoch, and the estimate is rough. `remaining_s` is the estimate in seconds.
-
-    Raises `OptionError` for an invalid option. Checkpointed: rates and costs, so that the estimate
-    is available right after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: the rate, so that the estimate is
+    available right after a resume.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
@@ -341,7 +272,8 @@ class RuntimeEstimator(_TimedMonitor):
         'time/remaining_estimate': 'time until the end of the fit, evaluations included'
     }
     latest = ('time/',)
-    nondeterministic_state = (*_TimedMonitor.nondeterministic_state, 'measured', 'evals')
+    machine_dependent = True
+    nondeterministic_state = ('seconds', 'share')
 
     def __init__(
         self,
@@ -353,22 +285,19 @@ class RuntimeEstimator(_TimedMonitor):
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
         self.time_unit = time_unit
         self._unit_s = get_seconds(time_unit)
-        # seconds of training, and the share of the fit that was trained in them
-        self._measured = (0.0, 0.0)
-        # seconds of training, and share of the fit, at the last measurement
+        # seconds that were measured, and the share of the fit that was done in them
+        self._seconds = 0.0
+        self._share = 0.0
+        # time and share of the fit at the last measurement
         self._last: tuple[float, float] | None = None
-        self._evals = Evaluations()
-        self._val_s = 0.0  # seconds of evaluation up to the last recorded evaluation
 
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        seconds, share = self._measured
-        if share <= 0 or seconds <= 0:
+        if self._share <= 0:
             return None  # no rate yet
         rest = 1 - self.learn.pct_train
-        training_s = seconds / share * rest if rest > 1e-9 else 0.0  # without rounding errors
-        return training_s + self._evals.remaining_s()
+        return self._seconds / self._share * rest if rest > 1e-9 else 0.0  # rounding errors
 
     def measure(self) -> dict[str, float]:
         "Return the estimate by name."
@@ -379,15 +308,12 @@ class RuntimeEstimator(_TimedMonitor):
         "Reset the estimate."
         super().before_fit()
         if self.learn.fitting:
-            self._measured = (0.0, 0.0)
+            self._seconds = self._share = 0.0
             self._last = None
             self._skip = self.skip_batches
-            self._evals = Evaluations()
-            self._val_s = self._seconds['val']
 
     def before_train(self) -> None:
         "Measure up to the start of the epoch, where an epoch of unknown length is counted."
-        super().before_train()
         self._update()
 
     def after_batch(self) -> None:
@@ -398,36 +324,23 @@ class RuntimeEstimator(_TimedMonitor):
 
     def _update(self) -> None:
         "Add the time and the share of the fit since the last measurement."
-        if self._skip:
+        share = self.learn.pct_train
+        if self._skip or (self._last is not None and share <= self._last[1]):
             return
-        self._read_clock(self._phase)
-        now = self._seconds['train'], self.learn.pct_train
-        if self._last is None:
-            self._last = now
-        elif now[1] > self._last[1]:
-            seconds, share = self._measured
-            self._measured = seconds + now[0] - self._last[0], share + now[1] - self._last[1]
-            self._last = now
-
-    def after_eval(self) -> None:
-        "Record the evaluation, and count training from now on."
-        is_over = self._phase == 'val' and self._eval_depth == self.learn.run.depth
-        super().after_eval()
-        if is_over:
-            seconds = self._seconds['val']
-            self._evals.add(seconds - self._val_s, min(1.0, self.learn.pct_train))
-            self._val_s = seconds
+        now = perf_counter()
+        if self._last is not None:
+            self._seconds += now - self._last[0]
+            self._share += share - self._last[1]
+        self._last = now, share
 
     def state_dict(self) -> dict[str, Any]:
-        "Return rates and costs of this fit."
-        state = {'measured': list(self._measured), 'evals': asdict(self._evals)}
-        return {**super().state_dict(), **state}
+        "Return the measured seconds and their share of the fit."
+        return {**super().state_dict(), 'seconds': self._seconds, 'share': self._share}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore rates and costs."
+        "Restore the measured seconds and their share of the fit."
         super().load_state_dict(sd)
-        self._measured = tuple(sd['measured'])
+        self._seconds = sd['seconds']
+        self._share = sd['share']
         self._last = None
         self._skip = self.skip_batches
-        self._evals = Evaluations(**sd['evals'])
-        self._val_s = self._seconds['val']

@@ -59,14 +59,11 @@ class SystemMonitor(Monitor):
     ) -> None:
         super().__init__(every)
         import_library('psutil', 'SystemMonitor')
-        self._sensors: dict[str, Callable[[Any], float]] = {}
 
     def before_fit(self) -> None:
-        "Start measuring the CPU load, and find the sensors of the GPU."
+        "Start measuring the CPU load."
         super().before_fit()
         import_library('psutil', 'SystemMonitor').cpu_percent()
-        device = model_device(self.learn.model, self.learn.dls)
-        self._sensors = find_sensors(device) if device.type == 'cuda' else {}
 
     def measure(self) -> dict[str, float]:
         "Return the load of CPU, RAM, disk, network and GPU by name."
@@ -88,35 +85,29 @@ class SystemMonitor(Monitor):
         }
         if net is not None:
             values |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
-        return {**values, **self._measure_gpu()}
-
-    def _measure_gpu(self) -> dict[str, float]:
         device = model_device(self.learn.model, self.learn.dls)
-        if device.type != 'cuda':
-            return {}
-        free, total = torch.cuda.mem_get_info(device)
-        readings = {name: sensor(device) for name, sensor in self._sensors.items()}
-        return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **readings}
+        return {**values, **read_gpu(device)} if device.type == 'cuda' else values
 
 
-def find_sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:
-    "Return the available sensors of a GPU, by name."
-    known: dict[str, Callable[[Any], float]] = {
-        'gpu_percentage': torch.cuda.utilization,
-        'memory_percentage': torch.cuda.memory_usage,
-        'gpu_temperature_C': torch.cuda.temperature,
-        'gpu_power_usage_W': _read_watts,
-    }
-    return {name: sensor for name, sensor in known.items() if _is_available(sensor, device)}
+def read_gpu(device: torch.device) -> dict[str, float]:
+    "Return the memory of a GPU, and the values of its sensors that are available."
+    free, total = torch.cuda.mem_get_info(device)
+    values: dict[str, float] = {'memory_free_bytes': free, 'memory_used_bytes': total - free}
+    for name, read in SENSORS.items():
+        try:
+            values[name] = read(device)
+        except Exception:
+            continue  # no library, permission or sensor: drivers raise errors of many types
+    return values
 
 
 def _read_watts(device: torch.device) -> float:
     return torch.cuda.power_draw(device) / 1000
 
 
-def _is_available(sensor: Callable[[Any], float], device: torch.device) -> bool:
-    try:
-        sensor(device)
-    except Exception:
-        return False  # no library, permission or sensor: drivers raise errors of many types
-    return True
+SENSORS: dict[str, Callable[[Any], float]] = {
+    'gpu_percentage': torch.cuda.utilization,
+    'memory_percentage': torch.cuda.memory_usage,
+    'gpu_temperature_C': torch.cuda.temperature,
+    'gpu_power_usage_W': _read_watts,
+}

@@ -18,7 +18,6 @@ from .optimizers import (
     SGD as SGD,
     Adam as Adam,
     Lamb as Lamb,
-    Larc as Larc,
     Lookahead as Lookahead,
     MuonAdamW as MuonAdamW,
     QHAdam as QHAdam,

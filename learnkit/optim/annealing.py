@@ -198,17 +198,12 @@ def combine_scheds(
     >>> f(0.125), f(0.9)
     (0.5, 1.0)
     """
-    try:
-        shares = [float(p) for p in pcts]
-    except (TypeError, ValueError) as e:
-        raise ScheduleError(f'pcts={pcts!r}: give shares from 0 to 1 ({e}).') from e
+    shares = [float(p) for p in pcts]
     if len(shares) != len(scheds):
         raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
-    if not all(p >= 0 for p in shares):
-        raise ScheduleError(f'pcts={shares}: a share of a schedule is 0 or more.')
-    if abs(math.fsum(shares) - 1) > ROUNDING:
+    if not (all(p >= 0 for p in shares) and abs(math.fsum(shares) - 1) <= ROUNDING):
         raise ScheduleError(
-            f'pcts={shares} sum to {math.fsum(shares):g}: the shares of a whole sum to 1.'
+            f'pcts={shares} sum to {math.fsum(shares):g}: shares of a whole are 0 or more, and sum to 1.'
         )
     for f in scheds:
         check_schedule('A piece', f)

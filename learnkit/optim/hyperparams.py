@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ HYPERS: dict[str, tuple[GroupKey, ...]] = {
     'wd': (('weight_decay', None),),
     'eps': (('eps', None),),
 }
+DECAYS = ('wd', 'weight_decay')  # names of the weight decay
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
 # exclusive upper bounds of hyperparameters that are decays of averages
 UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
@@ -80,9 +81,15 @@ class Hypers(MutableMapping[str, Any]):
     `weight_decay` stays 0 in param groups of exempt parameters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        exempt: set[nn.Parameter],
+        split: Callable[[], list[dict[str, Any]]] | None = None,  # splits off exempt parameters
+    ) -> None:
         self.groups = groups
         self._exempt = exempt
+        self._split = split
 
     def find(
         self,
@@ -112,6 +119,14 @@ class Hypers(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not self.find(name, with_exempt=True):
             raise KeyError(name)
+        if not isinstance(value, tuple):  # torch's `betas`
+            [value] = list_values(name, [value], 1)
+        if name in DECAYS and value and self._exempt and self._split is not None:
+            self.groups = self._split()
+        self.write(name, value)
+
+    def write(self, name: str, value: Any) -> None:
+        "Set a value that has been checked."
         for group, key, index in self.find(name):
             # the caller may change the tensor later
             own = value.clone() if isinstance(value, torch.Tensor) else value
@@ -149,15 +164,12 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         if index is not None:
             res.setdefault(key, accepted[key].default)
         set_value(res, key, index, value)
-    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        return res
-    for name in res:
-        if name in accepted:
-            continue
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    unknown = [] if takes_any else [name for name in res if name not in accepted]
+    if unknown:
         maker = getattr(unwrap_partial(opt), '__name__', opt)
-        raise OptimizerError(
-            f'{maker} does not take `{name}`.{did_you_mean(name, [*accepted, *HYPERS])}'
-        )
+        hint = did_you_mean(unknown[0], [*accepted, *HYPERS])
+        raise OptimizerError(f'{maker} does not take `{unknown[0]}`.{hint}')
     return res
 
 
@@ -180,8 +192,7 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    # checkpoints hold Python numbers only
-    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    values = [as_plain_number(v) for v in values]
     is_known = name in HYPERS or name in OPTIONS
     for v in values:
         if not isinstance(v, (Real, torch.Tensor)):
@@ -191,6 +202,16 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
                 f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
             )
     return values
+
+
+def as_plain_number(value: Any) -> Any:
+    "Convert NumPy's numbers, and numbers as text (YAML's 1e-3), to Python's, which checkpoints hold."
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -267,14 +288,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for group in groups:
         options = group if isinstance(group, dict) else {'params': group}
         own = options['params']
-        if isinstance(own, torch.Tensor) or not isinstance(own, Iterable):
-            own = [own]
-        res.append({**options, 'params': list(own)})
-        for p in res[-1]['params']:
-            if not isinstance(p, (torch.Tensor, tuple)):
-                raise OptimizerError(
-                    f'A param group has a {type(p).__name__}, which is not a parameter.{SPLIT}'
-                )
+        is_several = isinstance(own, Iterable) and not isinstance(own, torch.Tensor)
+        own = list(own) if is_several else [own]
+        wrong = [p for p in own if not isinstance(p, (torch.Tensor, tuple))]
+        if wrong:
+            what = type(wrong[0]).__name__
+            raise OptimizerError(f'A param group has a {what}, which is not a parameter.{SPLIT}')
+        res.append({**options, 'params': own})
     return res
 
 
@@ -308,109 +328,45 @@ class Split:
 # -- fused optimizers ------------------------------------------------------------------------------
 
 
-class CheckedGroup(NamedTuple):
-    "State, parameters and memory layout of a param group at its last full check."
-
-    state: Any  # compared by identity: loading a state replaces the object
-    params: list[Any]  # compared by identity: splitting a group replaces the list
-    sizes: tuple[Any, ...]  # sizes that change with new states or parameters
-    cpu_params: list[Any]  # parameters on the CPU
-    device_params: list[Any]  # parameters on other devices with 4 or more dimensions
-    layout: Any  # memory layout of `cpu_params` and `device_params`
-
-
 class FusedGuard:
     """Match the strides of gradients and states to their parameters, as fused optimizers require.
 
     torch's CPU kernels ignore strides: a state from before `model.to(memory_format=torch.channels_last)` would be
-    applied to the wrong weights without an error. torch's CUDA kernels raise an error. States are checked after a
-    load, a new state or a layout change; CPU parameters and gradients are checked at each step. State tensors
-    replaced by user code are not detected.
+    applied to the wrong weights without an error. Gradients are checked at each step; states are checked after a load,
+    with a new state, and when the layout of a parameter has changed.
     """
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt
-        self._checked: dict[int, CheckedGroup] = {}
+        self._state: Any = None  # the states at the last check; loading a state replaces the object
+        self._checked: tuple[int, list[bool]] | None = None  # number of states, and layouts
 
     def prepare(self) -> None:
-        "Match the strides of gradients and states, or set `fused` to False for a group that cannot be fused."
-        for i, group in enumerate(self.opt.param_groups):
-            if not group.get('fused') or not group['params'] or self._is_unchanged(i, group):
-                continue
-            self._checked.pop(i, None)
-            if self._match_strides(group):
-                self._remember(i, group)
-            else:
-                group['fused'] = False
-
-    def _count_sizes(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        "Return values that change with new states, parameters or devices."
-        params = group['params']
-        return len(self.opt.state), len(params), params[0].is_cuda, bool(group.get('momentum'))
-
-    def _is_unchanged(self, i: int, group: dict[str, Any]) -> bool:
-        last = self._checked.get(i)
-        if last is None or last.state is not self.opt.state or last.params is not group['params']:
-            return False
-        if last.sizes != self._count_sizes(group):
-            return False
-        return last.layout == read_layout(last.cpu_params, last.device_params)
-
-    def _remember(self, i: int, group: dict[str, Any]) -> None:
-        params = group['params']
-        state = self.opt.state
-        # a parameter that lacks a momentum buffer may get its first gradient at any step
-        if group.get('momentum') and any(
-            state.get(p, {}).get('momentum_buffer') is None for p in params
-        ):
+        "Match the strides of gradients and states."
+        params = [p for g in self.opt.param_groups if g.get('fused') for p in g['params']]
+        layouts = [*map(torch.Tensor.is_contiguous, params)]
+        grads = [grad for p in params if (grad := p.grad) is not None]
+        try:
+            is_plain = all(layouts) and all(map(torch.Tensor.is_contiguous, grads))
+        except RuntimeError:
+            return  # a sparse gradient, which torch refuses
+        if not is_plain:
+            for p in params:
+                p.grad = match_strides(p.grad, p)
+        checked = len(self.opt.state), layouts
+        if self._state is self.opt.state and self._checked == checked:
             return
-        cpu_params = [p for p in params if p.device.type == 'cpu']
-        device_params = [p for p in params if p.device.type != 'cpu' and p.dim() > 3]
-        layout = read_layout(cpu_params, device_params)
-        if layout is not None:
-            self._checked[i] = CheckedGroup(
-                state, params, self._count_sizes(group), cpu_params, device_params, layout
-            )
-
-    def _match_strides(self, group: dict[str, Any]) -> bool:
-        "Match gradient and state strides to the parameter's; return False if the group cannot be fused."
-        has_momentum = bool(group.get('momentum')) and bool(self.opt.state)
-        for p in group['params']:
+        for p in params:
             state = self.opt.state.get(p, {})
-            grad = p.grad
-            if grad is not None and has_momentum and state.get('momentum_buffer') is None:
-                return False
-            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-            if grad is not None and not (
-                p.is_contiguous() and grad.layout == torch.strided and grad.is_contiguous()
-            ):
-                if not can_fuse(p):
-                    return False
-                if not have_same_layout(p, grad):
-                    p.grad = torch.empty_like(p).copy_(grad)
-            for key, value in tensors.items():
-                if value.shape == p.shape and not have_same_layout(p, value):
-                    state[key] = torch.empty_like(p).copy_(value)
-        return True
+            state.update({k: match_strides(v, p) for k, v in state.items()})
+        self._state = self.opt.state
+        self._checked = checked
 
 
-def have_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    "Return True if two tensors of one shape have the same memory layout."
-    return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
-
-
-def read_layout(cpu_params: list[Any], device_params: list[Any]) -> Any:
-    "Return the memory layout of parameters, or None if a CPU gradient's layout differs from its parameter's."
-    is_contiguous = torch.Tensor.is_contiguous
-    try:
-        grads = [g for p in cpu_params if (g := p.grad) is not None]
-        if all(map(is_contiguous, cpu_params)) and all(map(is_contiguous, grads)):
-            return [is_contiguous(p) for p in device_params]
-        if not all(have_same_layout(p, g) for p in cpu_params if (g := p.grad) is not None):
-            return None
-    except RuntimeError:
-        return None  # a sparse gradient has no strides
-    return [p.stride() for p in cpu_params], [is_contiguous(p) for p in device_params]
+def match_strides(value: Any, p: torch.Tensor) -> Any:
+    "Return a tensor with the strides of a parameter of its shape; other values unchanged."
+    is_other = not isinstance(value, torch.Tensor) or value.shape != p.shape
+    return value if is_other or value.stride() == p.stride() else torch.empty_like(p).copy_(value)
 
 
 def can_fuse(p: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from learnkit.core.dtensor import local_shards
-from learnkit.core.errors import MissingExtraError, OptimizerError
+from learnkit.core.errors import OptimizerError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import is_count, is_number
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
@@ -26,13 +26,12 @@ __all__ = [
     'ranger',
     'QHAdam',
     'Lamb',
-    'Larc',
     'MuonAdamW',
     'hidden_matrices',
 ]
 
 
-def _wrap(opt: torch.optim.Optimizer) -> OptimWrapper:
+def _wrap(opt: Any) -> OptimWrapper:
     "Make an OptimWrapper whose norms and biases a Learner exempts from weight decay."
     res = OptimWrapper(opt=opt)
     res.spares_norms = True
@@ -173,21 +172,6 @@ class DecoupledRMSprop(torch.optim.RMSprop):
 
 # -- Lookahead -------------------------------------------------------------------------------------
 
-# attributes that a Lookahead copies from the OptimWrapper that it wraps
-LAYOUT = (
-    'positions',
-    'exempt',
-    'splits',
-    'always_trained',
-    'frozen',
-    'frozen_idx',
-    'called',
-    'spares_norms',
-    'takes_closure',
-    '_closures',
-    '_evaluating',
-)
-
 
 class Lookahead(OptimWrapper):
     """Step with another optimizer, and every `k` steps interpolate between slow and fast weights.
@@ -215,10 +199,10 @@ class Lookahead(OptimWrapper):
             raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
         if not is_number(alpha) or not 0 <= alpha <= 1:
             raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
-        super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
         if isinstance(opt, OptimWrapper):
-            for name in LAYOUT:
-                setattr(self, name, getattr(opt, name))
+            self.__dict__.update(vars(opt))
+        else:
+            super().__init__(opt=opt)
         self.k = k
         self.alpha = alpha
         for g in self.param_groups:
@@ -315,14 +299,6 @@ def Lamb(
     return _wrap(opt)
 
 
-def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
-    "Raise `MissingExtraError`, which names alternatives: no maintained library has LARC."
-    raise MissingExtraError(
-        'No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
-        'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.'
-    )
-
-
 def _import_class(name: str, instead: str) -> Any:
     "Return a class of pytorch_optimizer; if it is not installed, the error suggests another optimizer."
     library = import_library('pytorch_optimizer', name, f'; or use `{instead}`, which needs none.')
@@ -370,23 +346,15 @@ def MuonAdamW(
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
-    fused = all(map(can_fuse, iterate_params(parts['adamw'])))
-    make: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        'adamw': partial(
-            torch.optim.AdamW,
-            lr=lr,
-            betas=(adam_mom, sqr_mom),
-            eps=eps,
-            weight_decay=wd,
-            fused=fused,
-        ),
-        'muon': partial(
-            torch.optim.Muon, lr=lr, momentum=mom, weight_decay=wd, adjust_lr_fn=adjust_lr_fn
-        ),
-    }
-    res = OptimWrapper(opt={name: make[name](part) for name, part in parts.items() if part})
+    options = {'lr': lr, 'weight_decay': wd}
+    muon = partial(torch.optim.Muon, momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
+    opt: dict[str, torch.optim.Optimizer] = {'muon': muon(parts['muon'])}
+    if parts['adamw']:
+        fused = all(map(can_fuse, iterate_params(parts['adamw'])))
+        adamw = partial(torch.optim.AdamW, betas=(adam_mom, sqr_mom), eps=eps, **options)
+        opt = {'adamw': adamw(parts['adamw'], fused=fused), **opt}
+    res = _wrap(opt)
     res.share_groups(*slots)
-    res.spares_norms = True
     return res
 
 

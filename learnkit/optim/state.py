@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS, Split
+from learnkit.optim.hyperparams import OPTIONS
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
@@ -21,36 +21,9 @@ KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_w
 
 # entries of a state with the shape of their parameter
 PARAM_SHAPED = frozenset(
-    {
-        'exp_avg',
-        'exp_avg_sq',
-        'max_exp_avg_sq',
-        'momentum_buffer',
-        'square_avg',
-        'grad_avg',
-        'sum',
-        'acc_delta',
-        'exp_inf',
-        'prev',
-        'step_size',
-        'ax',
-        'slow_weights',
-    }
+    'exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg sum acc_delta prev step_size ax '
+    'slow_weights'.split()
 )
-
-
-class Optimizers(Protocol):
-    "Attributes and methods of `OptimWrapper` that are needed to load a state."
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
-    @property
-    def exempt(self) -> Any: ...
-    @property
-    def splits(self) -> list[Split]: ...
-    def split_groups(self, o: torch.optim.Optimizer) -> None: ...
-    def join_groups(self, o: torch.optim.Optimizer) -> None: ...
-    def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
@@ -65,7 +38,7 @@ def is_single(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
+def key_by_name(opt: Any, state: Any) -> dict[str, Any]:
     "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
     if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
@@ -75,7 +48,7 @@ def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
+def differences(opt: Any, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -96,7 +69,7 @@ def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> 
 
 
 def compare_state(
-    opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
+    opt: Any, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
 ) -> list[str]:
     "Return a line for each reason why one optimizer cannot load a state."
     label = f'optimizer {name or opt.class_names()}'
@@ -124,14 +97,12 @@ def compare_state(
 
 
 def _compare_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    "Return a line for each option of a saved param group that cannot be loaded."
-    lines = []
+    "Return a line for the options that only one of two param groups has."
     unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
-    if unshared:
-        side = 'here' if unshared[0] in own else 'in the file'
-        lines.append(f'{", ".join(unshared)} only {side}')
-    known = [n for n in OPTIONS if n in saved]
-    return lines + [f'{n}={saved[n]!r} in the file' for n in known if not holds_numbers(saved[n])]
+    if not unshared:
+        return []
+    side = 'here' if unshared[0] in own else 'in the file'
+    return [f'{", ".join(unshared)} only {side}']
 
 
 def _find_wrong_shapes(p: Any, state: Mapping[str, Any]) -> dict[str, torch.Size]:
@@ -142,16 +113,8 @@ def _find_wrong_shapes(p: Any, state: Mapping[str, Any]) -> dict[str, torch.Size
     return {k: t.shape for k, t in tensors.items() if t.shape != p.shape}
 
 
-def holds_numbers(value: Any) -> bool:
-    "Return True if an option of an optimizer is a number, or a list or tuple of numbers."
-    if not isinstance(value, (tuple, list)):
-        return isinstance(value, (Real, Tensor))
-    # the first `eps` of Adafactor may be None
-    return all(v is None or isinstance(v, (Real, Tensor)) for v in value)
-
-
 def find_layout(
-    opt: Optimizers, o: torch.optim.Optimizer, groups: list[Any]
+    opt: Any, o: torch.optim.Optimizer, groups: list[Any]
 ) -> tuple[str, list[list[Any]] | None]:
     "Return the name and the parameters of the layout with the sizes of saved param groups, or ('', None)."
     sizes = [len(g['params']) for g in groups]
@@ -161,18 +124,18 @@ def find_layout(
     return '', None
 
 
-def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
+def layouts(opt: Any, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
     "Return the parameters by group: 'now', after `split_groups` ('split') and after `join_groups` ('joined')."
     now = [list(g['params']) for g in o.param_groups]
     decayed: list[list[Any]] = []
     exempt: list[list[Any]] = []
-    for group, params in zip(o.param_groups, now, strict=True):
-        group_exempt = [p for p in params if p in opt.exempt]
-        if 'weight_decay' in group and 0 < len(group_exempt) < len(params):
-            decayed.append([p for p in params if p not in opt.exempt])
-            exempt.append(group_exempt)
-        else:
-            decayed.append(params)
+    for group in o.param_groups:
+        params = group['params']
+        spared = [p for p in params if p in opt.exempt]
+        if 'weight_decay' in group and 0 < len(spared) < len(params):
+            params = [p for p in params if p not in opt.exempt]
+            exempt.append(spared)
+        decayed.append(params)
     joined = list(now)
     for split in [split for split in reversed(opt.splits) if split.opt is o]:
         if split.exempt_index != len(joined) - 1:
@@ -185,7 +148,7 @@ def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[An
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Optimizers, state: Any) -> None:
+def load_state(opt: Any, state: Any) -> None:
     "Load a copy of a state, for which `differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
+    DECAYS,
     OPTIONS,
     SPLIT,
     FusedGuard,
@@ -35,9 +38,7 @@ from learnkit.optim.state import differences, load_state
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
 NO_CONTEXT = nullcontext()
-
-# code object that torch's profiler annotation gives to every `step`
-_ANNOTATION_CODE = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__
+OWN_MODULES = ('torch.optim.', 'learnkit.optim.')  # modules of classes with torch's `step`
 
 
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
@@ -46,21 +47,17 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     The annotation is kept while the profiler is on, for an optimizer with step hooks, and for a replaced `step` (such
     as the `step` that a scheduler sets).
     """
-    step = type(opt).step
-    can_skip = (
-        getattr(step, '__code__', None) is _ANNOTATION_CODE
-        and 'step' not in opt.__dict__
-        and not (
-            opt._optimizer_step_pre_hooks
-            or opt._optimizer_step_post_hooks
-            or optimizer._global_optimizer_pre_hooks
-            or optimizer._global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
-        )
-    )
-    if can_skip:
-        return step.__wrapped__(opt)  # type: ignore[attr-defined]  # set by functools.wraps
-    return opt.step()
+    is_plain = type(opt).__module__.startswith(OWN_MODULES) and 'step' not in opt.__dict__
+    if (
+        not is_plain
+        or opt._optimizer_step_pre_hooks
+        or opt._optimizer_step_post_hooks
+        or optimizer._global_optimizer_pre_hooks
+        or optimizer._global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    ):
+        return opt.step()
+    return type(opt).step.__wrapped__(opt)  # type: ignore[attr-defined]  # set by torch
 
 
 # a param group of torch: its optimizer, and its index there
@@ -74,13 +71,10 @@ class OptimWrapper(torch.optim.Optimizer):
     unchanged. Groups come from the Learner's splitter. In each group, the parameters that are exempt from weight decay
     are in a separate param group of torch.
 
-    An optimizer that evaluates the loss inside its step (LBFGS, SAM) gets a closure. `needs_closure` is True if `step`
-    requires a closure or the optimizer's class has an attribute `needs_closure = True`; the argument takes precedence
-    over both. An optimizer from outside of torch whose `step` takes an optional closure gets a closure too. Such a
-    closure evaluates nothing as long as the optimizer has changed neither parameters nor gradients. With
-    `needs_closure=False`, `step` gets no closure. Features that do not allow a second evaluation
-    (`GradientAccumulation`, fp16) raise an error before training if `needs_closure` is True, and otherwise at the
-    second evaluation.
+    An optimizer that evaluates the loss inside its step gets a closure: LBFGS, an optimizer whose class has an
+    attribute `needs_closure = True`, and one whose `step` requires a closure. Others say so here:
+    `OptimWrapper(params, SAM, needs_closure=True)`. `GradientAccumulation` and fp16 raise an error for them, since the
+    batches before cannot be evaluated again.
 
     An optimizer with methods `train` and `eval` (ScheduleFree) has separate weights for training and evaluation: a fit
     trains between `train()` and `eval()`. Evaluation, predictions and saved files use the weights of `eval()` (see
@@ -100,7 +94,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self,
         params: Any = None,  # parameters, lists of parameters, or torch's dicts; None: in `opt`
         opt: Any = None,  # torch optimizer class or factory, ready optimizer, or list or dict of these
-        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: detect
+        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: see below
         **hypers: Any,  # options of the optimizer by torch's or fastai's names
     ) -> None:
         is_factory = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
@@ -129,13 +123,12 @@ class OptimWrapper(torch.optim.Optimizer):
         self.is_training = False  # between `train()` and `eval()`
         # optimizers with separate weights for training and evaluation
         self._switching: list[Any] = list(filter(has_modes, self.optimizers.values()))
-        needs = {
-            o: detect_closure(o) if needs_closure is None else needs_closure
+        # optimizers that evaluate the loss again
+        self._closures = {
+            o
             for o in self.optimizers.values()
+            if (detect_closure(o) if needs_closure is None else needs_closure)
         }
-        self._closures = {o for o, need in needs.items() if need is not False}  # get a closure
-        self._evaluating = {o for o, need in needs.items() if need}  # evaluate the loss again
-        self.takes_closure = bool(self._closures)  # whether a step may evaluate the loss again
         params = list(self.parameters())
         if len(set(params)) < len(params):
             raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
@@ -148,24 +141,14 @@ class OptimWrapper(torch.optim.Optimizer):
         hypers: dict[str, Any],
     ) -> Any:
         "Make the wrapped optimizer; raise `OptimizerError` for arguments that exclude each other."
-        if opt is None and params is not None:
+        is_maker = callable(opt) and not isinstance(opt, torch.optim.Optimizer)
+        if not is_maker or params is None:
             raise OptimizerError(
-                'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
-            )
-        if not callable(opt) or isinstance(opt, torch.optim.Optimizer):
-            raise OptimizerError(
-                'A ready optimizer has its parameters and hyperparameters: give `opt=` alone.'
+                f'{type(self).__name__} takes parameters and a class, for example '
+                'OptimWrapper(params, opt=torch.optim.AdamW), or a ready optimizer: give `opt=` alone. '
+                'In a Learner: `opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)`.'
             )
         check_maker(opt)
-        if params is None:
-            wrapper = type(self).__name__
-            name = getattr(unwrap_partial(opt), '__name__', repr(opt))
-            fix = f'lambda p, lr: {wrapper}({name}(p, lr=lr))'
-            if wrapper == 'OptimWrapper':
-                fix = f'partial({wrapper}, opt={name})'
-            raise OptimizerError(
-                f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
-            )
         options = torch_names(opt, hypers) if hypers else {}
         return opt(as_groups(params), **options)
 
@@ -267,12 +250,12 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def evaluates_again(self, only: str | int | None = None) -> bool:
         "Return True if a step of all optimizers, or of one, evaluates the loss again (LBFGS)."
-        return any(o in self._evaluating for o in self._select(only))
+        return any(o in self._closures for o in self._select(only))
 
     @property
     def needs_closure(self) -> bool:
-        "Return True if a step is known to evaluate the loss again."
-        return bool(self._evaluating)
+        "Return True if a step evaluates the loss again."
+        return bool(self._closures)
 
     def step(
         self,
@@ -293,10 +276,10 @@ class OptimWrapper(torch.optim.Optimizer):
         for o in optimizers:
             if o not in self._closures:
                 res = unannotated_step(o)
-            elif isinstance(closure, Closure):
-                res = o.step(Evaluation(o, closure, self._evaluating))
-            else:
-                res = o.step(closure)
+                continue
+            if isinstance(closure, Closure):
+                closure.begin(o)
+            res = o.step(closure)
         self.n_steps += 1
         return res
 
@@ -341,16 +324,36 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def hypers(self) -> L:
         "The hyperparameters of each group by fastai's names, as writable mappings."
-        return L(Hypers(groups, self.exempt) for groups in self._find_groups())
+        return L(
+            Hypers(groups, self.exempt, partial(self._split_group, i))
+            for i, groups in enumerate(self._find_groups())
+        )
+
+    @hypers.setter
+    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
+        "Set hyperparameters by a mapping for each group."
+        rows = list(values)
+        n = len(self.hypers)
+        if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
+            raise OptimizerError(
+                f'hypers={rows!r}: give a dict for each of the {n} param group{"s" * (n > 1)}.'
+            )
+        for own, row in zip(self.hypers, rows, strict=True):
+            own.update(row)
+
+    def _split_group(self, i: int) -> list[dict[str, Any]]:
+        "Split off exempt parameters, and return the param groups of group `i`."
+        self.split_groups()
+        return self._find_groups()[i]
 
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyperparameters: `set_hypers(lr=0.1, wd=0.01)`."
         values_by_name = {name: self.list_values(name, value) for name, value in hypers.items()}
         for name, values in values_by_name.items():
-            if name in ('wd', 'weight_decay') and self.exempt and any(values):
+            if name in DECAYS and self.exempt and any(values):
                 self.split_groups()
-            for h, v in zip(self.hypers, values, strict=True):
-                h[name] = v
+            for own, value in zip(self.hypers, values, strict=True):
+                own.write(name, value)
 
     def set_hyper(
         self,
@@ -582,7 +585,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def clear_state(self, closures: bool = False) -> None:
         "Clear the states of all optimizers; with `closures`, only of the optimizers that evaluate the loss again."
-        for o in self._evaluating if closures else self.optimizers.values():
+        for o in self._closures if closures else self.optimizers.values():
             o.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -653,8 +656,16 @@ def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             ids.add(id(g[name]))
 
 
+def evaluation_weights(learn: LearnerLike) -> AbstractContextManager[None]:
+    "Return a context in which the model has the weights that its optimizer provides for evaluation."
+    return learn.opt.evaluating() if isinstance(learn.opt, OptimWrapper) else nullcontext()
+
+
 class Closure:
-    "Closure that a Learner passes to `OptimWrapper.step`; a call evaluates the current batch again."
+    """Closure that a Learner passes to `OptimWrapper.step`; a call evaluates the current batch again.
+
+    The loop has evaluated the batch before the step: LBFGS's first call returns that loss.
+    """
 
     def __init__(
         self,
@@ -663,71 +674,30 @@ class Closure:
     ) -> None:
         self.evaluate = evaluate
         self.first = first
+        self.is_current = False  # the next call finds the weights of the loop's evaluation
         self.is_repeated = False
 
+    def begin(self, opt: torch.optim.Optimizer) -> None:
+        "Prepare for the step of an optimizer."
+        self.is_current = isinstance(opt, torch.optim.LBFGS) and not self.is_repeated
+
     def __call__(self) -> Any:
+        if self.is_current:
+            self.is_current = False
+            return self.first()
         self.is_repeated = True
         return self.evaluate()
 
 
-class Evaluation:
-    """Closure of one optimizer, which evaluates the loss again only after a change.
-
-    The loop has evaluated the batch before the step. A call returns that loss as long as the optimizer's parameters and
-    gradients are unchanged since the start of its step.
-    """
-
-    def __init__(
-        self,
-        opt: torch.optim.Optimizer,
-        closure: Closure,
-        evaluating: set[torch.optim.Optimizer],  # set of optimizers that evaluate again; extended
-    ) -> None:
-        self.opt = opt
-        self.closure = closure
-        self.evaluating = evaluating
-        self._params = [p for g in opt.param_groups for p in g['params']]
-        self._start_versions = self._read_versions()
-        # an assignment to `p.data` does not change the version
-        compares_values = opt in evaluating and type(opt).step is not torch.optim.LBFGS.step
-        self._values = [p.detach().clone() for p in self._params] if compares_values else []
-
-    def __call__(self) -> Any:
-        if self._is_unchanged():
-            return self.closure.first()
-        self._start_versions = []
-        self.evaluating.add(self.opt)
-        return self.closure()
-
-    def _read_versions(self) -> list[Any]:
-        "Return version counters and ids that change if a parameter or gradient is written to or replaced."
-        grads = [(p._version, p.grad) for p in self._params]
-        return [(n, id(grad), getattr(grad, '_version', None)) for n, grad in grads]
-
-    def _is_unchanged(self) -> bool:
-        if self.closure.is_repeated and self.opt in self.evaluating:
-            return False  # another optimizer has evaluated at other parameters
-        if not self._start_versions or self._read_versions() != self._start_versions:
-            return False
-        return not self._values or all(map(torch.equal, self._params, self._values))
-
-
-def detect_closure(opt: torch.optim.Optimizer) -> bool | None:
-    "Return True if `step` needs a closure, False if it gets no closure, None if it may call an optional one."
-    step = type(opt).step
-    is_known = step.__module__.startswith(('torch.optim.', 'learnkit.'))
-    if not is_known:
-        closure = inspect.signature(opt.step).parameters.get('closure')
-        if closure is None:
-            return False
-        if closure.default is inspect.Parameter.empty:
-            return True
-    needs_closure = getattr(opt, 'needs_closure', None)
-    if isinstance(opt, OptimWrapper):
-        return needs_closure or (None if opt.takes_closure else False)
-    if needs_closure is not None:
-        return bool(needs_closure)
-    return step is torch.optim.LBFGS.step if is_known else None
+def detect_closure(opt: torch.optim.Optimizer) -> bool:
+    "Return True for LBFGS, for `needs_closure = True`, and if `step` has a closure without a default."
+    if isinstance(opt, OptimWrapper) or hasattr(opt, 'needs_closure'):
+        return bool(opt.needs_closure)
+    if type(opt).__module__.startswith(OWN_MODULES):  # reading a signature takes longer
+        return isinstance(opt, torch.optim.LBFGS)
+    closure = inspect.signature(opt.step).parameters.get('closure')
+    has_no_default = closure is not None and closure.default is inspect.Parameter.empty
+    return has_no_default or isinstance(opt, torch.optim.LBFGS)
 
 
 def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
@@ -739,21 +709,13 @@ def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     else:
         named = {'': opt}
     for name, o in named.items():
-        if isinstance(o, torch.optim.Optimizer):
-            continue
-        if name and callable(o):
+        if not isinstance(o, torch.optim.Optimizer):
+            what = f'opt_func{f"[{name}]" if name else ""} is or returned'
             raise OptimizerError(
-                f'opt_func[{name}] is {getattr(unwrap_partial(o), "__name__", o)}, not a ready optimizer. '
-                'A list holds ready optimizers, each for its own parameters, for example '
-                '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
-                'optimizer goes without a list, and metrics go as `metrics=`.'
+                f'{what} {getattr(unwrap_partial(o), "__name__", repr(o))}, not a ready optimizer: give '
+                'a torch.optim class, a function of (params, lr) that returns an optimizer, or a list '
+                'or dict of ready optimizers such as `torch.optim.SGD(model.body.parameters(), lr=0.1)`.'
             )
-        raise OptimizerError(
-            f'opt_func{f"[{name}]" if name else ""} gave {o!r}, not a torch.optim.Optimizer. '
-            'It is called with the parameters and `lr=`, and returns an optimizer or several.'
-        )
     if not named:
-        raise OptimizerError(
-            f'opt_func gave {opt!r}, which has no optimizer: return one, or several by name.'
-        )
+        raise OptimizerError(f'opt_func is or returned {opt!r}, which has no optimizer.')
     return named

@@ -8,36 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.checkpoint.digest import differences, digest, learn_digest, learn_state
+from learnkit.checkpoint.compare import differences, digest, learn_digest, learn_state
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.learner import Learner
 from learnkit.optim.optimizers import SGD
-from learnkit.testing.forks import Child, start
-from learnkit.testing.harness import (
-    HarnessError,
-    KillReport,
-    Lives,
-    kill_and_resume,
-    random_instants,
-    reached,
-    run_until_done,
-)
+from learnkit.testing.harness import HarnessError, KillReport, kill_and_resume
 
 __all__ = [
-    'Child',
     'HarnessError',
-    'Lives',
-    'RegModel',
     'KillReport',
+    'RegModel',
     'differences',
     'digest',
     'kill_and_resume',
     'learn_digest',
     'learn_state',
-    'random_instants',
-    'reached',
-    'run_until_done',
-    'start',
     'synth_dls',
     'synth_learner',
 ]

@@ -28,7 +28,7 @@ from learnkit import (
 )
 from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries, find, load_state
 from learnkit.metrics import mae
 from learnkit.testing import synth_learner
@@ -68,7 +68,7 @@ def batches(folder: Path) -> list[int]:
         (None, [15]),
         ('6st', [6, 12, 15]),
         ('24sp', [6, 12, 15]),
-        ('1iter', [10, 15, 15]),
+        ('1iter', [10, 15]),
         ('1h', [15]),
         ('100ep', [15]),
     ],
@@ -194,7 +194,7 @@ def test_a_function_may_select_the_best(tmp_path: Path) -> None:
     make(Checkpoint('2ba', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
     found = find('best', tmp_path)
     assert found and found[2]['monitor'] == 'far' and found[2]['value'] == 0.0
-    assert found[0].name == '00008-ep3-ba16.ckpt', 'the first after epoch 2'
+    assert found[0].name.endswith('-ep3-ba15.ckpt'), 'the end of epoch 2'
     make(Checkpoint('1ep', tmp_path, keep_last=1, monitor=far, mode='min')).fit(5)
     assert epochs(tmp_path)[-2:] == [3, 5]
 
@@ -220,7 +220,8 @@ def test_a_column_of_another_callback(tmp_path: Path) -> None:
         BestMetric('valid_loss'),
         Checkpoint('2ba', tmp_path, monitor=best, mode='min'),
     ).fit(3)
-    assert [e.info['value'] for e in reversed(entries(tmp_path))] == [1.0] * 3
+    values = {e.info['ba']: e.info['value'] for e in entries(tmp_path)}
+    assert values == {10: 1.0, 12: None, 14: None, 15: 1.0}
 
 
 def test_by_default_a_loss_of_training_decides_nothing(tmp_path: Path) -> None:
@@ -429,7 +430,7 @@ def test_training_does_not_wait_for_the_disk(writing: Any, tmp_path: Path) -> No
     may_write, has_trained = Event(), Event()
 
     def slow(n: int, real: Any) -> None:
-        assert (may_write if n == 1 else has_trained).wait(60)
+        assert (may_write if n == 1 else has_trained).wait(600)
         real()
         order.append(f'written {n}')
 
@@ -530,7 +531,7 @@ def test_a_copy_of_a_learner(tmp_path: Path) -> None:
 def test_in_a_thread(tmp_path: Path) -> None:
     learn = make(Checkpoint('2ba', tmp_path))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(learn.fit, 2).result(timeout=60)
+        pool.submit(learn.fit, 2).result(timeout=600)
     learn.fit(3, resume=True)
     assert epochs(tmp_path)[-1] == 3
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, Learner
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
+from learnkit.engine.resume import checkpoint_point
 from tests.helpers.every_callback import CLASSES, DEFAULTS, RESUMED, learner, make_to_resume
 from tests.helpers.output import capture_printed, read_files, to_comparable
 from tests.helpers.resuming import State, check_every_place
@@ -32,7 +33,7 @@ NOT_KEPT = {
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
 # they take seconds
-ONE_PLACE = 'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
+ONE_PLACE = 'MlflowLogger WandbLogger ExportForInference'.split()
 
 
 class Watch(Callback):
@@ -49,7 +50,7 @@ class Watch(Callback):
 
     def look(self) -> None:
         learn = self.learn
-        self.places.append((learn.run.checkpoint_event, learn.time.ba))
+        self.places.append((checkpoint_point(learn), learn.time.ba))
         self.seen.append(shown(learn))
         self.n_lines.append(len(self.lines))
         self.copies.append(learn.path.with_name(f'{learn.path.name}-{len(self.copies)}'))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
-from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare, _write_onnx
+from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
 from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import (
-    CancelFitException,
     LearnkitError,
     ModelError,
     OptionError,
@@ -88,16 +85,6 @@ def test_the_best_weights_are_exported_where_they_are_loaded(tmp_path: Path) -> 
     program = loaded(tmp_path / 'export.pt2')
     for name, value in program.named_parameters():
         assert torch.equal(value, best[name])
-
-
-def test_training_is_what_it_was_without(tmp_path: Path) -> None:
-    def weights(*cbs: Callback) -> list[Tensor]:
-        torch.manual_seed(0)
-        learn = learner(tmp_path, *cbs)
-        learn.fit(1)
-        return [*learn.model.state_dict().values()]
-
-    assert all(map(torch.equal, weights(), weights(ExportForInference())))
 
 
 class Named(nn.Module):
@@ -228,18 +215,6 @@ def test_weights_are_not_loaded_at_events_outside_a_fit(at: str) -> None:
         LoadWeights('w', at=at)
 
 
-def test_a_fit_that_was_cancelled_before_it_began_leaves_the_export(tmp_path: Path) -> None:
-    def cancel(cb: Callback) -> None:
-        if cb.fitting:
-            raise CancelFitException
-
-    learn = learner(tmp_path, ExportForInference('net'))
-    learn.fit(1)
-    before = (tmp_path / 'net.pt2').stat().st_mtime_ns
-    learn.fit(1, cbs=Callback(before_fit=cancel))
-    assert (tmp_path / 'net.pt2').stat().st_mtime_ns == before
-
-
 def test_an_export_that_came_in_the_middle_of_the_fit(tmp_path: Path) -> None:
     learn = learner(
         tmp_path,
@@ -302,20 +277,3 @@ def test_what_cannot_be_exported_is_reported_by_all_before_training(
         run_ranks(refused, 2, tmp_path, strategy), messages, strict=True
     ):
         assert same and re.match(expected, message, re.DOTALL), message
-
-
-def test_warnings_of_torchs_exporter_come_again_after_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = logging.getLogger('torch.onnx')
-    while_exporting = []
-
-    def export(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        while_exporting.append(log.isEnabledFor(logging.WARNING))
-        return SimpleNamespace(save=noop)
-
-    monkeypatch.setattr(torch.onnx, 'export', export)
-    for _ in range(2):  # the second time, the logger knows the answer of the first
-        _write_onnx(None, tmp_path / 'net.onnx')
-        assert log.isEnabledFor(logging.WARNING)
-    assert while_exporting == [False, False]

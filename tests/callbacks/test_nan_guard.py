@@ -19,7 +19,9 @@ from learnkit.testing import synth_learner
 BAD = [math.nan, math.inf, -math.inf]
 
 
-def learner(bad_at: int | None, value: float = math.nan, cbs: Any = (), **kwargs: Any) -> Learner:
+def learner(
+    bad_at: int | None, value: float = math.nan, cbs: Any = (), norm: bool = False, **kwargs: Any
+) -> Learner:
     "Return a Learner on eight batches of four samples, one with a bad input."
     torch.manual_seed(0)
     x = torch.randn(32, 2)
@@ -27,14 +29,14 @@ def learner(bad_at: int | None, value: float = math.nan, cbs: Any = (), **kwargs
     if bad_at is not None:
         x[4 * bad_at + 2, 1] = value
     dls = DataLoaders.from_tensors((x, y), (x[:4], y[:4]), bs=4, shuffle=False)
-    model = nn.Linear(2, 1)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)) if norm else nn.Linear(2, 1)
     learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)
     learn.logger = noop
     return learn
 
 
 def weights(learn: Learner) -> list[Tensor]:
-    return [p.detach().clone() for p in learn.model.parameters()]
+    return [t.detach().clone() for t in learn.model.state_dict().values()]
 
 
 class Snapshots(Callback):
@@ -69,14 +71,14 @@ def test_a_rate_that_is_too_high_ends_early_and_records_no_nan() -> None:
 
 
 def test_skip_is_training_without_that_batch() -> None:
-    learn = learner(3, cbs=GuardNonFinite('skip'))
+    learn = learner(3, cbs=GuardNonFinite('skip'), norm=True)
     match = r'loss is nan at batch 3 of epoch 0. Not finite: input 0 in sample 14 of the data'
     with pytest.warns(UserWarning, match=match):
         learn.fit(2)
     assert learn.guard_non_finite.n_skipped == 2
     assert learn.opt.n_steps == 14 == len(learn.recorder.losses)
 
-    clean = learner(None)
+    clean = learner(None, norm=True)
     batches = [b for i, b in enumerate(clean.dls.train) if i != 3]
     dls = DataLoaders(batches)
     other = Learner(dls, clean.model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1)
@@ -140,16 +142,6 @@ def test_large_gradients_are_finite() -> None:
     learn.fit(1)
 
 
-def test_checks_at_an_interval_find_it_late_and_name_its_batch() -> None:
-    learn = learner(2, cbs=GuardNonFinite('raise', every=4))
-    with pytest.raises(LossError, match=r'not finite at batch 2 of epoch 0 \(seen at batch 3\)'):
-        learn.fit(1)
-    learn = learner(7, cbs=GuardNonFinite('raise', every=5))
-    with pytest.raises(LossError, match='not finite at batch 7'):
-        learn.fit(1)
-    assert learn.guard_non_finite._pending == []
-
-
 def test_microbatches_are_skipped_as_one_batch() -> None:
     learn = learner(3, cbs=GuardNonFinite('skip'), microbatch=3)
     with pytest.warns(UserWarning, match='batch 3'):
@@ -170,14 +162,40 @@ def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
     learn.validate(dl=[(torch.full((1, 2), math.nan), torch.zeros(1, 1))])
 
 
+def test_an_unknown_policy() -> None:
+    with pytest.raises(OptionError, match='Did you mean `stop`'):
+        GuardNonFinite('stopp')
+
+
+def overwrite(loss: float, loss_grad: float, dtype: torch.dtype = torch.float16) -> Callback:
+    "Return a callback that replaces the loss and the differentiated loss of a batch."
+
+    def write(cb: Any) -> None:
+        cb.learn.loss = torch.tensor(loss, dtype=dtype)
+        cb.learn.loss_grad = torch.tensor(loss_grad, dtype=dtype, requires_grad=True)
+
+    return Callback(after_loss=write)
+
+
 @pytest.mark.parametrize(
-    ('options', 'match'),
+    ('loss', 'loss_grad', 'bad'),
     [
-        ({'policy': 'stopp'}, 'Did you mean `stop`'),
-        ({'every': 0}, 'every=0'),
-        ({'policy': 'skip', 'every': 2}, 'every=2'),
+        (40_000.0, 40_000.0, None),
+        (60_000.0, -60_000.0, None),
+        (1.0, math.inf, 'inf'),
+        (math.nan, 1.0, 'nan'),
+        (math.inf, -math.inf, 'inf'),
     ],
 )
-def test_options_that_cannot_work(options: Any, match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        GuardNonFinite(**options)
+def test_loss_and_differentiated_loss_are_checked_each(
+    loss: float, loss_grad: float, bad: str | None
+) -> None:
+    cbs = [GuardNonFinite(grads=False), overwrite(loss, loss_grad)]
+    learn = learner(None, cbs=cbs)
+    if bad is None:
+        learn.fit(1)
+        assert learn.opt.n_steps == 8
+        return
+    with pytest.raises(LossError, match=rf'The loss is {bad} at batch 0'):
+        learn.fit(1)
+    assert learn.opt.n_steps == 0

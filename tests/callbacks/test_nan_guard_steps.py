@@ -32,12 +32,12 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
 
 def spoil_loss(cb: Any) -> None:
     "Make the loss of SAM's second pass not finite."
-    if cb.learn.run.repeating and cb.iter == 3:
+    if cb.learn.closure.repeating and cb.iter == 3:
         cb.learn.loss_grad = cb.learn.loss_grad * math.nan
 
 
 def spoil_gradient(cb: Any) -> None:
-    if cb.learn.run.repeating and cb.iter == 3:
+    if cb.learn.closure.repeating and cb.iter == 3:
         cb.learn.model.weight.grad[0, 0] = math.nan
 
 
@@ -57,7 +57,7 @@ def test_nothing_of_sams_second_pass_reaches_the_weights(
 
 def test_a_line_search_may_probe() -> None:
     def spoil(cb: Any) -> None:
-        if cb.learn.run.repeating and cb.iter == 3:
+        if cb.learn.closure.repeating and cb.iter == 3:
             cb.learn.loss_grad = cb.learn.loss_grad * math.inf
 
     guard = GuardNonFinite('raise', grads=True)
@@ -97,13 +97,6 @@ def late_loss(bad: int) -> Callback:
     return Callback(after_loss=spoil)
 
 
-@pytest.mark.parametrize('microbatch', [None, 2])
-def test_every_counts_batches(microbatch: int | None) -> None:
-    learn = learner(GuardNonFinite('raise', every=3), late_loss(1), microbatch=microbatch)
-    with pytest.raises(LossError, match=r'at batch 1 of epoch 0 \(seen at batch 2\)'):
-        learn.fit(1)
-
-
 class OneLate:
     "Delivers device results one batch late."
 
@@ -141,17 +134,11 @@ def test_on_a_device_a_loss_is_seen_one_batch_late(
 
 
 @pytest.mark.parametrize('grads', [False, True])
-@pytest.mark.parametrize(('policy', 'every'), [('skip', None), ('stop', 1)])
-def test_on_a_device_skip_and_every_one_look_before_the_step(
-    policy: str, every: int | None, grads: bool
-) -> None:
-    learn = learner(OnDevice(policy, grads, every), late_loss(1))
-    if policy == 'skip':
-        with pytest.warns(UserWarning, match='at batch 1'):
-            learn.fit(1)
-    else:
+def test_on_a_device_skip_looks_before_the_step(grads: bool) -> None:
+    learn = learner(OnDevice('skip', grads), late_loss(1))
+    with pytest.warns(UserWarning, match='at batch 1'):
         learn.fit(1)
-    assert learn.opt.n_steps == (7 if policy == 'skip' else 1)
+    assert learn.opt.n_steps == 7
     assert learn.model.weight.isfinite().all()
 
 

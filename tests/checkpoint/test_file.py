@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from learnkit.checkpoint.file import is_state_file, read_entries, read_info, read_state, write_state
+from learnkit.checkpoint.file import is_state_file, read_info, read_state, write_state
 from learnkit.core.errors import CheckpointError
 
 
@@ -48,22 +48,20 @@ def test_the_layout(tmp_path: Path) -> None:
     write_state(tmp_path / 'a.ckpt', {'n': n, 'm': {'w': w}, 'x': (1, 2.5)}, {'epoch': 3})
     content = (tmp_path / 'a.ckpt').read_bytes()
     length = int.from_bytes(content[:8], 'little')
-    header = json.loads(content[8 : 8 + length])
-    metadata = header.pop('__metadata__')
+    metadata = json.loads(content[8 : 8 + length])['__metadata__']
     digest = metadata.pop('sha256').encode()
-    assert header == {
-        'm.w': {'dtype': 'F32', 'shape': [3], 'data_offsets': [0, 12]},
-        'n': {'dtype': 'BOOL', 'shape': [1], 'data_offsets': [12, 13]},
-    }
     assert metadata == {
         'learnkit': '2',
         'info': '{"epoch":3}',
         'views': '{}',
         'state': '{"n":{"$tensor":"n"},"m":{"w":{"$tensor":"m.w"}},"x":{"$tuple":[1,2.5]}}',
     }
-    assert content[8 + length :] == w.numpy().tobytes() + b'\1' and length % 8 == 0
-    assert content.count(digest) == 1 and content[35:99] == digest
+    assert content[8 + length :] == w.numpy().tobytes() + b'\1'
+    assert content.count(digest) == 1
     assert hashlib.sha256(content.replace(digest, b'0' * 64)).hexdigest().encode() == digest
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / 'a.ckpt').stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_the_library_reads_it(tmp_path: Path) -> None:
@@ -280,18 +278,6 @@ def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
     assert state['l'][0].tolist() == [0, 0] and state['a'].tolist() == [7, 7, 7]
 
 
-def test_some_entries(tmp_path: Path) -> None:
-    w = torch.randn(3, 4)
-    state = {'a': w, 'tied': w, 'b': {'c': [w.t().to(torch.complex64), 2]}, 'd': torch.ones(5)}
-    through(tmp_path, state)
-    found = read_entries(tmp_path / 'a.ckpt', ['tied', 'b'])
-    assert list(found) == ['tied', 'b']
-    assert same(found['tied'], w)
-    assert same(found['b']['c'][0], w.t() + 0j)
-    with pytest.raises(KeyError):
-        read_entries(tmp_path / 'a.ckpt', ['e'])
-
-
 def test_what_is_saved_is_not_changed(tmp_path: Path) -> None:
     w = nn.Parameter(torch.ones(2))
     state = {'w': w, 'x': [w]}
@@ -327,8 +313,6 @@ class Sub(Tensor):
         (torch.quantize_per_tensor, 'a'),
         (torch.float32, 'dtype'),
         (nn.Linear(1, 1), 'Linear'),
-        ([torch.ones(10**6)] * 100, '400,000,000'),
-        ([[]] * 600_000, '500,000'),
     ],
     ids=lambda v: f'{type(v)}'[:20],
 )
@@ -346,11 +330,9 @@ def test_nesting(tmp_path: Path) -> None:
         return {n: (nested(n - 1),)} if n else [1]
 
     assert through(tmp_path, {'a': nested(49)}) == {'a': nested(49)}
-    with pytest.raises(CheckpointError, match='100 levels'):
-        through(tmp_path, {'a': nested(50)})
     cycle: list[Any] = []
     cycle.append(cycle)
-    with pytest.raises(CheckpointError, match='100 levels'):
+    with pytest.raises(CheckpointError, match='recursion'):
         through(tmp_path, {'a': cycle})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner, SaveModelCallback
 from learnkit.callbacks import LoadWeights
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.checkpoint.weights import read_weights, write_safetensors
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.learner import load_learner
@@ -70,6 +70,8 @@ def test_weights_and_buffers_are_restored_and_nothing_else_is_in_the_file(tmp_pa
     learn.fit(1)
     path = learn.save('a.safetensors')
     assert path == tmp_path / 'models' / 'a.safetensors'
+    (tmp_path / 'other').touch()
+    assert path.stat().st_mode == (tmp_path / 'other').stat().st_mode, 'readable by other users'
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     tensors = library.load_file(path)
     assert set(tensors) == set(learn.model.state_dict())

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnkit import DataLoaders
 from learnkit.data.workers import outlast_sigterm
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 pytestmark = pytest.mark.skipif(
     sys.platform != 'linux', reason='a worker cannot tell who has sent a signal'
@@ -107,7 +107,7 @@ def test_workers_ignore_the_signal_of_others_and_end_with_their_process(method: 
         worker = batches._workers[0]
         next(batches)
         worker.terminate()
-        worker.join(60)
+        worker.join(600)
         assert worker.exitcode == 0, 'torch takes any other code for a failure'
 
 
@@ -123,7 +123,7 @@ def test_one_that_is_stuck_ends_too(tmp_path: Path) -> None:
     with lasting(loader('fork', tmp_path)) as batches:
         worker = stuck(tmp_path, batches)
         worker.terminate()
-        worker.join(60)
+        worker.join(600)
         assert worker.exitcode == 0
 
 
@@ -153,7 +153,7 @@ def test_any_other_worker_ends_at_once() -> None:
     before = signal.signal(signal.SIGCHLD, lambda *_: None)  # torch's would raise
     try:
         send_from_elsewhere(worker.pid)
-        worker.join(60)
+        worker.join(600)
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert worker.exitcode == -signal.SIGTERM

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import learnkit
-from learnkit import Callback, Learner, doc
-from learnkit.debug.notebook import add_parameters, prepare_shell, warm_up_jedi
+from learnkit import Callback
+from learnkit.debug.notebook import add_parameters, warm_up_jedi
 from learnkit.engine.events import EVENTS
+from tests.helpers.fresh import output_of
 from tests.helpers.libraries import require
 
 jedi = require('jedi')
@@ -45,71 +46,47 @@ def test_declarations_are_for_editors_alone() -> None:
     assert not hasattr(Callback(), 'loss')
 
 
-def documented(comment: str = 'it') -> Any:
-    def f(
-        a: int = 1,  # the first
-        b: int = 2,  # the second
-    ) -> int:  # their sum
-        "Add two numbers."
-        return a + b
-
-    f.__module__ = 'learnkit.made_up'
-    return f
+def documented(
+    a: int = 1,  # the first
+    b: int = 2,  # the second
+) -> int:  # their sum
+    "Add two numbers."
+    return a + b
 
 
-def test_parameters_are_added_once() -> None:
-    f = documented()
-    for _ in range(2):
-        add_parameters(f)
-        assert f.__doc__ == (
-            'Add two numbers.\n\nParameters\n----------\na\n    the first\nb\n    the second\nreturns\n    their sum'
-        )
-
-
-def test_other_objects_are_left_alone() -> None:
-    before = SimpleNamespace.__doc__
-    for obj in (SimpleNamespace, len, 3, 'text', jedi.Script, lambda: None):
-        add_parameters(obj)
-    assert SimpleNamespace.__doc__ == before
-
-
-class Events:
-    "The events of a shell."
-
-    def __init__(self) -> None:
-        self.functions: list[Any] = []
-
-    def register(self, event: str, function: Any) -> None:
-        assert event == 'post_run_cell'
-        self.functions.append(function)
-
-    def unregister(self, event: str, function: Any) -> None:
-        self.functions.remove(function)
-
-
-def test_the_help_of_a_shell_has_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    inspector = pytest.importorskip('IPython.core.oinspect').Inspector(theme_name='nocolor')
-    before = Learner.fit_until.__doc__
-    monkeypatch.setattr(Learner.fit_until, '__doc__', before)  # restored at the end
-    warmed: list[bool] = []
-    monkeypatch.setattr('learnkit.debug.notebook.warm_up_jedi', lambda: warmed.append(True))
-    shell = SimpleNamespace(
-        inspector=inspector, events=Events(), Completer=SimpleNamespace(use_jedi=True)
+def test_help_has_the_comments_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert add_parameters(documented, 'Add.') == 'Add.'  # no function of the package
+    monkeypatch.setattr(documented, '__module__', 'learnkit.made_up')
+    assert add_parameters(documented, 'Add.') == (
+        'Add.\n\nParameters\n----------\na\n    the first\nb\n    the second\nreturn\n    their sum'
     )
-    for _ in range(2):
-        prepare_shell(shell)
-    docstring = inspector.info(Learner.fit_until)['docstring']
-    assert 'total\n    total training of this Learner: epochs, or any other unit' in docstring
-    assert docstring.count('Parameters\n') == 1
-    assert doc(Learner.fit_until).text == inspect.cleandoc(before or '')
-
-    (function,) = shell.events.functions
-    function(None)
-    assert warmed == [True] and shell.events.functions == []
 
 
-def test_a_shell_of_another_kind_is_left_alone() -> None:
-    prepare_shell(SimpleNamespace())
+@pytest.mark.parametrize('obj', [SimpleNamespace, len, 3, 'text', str.join, lambda: None])
+def test_help_of_other_objects_is_left_alone(obj: Any) -> None:
+    assert add_parameters(obj, 'help') == 'help' and add_parameters(obj, None) is None
+
+
+SHELL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_cell('import learnkit; from learnkit import Learner').raise_error()
+print('info' in vars(shell.inspector), 'jedi' in sys.modules)
+shell.Completer.use_jedi = False
+shell.run_cell('%load_ext learnkit').raise_error()
+print('info' in vars(shell.inspector))
+print(shell.inspector.info(shell.user_ns['Learner'].fit_until)['docstring'])
+"""
+
+
+def test_the_import_changes_nothing_in_a_shell_and_the_extension_adds_the_comments(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip('IPython')
+    lines = output_of(SHELL, cwd=tmp_path).splitlines()
+    assert lines[:2] == ['False False', 'True']
+    assert lines[lines.index('total') + 1].startswith('    total training of this Learner: epochs')
 
 
 def test_jedi_is_warmed_up() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, OptionError, TensorLoader, accuracy
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
@@ -197,7 +197,8 @@ def test_without_matplotlib_there_are_tables(tmp_path: Path) -> None:
     learn = classifier(tmp_path)
     learn.fit(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, 'matplotlib.pyplot', None)
+        patch.delitem(sys.modules, 'matplotlib.pyplot', raising=False)
+        patch.setitem(sys.modules, 'matplotlib', None)
         page = Page(learn.report().read_text('utf-8'))
     assert not page.named('img') and 'pip install matplotlib' in page.words
     assert ' of 16 right' in page.words

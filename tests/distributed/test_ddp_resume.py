@@ -12,7 +12,7 @@ import torch
 
 from learnkit import Callback, GradientAccumulation, Learner
 from learnkit.callbacks import EMA, Checkpoint
-from learnkit.checkpoint.digest import learn_digest
+from learnkit.checkpoint.compare import learn_digest
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import CheckpointError
 from tests.helpers.distributing import expect_interrupt, make_dls, make_learner, rows, weights

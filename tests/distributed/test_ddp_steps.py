@@ -106,9 +106,7 @@ CASES: dict[str, Callable[[int], Learner]] = {
     'pieces': partial(made, n=128, microbatch=3, cbs=accumulating),
     'pieces and a tail': partial(made, microbatch=3, cbs=accumulating),
     'SAM': partial(made, cbs=lambda: [SAM(0.1)], opt_func=SGD),
-    'adaptive SAM in pieces': partial(
-        made, cbs=lambda: [SAM(1.0, adaptive=True, interval=2)], microbatch=3
-    ),
+    'SAM in pieces': partial(made, cbs=lambda: [SAM(1.0)], microbatch=3),
     'LBFGS': partial(made, opt_func=lbfgs, lr=0.1),
     'EMA': partial(made, cbs=lambda: [EMA(0.9, every=2)]),
     'mean of all weights': partial(made, cbs=lambda: [EMA(1 - 1e-9, warmup=1, start='1ep')]),
@@ -560,7 +558,7 @@ def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() ->
             bs,
             at(
                 'before_backward',
-                lambda cb: cb.learn.run.is_last_microbatch and cb.train_iter % 3 == 1,
+                lambda cb: cb.learn.microbatches.is_last and cb.train_iter % 3 == 1,
                 CancelBackwardException,
             ),
             microbatch=bs // 2,

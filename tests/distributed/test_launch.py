@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from learnkit import EMA, SGD, Callback, Learner, mae
-from learnkit.checkpoint.digest import differences, learn_digest
+from learnkit.checkpoint.compare import differences, learn_digest
 from learnkit.core.errors import DistributedError, LearnkitError, MissingExtraError, OptionError
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.launch import environment, free_port, launch
 from learnkit.testing import synth_learner
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

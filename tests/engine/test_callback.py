@@ -329,7 +329,7 @@ def test_periodic_by_batches_steps_and_samples_counts_multiples() -> None:
 def test_periodic_by_epochs_and_iterations() -> None:
     assert fired('2ep', 5) == [8, 16]
     assert fired(1, 2) == [4, 8]  # a plain number counts epochs
-    assert fired('1iter', 5, iteration=2) == [8, 16, 20]
+    assert fired('1iter', 5, iteration=2) == [8, 16]
     assert fired('2iter', 5, iteration=2) == [16]
 
 

@@ -91,38 +91,3 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
 def test_a_stateless_callback_saves_nothing() -> None:
     expected = {'recorder', 'train_eval'}
     assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == expected
-
-
-class Image(torch.Tensor):
-    "A tensor subclass like fastai's typed tensors."
-
-
-def test_typed_tensors_are_saved_plain_and_get_their_type_again() -> None:
-    class Keep(Callback):
-        def after_batch(self) -> None:
-            self.last = self.x.as_subclass(Image)
-            self.pair = self.y.as_subclass(Image), 3
-
-    class Own(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {'image': torch.ones(2).as_subclass(Image)}
-
-    learn = learner(Keep(), Own())
-    learn.fit(1)
-    states = learn.callback_states()
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert type(loaded['own']['image']) is torch.Tensor
-
-    other = learner(Keep(), Own())
-    other.load_callback_states(loaded)
-    cb = other.cbs[-2]
-    assert type(cb.last) is Image and type(cb.pair[0]) is Image and cb.pair[1] == 3
-    assert torch.equal(cb.last, learn.cbs[-2].last)
-    name, tensor = loaded['keep']['last']['of']
-    assert name.endswith('Image')
-    loaded['keep']['last']['of'] = 'os.system', tensor  # no class of tensors: nothing is imported
-    other.load_callback_states(loaded)
-    assert type(cb.last) is torch.Tensor

@@ -10,12 +10,15 @@ import torch
 from learnkit import (
     Callback,
     CallbackError,
+    FitError,
     Learner,
     OrderError,
+    Periodic,
     ProgressCallback,
     Recorder,
     TrainEvalCallback,
 )
+from learnkit.callbacks import EarlyStoppingCallback
 from learnkit.engine.callback import defined_on_class
 from learnkit.testing import synth_learner
 
@@ -496,3 +499,70 @@ def test_many_idle_callbacks_change_no_number() -> None:
         learn.fit(2)
         ends.append(torch.cat([learn.model.a, learn.model.b]))
     assert torch.equal(*ends)
+
+
+def test_the_class_of_all_callbacks_removes_only_those_made_from_functions() -> None:
+    learn = synth_learner(cbs=[Callback(after_batch=lambda cb: None), Noted('a', [])])
+    learn.remove_cb(Callback)
+    assert [type(cb).__name__ for cb in learn.cbs] == [
+        'TrainEvalCallback',
+        'Recorder',
+        'ProgressCallback',
+        'Noted',
+    ]
+    with learn.removed_cbs(Callback):
+        assert len(learn.cbs) == 4
+
+
+@pytest.mark.parametrize('value', [False, 5])
+def test_the_state_of_the_run_is_not_assigned(value: Any) -> None:
+    learn = bare()
+    with pytest.raises(FitError, match=r'learn\.run.*learn\.fit'):
+        learn.run = value
+    learn.fit(1)
+    assert learn.run.depth == 0
+
+
+def test_an_order_that_nobody_wrote_follows() -> None:
+    seen: list[str] = []
+
+    class AfterRow(Callback):
+        run_after = Recorder
+
+        def after_epoch(self) -> None:
+            seen.append(f'{len(self.recorder.history)} rows')
+
+    class BeforeCounters(Callback):
+        run_before = TrainEvalCallback
+
+        def after_batch(self) -> None:
+            if self.training:
+                seen.append(f'{self.train_iter} batches')
+
+    learn = synth_learner(cbs=[BeforeCounters, AfterRow], n_train=1)
+    learn.logger = lambda row: None
+    learn.fit(1)
+    assert seen == ['0 batches', '1 rows']
+
+    class Written(AfterRow):
+        order = 0
+
+    with pytest.raises(OrderError, match=r'Recorder \(order 50\).*Written \(order 0\)'):
+        learn.add_cb(Written())
+
+
+def test_a_subclass_may_leave_out_the_constructor_of_its_base() -> None:
+    class Mine(EarlyStoppingCallback):
+        def __init__(self) -> None:
+            self.patience = 2
+
+    class Interval(Periodic):
+        def __init__(self) -> None:
+            self.n = 0
+
+    learn = synth_learner(cbs=Mine(), n_train=1, lr=0.0)
+    learn.logger = lambda row: None
+    learn.fit(9)
+    assert learn.mine.monitor == 'valid_loss' and len(learn.history) == 3
+    with pytest.raises(CallbackError, match=r'Interval.*super.*Periodic'):
+        learn.add_cb(Interval())

@@ -88,6 +88,37 @@ def test_a_handler_adds_one_call() -> None:
     assert one_each - 0.5 <= calls_a_step('learnkit-handlers50') <= one_each + measured
 
 
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+def test_a_handler_of_a_loss_is_checked_in_the_first_batches_only(event: str) -> None:
+    def calls(cbs: Any) -> float:
+        train = Profiled((torch.ones(4, 1), torch.ones(4, 1)))
+        learn = Learner((train, None), nn.Linear(1, 1), nn.MSELoss(), cbs=cbs)
+        gc.disable()
+        try:
+            with learn.no_bar():
+                learn.fit(1)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return train.calls_a_step()
+
+    extra = calls([Callback(**{event: lambda cb: None})]) - calls([])
+    assert 0.5 <= extra <= 3  # the call, and the share of timed steps
+
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+def test_a_loss_set_without_effect_is_a_warning(event: str) -> None:
+    def double(cb: Callback) -> None:
+        cb.learn.loss = 2 * torch.ones(())
+
+    learn = Learner(
+        ([(torch.ones(4, 1), torch.ones(4, 1))] * 3, None), nn.Linear(1, 1), nn.MSELoss()
+    )
+    with learn.no_bar(), pytest.warns(UserWarning, match=r'`learn\.loss`.*`loss_grad`') as warned:
+        learn.fit(2, cbs=Callback(**{event: double}))
+    assert len(warned) == 1
+
+
 # ------------------------------------------------------------------------------------- tensors held
 
 
@@ -289,7 +320,8 @@ def test_a_default_epoch_reads_nothing_between_its_batches(
     learn.fit(2)
 
     assert [dl.n_passes for dl in learn.dls] == [2, 2, 2]
-    assert [dl.reads for dl in learn.dls] == [[], [], []]
+    # each metric compares the first batch with its halves, once
+    assert [len(dl.reads) for dl in learn.dls] == [2 * 2, 2 * 2, 0]
     # two epochs, the values at the ends of their three passes; no batch's
     assert 0 < len(reads) <= 2 * 2 * 10
     assert Drawing.n_drawn >= 2 * 157
@@ -317,8 +349,8 @@ def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFix
 
     learn = remote_learner(5, metrics=eager)
     learn.fit(1)
-    # training: the check of the first batch
-    assert [dl.reads.count('item') for dl in learn.dls] == [1, 4, 3]
+    # training: the check of the first batch; validation: its first batch and its halves
+    assert [dl.reads.count('item') for dl in learn.dls] == [1, 4 + 3, 3]
 
 
 class NoSync(Callback):

@@ -18,7 +18,7 @@ from learnkit.callbacks import (
     SystemMonitor,
     TrackerCallback,
 )
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.core.errors import CancelStepException, MetricError, WeightsError
 from learnkit.engine.portable_paths import from_portable_path
 from learnkit.loggers import ConsoleLogger, JSONLinesLogger

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import DataLoaders, Learner
 from learnkit.callbacks import EMA, SAM, ChannelsLast, GuardNonFinite
-from learnkit.core.errors import LossError
 from learnkit.core.model import has_lazy_tensors
 from learnkit.engine.snapshot import Snapshot
 
@@ -72,7 +71,7 @@ def test_a_search_leaves_a_lazy_model_as_it_was(search: Callable[[Learner], Any]
     check_equal(fit(learn), expected)
 
 
-@pytest.mark.parametrize('policy', ['raise', 'skip', 'rollback', 'stop'])
+@pytest.mark.parametrize('policy', ['raise', 'skip', 'stop'])
 def test_the_guard_trains_a_lazy_model(policy: str) -> None:
     check_equal(fit(make(cbs=GuardNonFinite(policy))), fit(make()))
 
@@ -98,11 +97,3 @@ def test_an_average_of_a_lazy_model_starts_with_the_first_step() -> None:
     averages = learn.ema.state_dict()['averages']
     assert {name for name, _ in learn.model.named_parameters()} <= averages.keys()
     assert learn.ema.state_dict()['n_updates'] == 7
-
-
-def test_a_first_batch_that_is_not_finite_cannot_be_rolled_back() -> None:
-    x = torch.randn(64, 4)
-    x[0] = torch.nan
-    learn = make(x, cbs=GuardNonFinite('rollback'))
-    with learn.no_bar(), learn.no_logging(), pytest.raises(LossError, match='nothing to roll back'):
-        learn.fit(1)

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner, accuracy
 from learnkit.callbacks import ParamScheduler
 from learnkit.callbacks.schedule import combined_cos
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from learnkit.checkpoint.folder import entries
-from learnkit.testing.harness import run_until_done
+from tests.helpers.harness import run_until_done
 
 N_EPOCH, N_BATCH, BS = 2, 5, 4
 Make = Callable[[], Learner]

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
-from learnkit.testing.forks import reached, start
 from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
+from tests.helpers.forks import reached, start
 from tests.helpers.resuming import scramble
 
 State = dict[str, Any]

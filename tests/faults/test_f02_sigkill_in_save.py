@@ -15,7 +15,7 @@ from torch import nn
 
 from learnkit import Callback, Checkpoint, Learner
 from learnkit.checkpoint.folder import find
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 WIDTH = 2048  # a square layer with Adam's two averages: 50 MB
 

@@ -18,8 +18,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
-from learnkit.testing.forks import start
-from learnkit.testing.harness import reached, run_until_done
 from tests.faults.fault_helpers import make_learner
 from tests.faults.run_helpers import (
     State,
@@ -31,6 +29,8 @@ from tests.faults.run_helpers import (
     torch_dls,
     training,
 )
+from tests.helpers.forks import start
+from tests.helpers.harness import reached, run_until_done
 
 # of 3 batches and 2 of validation an epoch; a life ends at its point, or at the end of the batch
 SIGNAL_POINTS = [
@@ -121,6 +121,9 @@ class Slow(Callback):
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
+
+    def state_dict(self) -> None:
+        return None  # not in checkpoints
 
     def before_fit(self) -> None:
         if not self.marker.exists():

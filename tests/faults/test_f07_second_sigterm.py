@@ -15,14 +15,14 @@ import pytest
 from learnkit import Callback
 from learnkit.checkpoint import file as statefile
 from learnkit.core import files
-from learnkit.testing.forks import start
 from tests.faults.run_helpers import all_load, checkpointed, in_child, names, same, training
+from tests.helpers.forks import start
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {
     'begun': (statefile, '_Packer'),
-    'packed': (statefile, '_make_header'),
-    'written': (statefile, '_view_bytes'),
+    'packed': (statefile, 'write_tensors'),
+    'written': (statefile, '_write_digest'),
     'flushed': (files, 'flush_file'),
     'in place': (files, 'flush_folder'),
 }
@@ -61,9 +61,9 @@ def test_the_run_resumes_exactly(tmp_path: Path) -> None:
 
 
 def stopped_training(folder: Path) -> None:
-    real = statefile._write
+    real = statefile.write_tensors
     # two lines in one
-    statefile._write = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]
+    statefile.write_tensors = lambda *args: (send(), real(*args))[1]  # type: ignore[func-returns-value]
     training(
         folder, n_epoch=2, before=lambda learn: learn.add_cb(Callback(after_step=send)) and None
     )()

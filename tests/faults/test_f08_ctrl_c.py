@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from learnkit import Callback, Learner
-from learnkit.testing.forks import start
 from tests.faults.fault_helpers import (
     CANCEL_EVENTS,
     FIT_EVENTS,
@@ -38,6 +37,7 @@ from tests.faults.fault_helpers import (
     trigger,
 )
 from tests.faults.file_helpers import fork
+from tests.helpers.forks import start
 
 
 @pytest.fixture(autouse=True)

@@ -44,17 +44,14 @@ def test_cut_at_many_offsets(tmp_path: Path) -> None:
     assert loaded == 0
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_by_every_reader(tmp_path: Path) -> None:
     path = write(tmp_path / 'a.ckpt')
-    content, n_bytes = path.read_bytes(), len(split(path)[1])
-    for cut in (content[:-1], content[:300], b''):
-        path.write_bytes(cut)
+    content = path.read_bytes()
+    for other in (content[:-1], content[:300], b'', content + b'\0'):
+        path.write_bytes(other)
         for read in (read_state, read_info):
             with pytest.raises(DamagedError, match=r'a\.ckpt'):
                 read(path)
-    path.write_bytes(content + b'\0')
-    with pytest.raises(DamagedError, match=f'{n_bytes:,}'):
-        read_state(path)
 
 
 def test_a_right_digest_of_half_the_data(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ It is loaded in a child, whose peak of memory is read from the system: it rises 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED
 
 import pytest
 import torch
@@ -57,13 +55,6 @@ def tensor(n: bytes, start: bytes, shape: bytes, stride: bytes, key: bytes = b'0
     )
 
 
-def deflated(path: Path) -> Path:
-    "80 MB of zeros in 80 kB."
-    saved(path, {'w': torch.arange(4.0)})
-    zeros = {'a/data/0': bytes(80_000_000)}
-    return rebuilt(path, lambda r: {**r, **zeros}, ZIP_DEFLATED)
-
-
 def overlapping(path: Path) -> Path:
     "Every entry of the table points to the first record."
     saved(path, {str(i): torch.arange(1000.0) + i for i in range(50)})
@@ -78,28 +69,6 @@ def overlapping(path: Path) -> Path:
 def traversing(path: Path) -> Path:
     change = lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'}
     return rebuilt(saved(path, {'w': torch.ones(1)}), change)
-
-
-def laughs(kind: str, path: Path) -> Path:
-    "Each level holds the one below ten times."
-    part: Any = {'a': 1} if kind == 'dict' else [1] if kind == 'list' else (1,)
-    for _ in range(60):
-        part = dict.fromkeys('abcdefghij', part) if kind == 'dict' else type(part)([part] * 10)
-    return saved(path, {'a': part})
-
-
-def cyclic(path: Path) -> Path:
-    part: list[Any] = []
-    part.append(part)
-    return saved(path, {'a': part})
-
-
-def doubling(path: Path) -> Path:
-    "Each call of a codec makes the text twice as long."
-    return with_pickle(
-        path,
-        b'\x80\x02' + b'c_codecs\nencode\n(' * 30 + b'X\2\0\0\0aa' + b'X\3\0\0\0hextR' * 30 + b'.',
-    )
 
 
 def raw(pickle: bytes) -> Callable[[Path], Path]:
@@ -124,117 +93,35 @@ def state(text: str) -> Callable[[Path], Path]:
     return lambda path: with_state(path, text)
 
 
-def referring(path: Path) -> Path:
-    "100,000 times the same 2 MB."
-    header, data = split(write(path, {'w': torch.ones(500_000)}))
-    header['__metadata__']['state'] = '{"w":[' + ','.join(['{"$tensor":"w"}'] * 100_000) + ']}'
-    return forged(path, header, data)
-
-
-CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    'a shape of 8 GB': (lying({'w': entry([BIG // 4], 0, 16)}), "'w'"),
-    'a shape and offsets of 8 GB': (
-        lying({'w': entry([BIG // 4], 0, BIG)}),
-        'should have 8,589,934,592',
-    ),
-    'a shape that overflows': (lying({'w': entry([2**32, 2**32], 0, 0)}), "'w'"),
-    'a shape of 100,000 sizes': (lying({'w': entry([1] * 100_000, 0, 4)}), "'w'"),
-    'a header of 10 GB': (lying({}, 10**10), 'cut short'),
-    'a header of 2**63 bytes': (lying({}, 2**63), 'cut short'),
-    'a thousand tensors over one place': (
-        lying({f'{i}': entry([4], 0, 16) for i in range(1000)}),
-        'where they should',
-    ),
-    'lists in lists': (state('{"a":' + '[' * 100_000 + ']' * 100_000 + '}'), 'a.ckpt'),
-    'lists in lists, not too deep for JSON': (
-        state('{"a":' + '[' * 300 + ']' * 300 + '}'),
-        '100 levels deep',
-    ),
-    'tuples in tuples': (
-        state('{"a":' + '{"$tuple":[' * 200 + ']}' * 200 + '}'),
-        '100 levels deep',
-    ),
-    'millions of lists': (
-        state('{"a":[' + ','.join(['[]'] * 1_500_000) + ']}'),
-        'more than 500,000 lists',
-    ),
-    'millions of dicts': (
-        state('{"a":[' + ','.join(['{}'] * 1_500_000) + ']}'),
-        'more than 500,000 lists',
-    ),
-    'millions of tensors': (
-        lambda p: lying({f'{i}': entry([], 0, 0) for i in range(300_000)})(p),
-        'more than 500,000 lists',
-    ),
-    'a number of a million digits': (
-        state('{"a":' + '1' * 1_000_000 + '}'),
-        'state cannot be read',
-    ),
-    'many references': (referring, r'200,000,000,000 bytes in all'),
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    'a shape of 8 GB': lying({'w': entry([BIG // 4], 0, 16)}),
+    'a shape and offsets of 8 GB': lying({'w': entry([BIG // 4], 0, BIG)}),
+    'a shape that overflows': lying({'w': entry([2**32, 2**32], 0, 0)}),
+    'a shape of 100,000 sizes': lying({'w': entry([1] * 100_000, 0, 4)}),
+    'a header of 10 GB': lying({}, 10**10),
+    'a header of 2**63 bytes': lying({}, 2**63),
+    'a thousand tensors over one place': lying({f'{i}': entry([4], 0, 16) for i in range(1000)}),
+    'lists in lists': state('{"a":' + '[' * 100_000 + ']' * 100_000 + '}'),
+    'a number of a million digits': state('{"a":' + '1' * 1_000_000 + '}'),
 }
-WEIGHTS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    'a zip bomb': (deflated, 'holds compressed records'),
-    'records that overlap': (overlapping, 'a.pth is damaged'),
-    'a path traversal': (traversing, 'which torch does not write'),
-    'a shape by stride 0': (
-        lambda p: saved(p, {'w': torch.ones(1).expand(BIG)}),
-        'hold tensors of 34,359,738,368',
-    ),
-    'many views of a memory': (
-        lambda p: saved(p, {'w': torch.ones(500_000).expand(99, -1)}),
-        '198,000,000',
-    ),
-    'a storage beyond its record': (
-        raw(tensor(number(BIG), b'K\0', number(BIG), b'K\1')),
-        'cannot be read',
-    ),
-    'a negative storage': (
-        raw(tensor(b'J\xff\xff\xff\xff', b'K\0', b'K\1', b'K\1')),
-        'cannot be read',
-    ),
-    'a tensor beyond its storage': (
-        raw(tensor(b'K\4', b'K\0', number(BIG), b'K\1')),
-        'cannot be read',
-    ),
-    'a tensor behind its storage': (
-        raw(tensor(b'K\4', number(BIG), b'K\1', b'K\1')),
-        'cannot be read',
-    ),
-    'a stride beyond its storage': (
-        raw(tensor(b'K\4', b'K\0', b'K\2', number(BIG))),
-        'cannot be read',
-    ),
-    'a negative size': (
-        raw(tensor(b'K\4', b'K\0', b'J\xff\xff\xff\xff', b'K\1')),
-        'cannot be read',
-    ),
-    'a record that is not there': (
-        raw(tensor(b'K\4', b'K\0', b'K\4', b'K\1', b'7')),
-        'cannot be read',
-    ),
-    'an empty tensor of 32 GB': (raw(called(b'torch\nFloatTensor\n', number(BIG))), 'a.pth'),
-    'a storage made by a call': (
-        raw(called(b'torch\nFloatStorage\n', number(BIG))),
-        'cannot be read',
-    ),
-    'an untyped storage': (raw(called(b'torch.storage\nUntypedStorage\n', number(BIG))), 'a.pth'),
-    'a bytearray': (raw(called(b'__builtin__\nbytearray\n', number(BIG))), 'bytearray'),
-    'a bytearray of Python 3': (raw(called(b'builtins\nbytearray\n', number(BIG))), 'bytearray'),
-    'a text that doubles': (doubling, 'encodes'),
-    'lists in lists': (raw(b'\x80\x02}K\1' + b']' * 100_000 + b'a' * 99_999 + b's.'), 'a.pth'),
-    'millions of lists': (raw(b'\x80\x02](' + b']' * 1_500_000 + b'e.'), 'more than 500,000 lists'),
-    'marks upon marks': (raw(b'\x80\x02' + b'(' * 1_500_000 + b'.'), 'more than 500,000 lists'),
-    'a pickle of 65 MB': (raw(bytes(65 << 20)), 'has a pickle of 68,157,440 bytes'),
-    'a billion laughs, lists': (lambda p: laughs('list', p), 'no state dict'),
-    'a billion laughs, dicts': (lambda p: laughs('dict', p), 'no state dict'),
-    'a billion laughs, tuples': (lambda p: laughs('tuple', p), 'no state dict'),
-    'a cycle': (cyclic, 'no state dict'),
-    'memo entries far apart': (raw(b'\x80\x02Nr\xff\xff\xff\x7f.'), 'no state dict'),
+WEIGHTS: dict[str, Callable[[Path], Path]] = {
+    'records that overlap': overlapping,
+    'a path traversal': traversing,
+    'a storage beyond its record': raw(tensor(number(BIG), b'K\0', number(BIG), b'K\1')),
+    'a negative storage': raw(tensor(b'J\xff\xff\xff\xff', b'K\0', b'K\1', b'K\1')),
+    'a tensor beyond its storage': raw(tensor(b'K\4', b'K\0', number(BIG), b'K\1')),
+    'a tensor behind its storage': raw(tensor(b'K\4', number(BIG), b'K\1', b'K\1')),
+    'a stride beyond its storage': raw(tensor(b'K\4', b'K\0', b'K\2', number(BIG))),
+    'a record that is not there': raw(tensor(b'K\4', b'K\0', b'K\4', b'K\1', b'7')),
+    'an empty tensor of 32 GB': raw(called(b'torch\nFloatTensor\n', number(BIG))),
+    'a storage made by a call': raw(called(b'torch\nFloatStorage\n', number(BIG))),
+    'an untyped storage': raw(called(b'torch.storage\nUntypedStorage\n', number(BIG))),
+    'lists in lists': raw(b'\x80\x02}K\1' + b']' * 100_000 + b'a' * 99_999 + b's.'),
 }
 BOMBS = {
-    (kind, name): bomb
+    (kind, name): make
     for name, bombs in (('a.ckpt', CHECKPOINTS), ('a.pth', WEIGHTS))
-    for kind, bomb in bombs.items()
+    for kind, make in bombs.items()
 }
 
 
@@ -266,7 +153,7 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved(folder / 'good.pth', {'w': torch.ones(3)})
 
     def make_all() -> None:
-        for (kind, name), (make, _) in BOMBS.items():
+        for (kind, name), make in BOMBS.items():
             (folder / f'{kind}, {name}').mkdir()
             make(folder / f'{kind}, {name}' / name)
 
@@ -276,11 +163,10 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('bomb', BOMBS, ids=', '.join)
 def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
-    expected_text, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
+    path = bombs / ', '.join(bomb) / bomb[1]
     found = result_of(lambda: loaded(path))
     assert found['error_text'] is not None, 'it loaded'
     assert str(path) in found['error_text']
-    assert re.search(expected_text, found['error_text']), found['error_text']
     assert found['mb'] < 50 and found['s'] < 5, found
     assert not any((parent / 'escaped').exists() for parent in path.parents)
 

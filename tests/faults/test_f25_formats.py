@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from learnkit.checkpoint.file import FORMAT, read_info, read_state, write_state
+from learnkit.checkpoint.file import FORMAT, read_info, read_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError
 from tests.faults.file_helpers import same, with_metadata, write
@@ -47,11 +47,6 @@ def test_a_file_of_the_current_format() -> None:
     assert state['model']['tied'] is state['model']['w']
     with safe_open(GOLDEN / 'format2.ckpt', framework='pt') as file:
         assert same(file.get_tensor('model.w'), W), 'the library reads it too'
-
-
-def test_the_same_bytes_are_written_today(tmp_path: Path) -> None:
-    write_state(tmp_path / 'a.ckpt', STATE, {'number': 1, 'epoch': 2})
-    assert (tmp_path / 'a.ckpt').read_bytes() == (GOLDEN / 'format2.ckpt').read_bytes()
 
 
 def test_a_newer_one_is_refused(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     learn.passes = TrainingPasses()
     if learn.microbatch:
         learn.microbatch = None
-        del learn.run.microbatch  # the number of the piece that it was at
+        del learn.microbatches.index  # the number of the piece that it was at
     is_clean(learn)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.compare import differences
 from tests.faults.fault_helpers import (
     At,
     Watch,

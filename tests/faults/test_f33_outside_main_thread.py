@@ -33,7 +33,7 @@ from tests.helpers.fresh import output_of
 def in_thread(f: Callable[[], Any]) -> Any:
     "Return the result of `f` in a new thread, or raise its exception."
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(f).result(timeout=60)
+        return pool.submit(f).result(timeout=600)
 
 
 def handlers() -> dict[int, Any]:
@@ -146,7 +146,7 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
     start_again(learn)
     learn.fit(N_EPOCH)
     state = digest(learn)
-    threads[0].join(20)
+    threads[0].join(200)
     assert not threads[0].is_alive()
     assert digest(learn) == state == fresh()['digest']
     assert rows(learn) == fresh()['rows']

@@ -17,10 +17,10 @@ from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
-from learnkit.testing.forks import start
 from tests.faults.fault_helpers import At
 from tests.faults.file_helpers import fork, result_of
 from tests.faults.run_helpers import checkpointed, content, names, torch_dls
+from tests.helpers.forks import start
 
 
 def can_lock(folder: Path) -> bool:

@@ -45,14 +45,14 @@ def killed(
     None where all had ended before."""
     with started_ranks(train, 2, folder, 0.02) as children:
         other = children[1 - victim]
-        children[victim].wait(60, until=lambda: children[victim].stdout.count('step') >= n_steps)
+        children[victim].wait(600, until=lambda: children[victim].stdout.count('step') >= n_steps)
         began = monotonic()
-        children[victim].wait(60, until=lambda: monotonic() - began > after_s)
+        children[victim].wait(600, until=lambda: monotonic() - began > after_s)
         if children[victim].code is not None:
             return None
         children[victim].send(9)
         sent = monotonic()
-        other.wait(60)
+        other.wait(600)
         took_s, joined = monotonic() - sent, 'joined' in children[victim].stdout
         if 'trained' in children[victim].stdout:
             return None

@@ -25,14 +25,14 @@ class Fails(Callback):
 
 def train(rank: int, who: int, event: str) -> None:
     learn = quiet(make_learner([Fails(event)] if rank == who else []))
-    with learn.distributed('ddp', timeout=30):
+    with learn.distributed('ddp', timeout=300):
         learn.fit(2, iteration=1)
 
 
 def both_fail(event: str, who: int) -> None:
     with started_ranks(train, 2, who, event) as children:
         for child in children:
-            child.wait(25)
+            child.wait(250)
         failed, other = children[who], children[1 - who]
         assert failed.code == other.code == 1, (failed.stderr, other.stderr)
         assert failed.stderr.rstrip().split('\n')[-2:] == other.stderr.rstrip().split('\n')[-2:]

@@ -47,12 +47,12 @@ def with_workers(
 def signalled(folder: Path, victim: int, after_s: float) -> bool:
     "Send the signal to one process while both train; return whether it came before their end."
     with started_ranks(train, 2, folder, 0.01) as children:
-        children[victim].wait(60, until=lambda: 'trains' in children[victim].stdout)
+        children[victim].wait(600, until=lambda: 'trains' in children[victim].stdout)
         until = monotonic() + after_s
-        children[victim].wait(60, until=lambda: monotonic() > until)
+        children[victim].wait(600, until=lambda: monotonic() > until)
         children[victim].send(signal.SIGTERM, group=False)
         for child in children:
-            child.wait(60)
+            child.wait(600)
         codes = [child.code for child in children]
         # it came after the last batch, or, where it ends a process as if nobody listened, after the fit
         if (0 in codes and set(codes) <= {0, 143}) or codes[victim] == -signal.SIGTERM:
@@ -78,13 +78,13 @@ def all_signalled(
 ) -> float:
     "Send the signal to both and their workers; return the seconds until they ended."
     with started_ranks(with_workers, 2, folder, method, persistent, 0.02, n_epoch) as children:
-        children[0].wait(60, until=lambda: all('trains' in c.stdout for c in children))
+        children[0].wait(600, until=lambda: all('trains' in c.stdout for c in children))
         sleep(after_s)
         began = monotonic()
         for child in children:
             child.send(signal.SIGTERM)
         for child in children:
-            child.wait(60)
+            child.wait(600)
         assert [child.code for child in children] == [143, 143], [c.stderr for c in children]
         return monotonic() - began
 

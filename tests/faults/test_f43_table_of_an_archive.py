@@ -5,8 +5,7 @@ returns memory that nothing was written to, although the CRC of every record is 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -15,7 +14,7 @@ import torch
 
 from learnkit.checkpoint.torch_file import find_damage, read_torch_file
 from learnkit.core.errors import WeightsError
-from tests.faults.file_helpers import rebuilt, saved
+from tests.faults.file_helpers import saved
 from tests.helpers.comparing import same
 
 WEIGHTS = {'a': torch.arange(1.0, 5.0), 'b': torch.full((600,), 2.0)}
@@ -68,7 +67,7 @@ def test_the_attribute_of_a_directory(tmp_path: Path) -> None:
             assert archive.testzip() is None
         if at == data:
             torch.load(path, weights_only=True)
-        with pytest.raises(WeightsError, match=r'a record .* which torch does not write'):
+        with pytest.raises(WeightsError, match='is not as it was written'):
             read_torch_file(path)
 
 
@@ -86,52 +85,6 @@ def test_every_bit(tmp_path: Path) -> None:
         f'{refused} refused, {len(bits) - refused - other} without effect, {other} gave other weights'
     )
     assert other == 0
-
-
-def in_table(at: int, form: str, value: int) -> Callable[[bytes], bytes]:
-    "Write a number into every entry."
-
-    def change(content: bytes) -> bytes:
-        changed = bytearray(content)
-        for start in offsets(content, ENTRY):
-            struct.pack_into(form, changed, start + at, value)
-        return bytes(changed)
-
-    return change
-
-
-OTHERS: dict[str, Callable[[bytes], bytes]] = {
-    'made on Unix': in_table(4, '<H', 0x0300),
-    'encrypted': in_table(8, '<H', 0x809),
-    'patched data': in_table(8, '<H', 0x828),
-    'another disk': in_table(34, '<H', 1),
-    'text': in_table(36, '<H', 1),
-    'hidden': in_table(ATTRIBUTES, '<L', 2),
-    'a link of Unix': in_table(ATTRIBUTES, '<L', 0o120777 << 16),
-}
-
-
-@pytest.mark.parametrize('change', OTHERS.values(), ids=OTHERS)
-def test_other_fields(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    path = saved(tmp_path / 'a.pth', WEIGHTS)
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(WeightsError, match='which torch does not write'):
-        read_torch_file(path)
-
-
-def test_extra_fields_and_comments(tmp_path: Path) -> None:
-    "Two readers may take an offset from different extra fields."
-    for field, value in (
-        ('extra', struct.pack('<2HQ', 1, 8, 0)),
-        ('extra', struct.pack('<2H', 0x7075, 0)),
-        ('comment', b'torch'),
-    ):
-        path = saved(tmp_path / 'a.pth', WEIGHTS)
-        with ZipFile(rebuilt(path, dict), 'a') as archive:
-            setattr(archive.infolist()[-1], field, value)
-            archive._didModify = True  # type: ignore[attr-defined]  # the table alone is written again
-        found = find_damage(path)
-        assert found == "it has a record 'a/.data/serialization_id', which torch does not write"
 
 
 def test_records_of_other_sizes(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint.digest import WALL_CLOCK, differences
+from learnkit.checkpoint.compare import WALL_CLOCK, differences
 from learnkit.checkpoint.folder import entries
 from learnkit.core.errors import MissingExtraError, OptionError
-from learnkit.testing.harness import run_until_done
 from tests.faults.run_helpers import Reach, State
 from tests.helpers.every_callback import DEFAULTS, RESUMED, learner, make_to_resume, weights
+from tests.helpers.harness import run_until_done
 from tests.helpers.resuming import scramble
 
 Group = tuple[str, ...]
@@ -29,7 +29,7 @@ CLASSES = {cls.__name__: cls for cls in RESUMED if cls not in DEFAULTS}
 # services give each run a number, the first time that a logger writes
 LEFT_OUT = (*WALL_CLOCK, 'callbacks.mlflow_logger.id', 'callbacks.wandb_logger.id')
 # each fit takes a second: in the full form alone
-SLOW = {'AimLogger', 'CometLogger', 'WandbLogger', 'ExportForInference'}
+SLOW = {'WandbLogger', 'ExportForInference'}
 # what no fit accepts together
 REFUSED: set[frozenset[str]] = {
     *map(frozenset, combinations(('CutMix', 'MixHandler', 'MixUp'), 2)),

@@ -1,4 +1,4 @@
-"""Row 46: checkpoints between evaluations. Each has the value of the last evaluation, and the best is never removed."""
+"""Row 46: checkpoints between evaluations. Only evaluated weights have a value, and the best is written and kept."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ class All(Callback):
 
 
 def expected_value(plan: Plan, entry: Entry, is_within: Callable[[int], bool]) -> float | None:
-    "Return the value of the last evaluation before a checkpoint."
+    "Return the value of the evaluation of a checkpoint's weights, or None."
     ba, place = entry.info['ba'], entry.info['place']
     # an evaluation within an epoch comes before the checkpoint of its batch, one at the end after it
-    before = [at for at in plan if at < ba or (at == ba and (place == 'epoch' or is_within(at)))]
-    return plan[max(before)] if before else None
+    return plan.get(ba) if place == 'epoch' or is_within(ba) else None
 
 
 def train(folder: Path, plan: Plan, every: str, n_epoch: int, **options: Any) -> list[Entry]:
@@ -86,11 +85,10 @@ def check(
 def test_intervals(tmp_path: Path, every: str) -> None:
     "An epoch has three batches; the second evaluation is the best."
     plan = {3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0}
-    written = train(tmp_path, plan, every, 4)
-    check(tmp_path, plan, written)
-    if every.endswith('ba'):
-        found = find('best', tmp_path)
-        assert found is not None and found[2]['value'] == (2.0 if every == '5ba' else 1.0)
+    check(tmp_path / 'default', plan, train(tmp_path / 'default', plan, every, 4))
+    check(tmp_path, plan, train(tmp_path, plan, every, 4, monitor='valid_loss'))
+    found = find('best', tmp_path)
+    assert found is not None and (found[2]['value'], found[2]['ba']) == (1.0, 6)
 
 
 def test_evaluations_within_epochs(tmp_path: Path) -> None:
@@ -140,6 +138,13 @@ def test_a_new_fit_begins_without_a_value(tmp_path: Path) -> None:
     assert values == [None, None, None, 1.0, None, None, None, 2.0]
 
 
+def test_the_best_two_are_written(tmp_path: Path) -> None:
+    plan = {3: 3.0, 6: 4.0, 9: 1.0, 12: 2.0, 15: 5.0}
+    options = {'monitor': 'valid_loss', 'keep_best': 2, 'keep_last': 1}
+    checkpointed(tmp_path, every=None, **options)(Planned(plan)).fit(5)
+    assert [e.info['ba'] for e in reversed(entries(tmp_path))] == [9, 12, 15]
+
+
 def check_random(folder: Path, n: int, make_rng: Callable[[int], random.Random]) -> None:
     for i in range(n):
         rng = make_rng(i)
@@ -147,7 +152,11 @@ def check_random(folder: Path, n: int, make_rng: Callable[[int], random.Random])
         every = f'{rng.randrange(1, 8)}ba'
         ba = range(1, N_TRAIN * n_epoch + 1)
         plan = {at: rng.choice([1.0, 2.0, 3.0, 4.0]) for at in ba if at % N_TRAIN == 0}
-        check(folder / f'{i}', plan, train(folder / f'{i}', plan, every, n_epoch))
+        check(
+            folder / f'{i}',
+            plan,
+            train(folder / f'{i}', plan, every, n_epoch, monitor='valid_loss'),
+        )
 
 
 def test_random_plans(tmp_path: Path) -> None:

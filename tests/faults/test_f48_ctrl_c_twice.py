@@ -17,8 +17,8 @@ from learnkit.callbacks import Checkpoint, sigterm
 from learnkit.callbacks.sigterm import StopRequest
 from learnkit.core.files import FolderLock
 from learnkit.engine import run as runs
-from learnkit.testing.forks import start
 from tests.faults.fault_helpers import make_learner, raised_by
+from tests.helpers.forks import start
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
@@ -172,7 +172,7 @@ def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None
     use()  # with what is imported or built once
     at = 0
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(use_another).result(timeout=60)
+        pool.submit(use_another).result(timeout=600)
         while True:
             at += 1
             how = lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -180,7 +180,7 @@ def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None
             with interrupting(interrupter):
                 use()
             lock.release()
-            pool.submit(use_another).result(timeout=60)
+            pool.submit(use_another).result(timeout=600)
             if interrupter.left > 0:
                 break
     assert at > 50

@@ -42,9 +42,9 @@ from learnkit.callbacks import (
     ReduceLROnPlateau,
 )
 from learnkit.callbacks.schedule import combined_cos
-from learnkit.checkpoint.digest import differences
-from learnkit.testing.harness import run_until_done
+from learnkit.checkpoint.compare import differences
 from tests.faults.run_helpers import Reach, State, quiet
+from tests.helpers.harness import run_until_done
 from tests.helpers.resuming import scramble
 
 N, BS = 20, 4  # samples, batch size: five batches an epoch

@@ -117,7 +117,7 @@ def compare(
 
     def job(rank: int) -> dict[str, Any]:
         learn = make(bs if options.get('batch_size') != 'global' else n * bs)
-        with learn.distributed('ddp', timeout='20s', **options):
+        with learn.distributed('ddp', timeout='200s', **options):
             fit(learn)
             learn.check_replicas()
             res = summarize_run(learn)

@@ -98,7 +98,7 @@ def run_fresh(
     env: Mapping[str, str] = os.environ,
     terminal: str = '',  # the path of one that the process writes to and reads from
     has: tuple[str, ...] = ('torch',),  # what is imported before
-    timeout_s: int = 60,  # SIGALRM ends it then
+    timeout_s: int = 600,  # SIGALRM ends it then
 ) -> CompletedProcess[str]:
     "Run code as `python -W error -c` does; return its exit code and its output."
     parent = _waiting(*has)

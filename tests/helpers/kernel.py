@@ -67,7 +67,7 @@ class Kernel:
     def __init__(self, manager: Any, client: Any) -> None:
         self.manager, self.client = manager, client
 
-    def run(self, code: str, interrupt_at: str = '', timeout_s: float = 60.0) -> list[Any]:
+    def run(self, code: str, interrupt_at: str = '', timeout_s: float = 600.0) -> list[Any]:
         """Run a cell and return its outputs as a notebook keeps them: an update takes the place of what it updates.
 
         The kernel is interrupted, as by the stop button, once an output has text like the pattern `interrupt_at`."""
@@ -107,7 +107,7 @@ class Kernel:
 
     def completions(self, code: str) -> list[str]:
         "Return what Tab offers at the end of a cell."
-        reply = self.client.complete(code, reply=True, timeout=30)
+        reply = self.client.complete(code, reply=True, timeout=300)
         return list(reply['content']['matches'])
 
 

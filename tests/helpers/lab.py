@@ -22,7 +22,7 @@ SHOTS = ROOT / 'tests' / 'browser' / 'shots'
 LOCAL = ('http://127.0.0.1:', 'data:', 'blob:', 'file:')
 WIDTH, HEIGHT = 1200, 900  # of a window
 NEXT_FRAME = '() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))'
-PATIENCE_S = 60.0  # the longest that anything is waited for
+PATIENCE_S = 300.0  # the longest that anything is waited for
 
 # No question, no news, no look for updates, and every cell in the page, also where it is not seen.
 SETTINGS = {

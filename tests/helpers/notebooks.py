@@ -36,7 +36,7 @@ def execute(nb: Any, cwd: Path) -> None:
     "Run every cell in a fresh kernel, in a folder for its files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
     client = nbclient.NotebookClient(
-        nb, timeout=60, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
+        nb, timeout=600, kernel_name=kernel_name(), resources={'metadata': {'path': str(cwd)}}
     )
     with warnings.catch_warnings():
         # warnings of the client and its sockets: the kernel is another process

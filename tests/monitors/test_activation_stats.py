@@ -16,7 +16,6 @@ from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.monitors.activation_stats import ActivationStats, _measure
 from learnkit.testing import synth_learner
-from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
 
 class TwiceUsed(nn.Module):
@@ -260,13 +259,3 @@ def test_plots() -> None:
     assert cb.color_dim(0, ax=ax) is ax and len(ax.images) == 2
     assert [ax.get_title()[:15] for ax in cb.plot_hist()] == ["layer 0 ('body'", "layer 1 ('head'"]
     assert len(cb.plot_hist('head')) == 1
-
-
-def test_matplotlib_is_imported_for_plots_only() -> None:
-    code = (
-        'import sys, learnkit; from learnkit.monitors.activation_stats import ActivationStats\n'
-        'from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n'
-        'with learn.no_bar(): learn.fit(1)\n'
-        "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules"
-    )
-    output_of(code, has=OPTIMIZER_MODULES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,27 +140,6 @@ def test_loggers_get_bytes_at_their_steps() -> None:
     assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
     expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()
     assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
-
-
-def test_pictures() -> None:
-    x = torch.randn(2, 3, 4, 4) * 5
-    assert torch.allclose(as_pictures(x), (x - x.min()) / (x.max() - x.min()))
-    expected = torch.full((1, 3, 2, 2), 0.2)
-    assert torch.equal(as_pictures(torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)), expected)
-    seven = torch.rand(1, 7, 2, 2)
-    assert torch.allclose(as_pictures(seven)[0, 0], seven[0].mean(0))
-    assert as_pictures(torch.rand(2, 5, 6)).shape == (2, 1, 5, 6)
-    assert as_pictures(torch.tensor([[[0.5, float('nan')]]])).isfinite().all()
-
-
-def test_it_draws_what_it_has(tmp_path: Path) -> None:
-    learn = learner(ImageVisualizer(n=3, mode='segment'))
-    with pytest.raises(OptionError, match='no images yet'):
-        learn.image_visualizer.show()
-    learn.fit(1)
-    fig = learn.image_visualizer.show().figure
-    fig.savefig(tmp_path / 'images.png')
-    assert len(fig.axes) == 27 and (tmp_path / 'images.png').stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

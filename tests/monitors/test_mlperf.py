@@ -137,27 +137,13 @@ def test_a_step_of_several_batches_in_pieces(tmp_path: Path) -> None:
     assert (values['global_batch_size'], values['gradient_accumulation_steps']) == (48, 12)
 
 
-@pytest.mark.parametrize(
-    'wrong',
-    [
-        {'division': 'shut'},
-        {'status': 'here'},
-        {'index': -1},
-        {'monitor': 'quux', 'target': 1.0},
-        {'monitor': 'lr', 'target': 1.0},
-    ],
-)
-def test_bad_options_are_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError):
-        MLPerf(**wrong)
-
-
 def test_what_is_missing_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     for cb, error in (
         (MLPerf(monitor='accuracy'), MetricError),
         (MLPerf('file/x'), OptionError),
         (MLPerf(target=1.0), OptionError),
+        (MLPerf(monitor='lr', target=1.0), MetricError),
     ):
         learn = learner(tmp_path, cb)
         with pytest.raises(error):
@@ -171,10 +157,3 @@ def test_what_is_missing_is_reported_before_training(tmp_path: Path) -> None:
             path=tmp_path,
             cbs=MLPerf(),
         ).fit(1)
-
-
-def test_a_size_of_microbatches_that_is_still_sought(tmp_path: Path) -> None:
-    learn = learner(tmp_path, MLPerf(), microbatch='auto')
-    learn.fit(1)
-    values = {r['key']: r['value'] for r in lines(learn.ml_perf.file)}
-    assert values['gradient_accumulation_steps'] == 1

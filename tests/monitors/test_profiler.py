@@ -56,11 +56,9 @@ def test_the_batches_that_were_asked_for_are_recorded(
         assert found['aten::linear'] == 4  # two layers each
         assert found['aten::mse_loss'] == 2
     printed = capsys.readouterr().out
-    assert printed.count('Operator') == 2 and str(profiler.files[1]) in printed
-    rows = [line.split() for line in profiler.table.splitlines()]
-    assert rows[0] == ['Operator', 'Calls', 'CPU', 'ms', 'CPU', '%'] and len(rows) == 11
-    times = [float(row[-2]) for row in rows[1:]]
-    assert times == sorted(times, reverse=True)
+    assert printed.count('Self CPU time total') == 2 and str(profiler.files[1]) in printed
+    rows = [line.split() for line in profiler.table.splitlines() if 'aten::' in line]
+    assert len(rows) <= 10 and all(row[0].startswith('aten::') for row in rows)
 
 
 def test_training_is_the_same(tmp_path: Path) -> None:
@@ -107,8 +105,6 @@ def test_mistakes(tmp_path: Path) -> None:
     for bad in ({'active': 0}, {'wait': -1}, {'repeat': 0.5}, {'folder': ' '}):
         with pytest.raises(OptionError, match=next(iter(bad))):
             TorchProfiler(**bad)
-    with pytest.raises(ImportError, match='import TorchProfiler'):
-        from learnkit import PyTorchProfiler  # type: ignore[attr-defined]  # noqa: F401
     (tmp_path / 'profile').write_text('a file')
     with pytest.raises(OptionError, match='cannot be written'):
         fit(learner(tmp_path, TorchProfiler()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import OptimWrapper
-from learnkit.optim.hyperparams import FusedGuard, can_fuse
+from learnkit.optim.hyperparams import can_fuse
 from learnkit.optim.optimizers import Adam
 from tests.helpers.optimizing import learner, net, weights, weights_after
 
@@ -76,62 +76,6 @@ def test_a_change_of_layout_costs_no_digits(opt_func: Any, what: str) -> None:
         return p.detach()
 
     assert torch.allclose(run(True), run(False), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
-def test_the_states_of_fused_steps_are_looked_at_when_they_may_have_changed(
-    layout: torch.memory_format,
-) -> None:
-    ps = [nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=layout)) for _ in range(3)]
-    opt = Adam(ps, lr=0.05)
-    mended: list[Any] = []
-
-    class Counting(FusedGuard):
-        def _match_strides(self, group: dict[str, Any]) -> bool:
-            mended.append(group)
-            return super()._match_strides(group)
-
-    opt._fused = [Counting(opt.opt)]
-
-    def steps(n: int) -> int:
-        mended.clear()
-        for _ in range(n):
-            for p in ps[:2]:
-                p.grad = torch.randn_like(p)
-            opt.step()
-        return len(mended)
-
-    assert steps(5) == 2  # the first meets no states, the second new ones
-    assert steps(5) == 0
-    ps[2].grad = torch.ones_like(ps[2])
-    assert steps(5) == 1
-    opt.opt.load_state_dict(opt.opt.state_dict())
-    assert steps(5) == 1
-    opt.clear_state()
-    assert steps(5) == 2
-    other = torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
-    for p in ps:
-        p.data = p.data.contiguous(memory_format=other)
-    assert steps(5) == 1 and opt.state[ps[2]]['exp_avg'].stride() == ps[2].stride()
-
-
-def test_a_fused_group_falls_back_for_sparse_gradients_and_late_momenta() -> None:
-    table, late = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2))
-    opt = OptimWrapper(opt=torch.optim.SGD(table.parameters(), lr=0.1, fused=True))
-    before = table.weight.detach().clone()
-    table(torch.tensor([1])).sum().backward()
-    opt.step()
-    expected = torch.tensor([0.0, 0.2, 0.0, 0.0, 0.0])
-    assert torch.allclose((before - table.weight).sum(1), expected, atol=1e-6)
-
-    p = nn.Parameter(torch.ones(2))
-    opt = OptimWrapper(opt=torch.optim.SGD([p, late], lr=0.1, momentum=0.9, fused=True))
-    p.grad = torch.ones(2)
-    opt.step()
-    # torch stops here with a TypeError: this one has no momentum yet, the other has
-    late.grad = torch.ones(2)
-    opt.step()
-    assert late.tolist() == pytest.approx([0.9, 0.9]) and p.tolist() == pytest.approx([0.71, 0.71])
 
 
 def test_accumulated_pieces_and_a_scaler_go_with_the_fused_step() -> None:

@@ -18,7 +18,6 @@ from learnkit.optim.optimizers import (
     SGD,
     Adam,
     Lamb,
-    Larc,
     Lookahead,
     QHAdam,
     RAdam,
@@ -410,8 +409,6 @@ def test_a_ready_optimizer_with_extra_parameters_is_refused() -> None:
 def test_what_no_installed_library_has_is_refused_with_what_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(MissingExtraError, match=r'LARC.*`Lamb`.*pytorch_optimizer\.LARS'):
-        Larc(weights(), lr=0.1)
     monkeypatch.setitem(sys.modules, 'pytorch_optimizer', None)
     for make in (Lamb, QHAdam):
         with pytest.raises(

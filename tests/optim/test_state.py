@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import SGD
-from learnkit.core.errors import OptimizerError, WeightsError
+from learnkit.core.errors import WeightsError
 from tests.helpers.comparing import same
 from tests.helpers.saving import digest, learner, net
 
@@ -65,17 +65,6 @@ def test_spared_parameters_of_several_groups_are_restored_for_a_state(tmp_path: 
     assert [
         [len(g['params']) for g in it.opt.state_dict()['param_groups']] for it in (learn, other)
     ] == [[4, 2], [1, 1, 3, 1]]
-    before = digest(other)
-    broken = {
-        **state,
-        'param_groups': [
-            *state['param_groups'][:1],
-            {**state['param_groups'][1], 'momentum': 'much'},
-        ],
-    }
-    with pytest.raises(OptimizerError, match="group 1 has momentum='much'"):
-        other.opt.load_state_dict(broken)
-    assert same(digest(other), before)
     other.opt.load_state_dict(state)
     momenta = [
         [it.opt.state[p]['momentum_buffer'] for p in it.model.parameters()] for it in (learn, other)
@@ -161,17 +150,12 @@ def no_groups(state: Any) -> None:
     state['param_groups'] = 3
 
 
-def no_number(state: Any) -> None:
-    state['param_groups'][0]['betas'] = (0.9, 'much')
-
-
 @pytest.mark.parametrize(
     ('change', 'line'),
     [
         (broken_shape, r'exp_avg of 0\.weight is \[5, 3\], in the file \[4, 4\]'),
         (fewer_groups, r'param groups of \[6\] parameters, in the file \[5\]'),
         (no_groups, 'cannot be read'),
-        (no_number, r"group 0 has betas=\(0.9, 'much'\) in the file"),
     ],
 )
 def test_an_optimizer_state_that_does_not_fit_changes_nothing(

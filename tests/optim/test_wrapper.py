@@ -541,12 +541,12 @@ def test_fit_clears_gradients_on_entry() -> None:
 @pytest.mark.parametrize(
     ('opt_func', 'text'),
     [
-        (lambda params, lr: 3, 'gave 3.*torch.optim.Optimizer'),
-        (lambda params, lr: {}, 'gave'),
+        (lambda params, lr: 3, '3, not a ready optimizer'),
+        (lambda params, lr: {}, 'no optimizer'),
         (7, 'cannot be called'),
         (
             lambda params, lr: {'a': torch.optim.SGD(params, lr=lr), 'b': 'adam'},
-            r"\[b\] gave 'adam'",
+            r"\[b\].*'adam', not a ready",
         ),
         (
             lambda params, lr: [torch.optim.SGD(list(params), lr=lr) for _ in 'ab'],
@@ -657,7 +657,7 @@ def test_a_training_metric_of_a_closure_step_is_that_before_it_and_counts_once(
 
 def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     def fail(cb: Any) -> None:
-        if cb.learn.run.repeating:
+        if cb.learn.closure.repeating:
             raise ZeroDivisionError
 
     learn = learner(model := net(), opt_func=torch.optim.LBFGS, lr=0.5)
@@ -665,7 +665,7 @@ def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     learn.fit(1)  # it has a history of directions now
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=Callback(before_pred=fail))
-    assert not learn.run.repeating and not learn.opt.state
+    assert not learn.closure.repeating and not learn.opt.state
     model.load_state_dict(start)
     learn.fit(2)
     assert same(weights(model), lbfgs_by_hand(net(), []))

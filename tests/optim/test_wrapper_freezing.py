@@ -198,7 +198,7 @@ def test_groups_of_several_optimizers_are_counted_in_their_order() -> None:
         Adam,
         lambda p, lr: Lookahead(SGD(p, lr, mom=0.9), k=2),
         torch.optim.SGD,
-        partial(torch.optim.SGD, momentum=0.9, fused=True),
+        partial(torch.optim.SGD, momentum=0.9),
         torch.optim.RMSprop,
     ],
 )

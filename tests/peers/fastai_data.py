@@ -72,6 +72,17 @@ class Recurrent(nn.Module):
         return self.head(dropped), raw, dropped
 
 
+class LongMemory(nn.Module):
+    "An LSTM and a layer on its outputs."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
 def write_pictures(folder: Path, n: int = 20) -> None:
     "Write `n` reddish and `n` bluish pictures, in a folder for each color."
     generator = np.random.default_rng(0)

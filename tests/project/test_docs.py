@@ -1,7 +1,8 @@
-"""The code of the migration guides is executed by their notebooks, and its names exist."""
+"""The claims of the guides and of the repository's pages hold: code, names, links and security."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from itertools import pairwise
@@ -136,3 +137,53 @@ def test_the_names_for_those_who_come_from_elsewhere_exist(
             assert hasattr(learn if on_learner else learnkit.all, name), f'{row[0]}: {name}'
             named += 1
     assert named >= least
+
+
+# -- the files beside the package ------------------------------------------------------------------
+
+PAGES = [ROOT / name for name in ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md')]
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_files_and_links_of_a_page_are_there(page: Path) -> None:
+    text = page.read_text('utf-8')
+    links = [link for link in re.findall(r'\]\(([^)#]+)\)', text) if not link.startswith('http')]
+    paths = re.findall(r'`((?:tests|docs|learnkit|nbs|benchmarks|\.ci)/[\w./-]+)`', text)
+    there = [
+        path
+        for path in [*links, *paths]
+        if '<' not in path and '_build' not in path and '/shots' not in path
+    ]
+    assert [path for path in there if not (ROOT / path).exists()] == []
+
+
+def test_the_tests_that_security_rests_on_are_there() -> None:
+    text = (ROOT / 'SECURITY.md').read_text('utf-8')
+    named = re.findall(r'test_f\d\d_\w+\.py', text)
+    assert len(named) == 5 and all((ROOT / 'tests' / 'faults' / name).exists() for name in named)
+
+
+def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
+    for path in sorted((ROOT / 'learnkit').rglob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+            if isinstance(node, ast.Import):
+                # torch's description of a sharded checkpoint, by an unpickler that accepts nothing else
+                allowed = {'pickle'} if path.name == 'dcp.py' else set()
+                assert not {a.name for a in node.names} & {'pickle', 'marshal'} - allowed, path
+            if isinstance(node, ast.ImportFrom) and node.module == 'pickle':
+                assert {a.name for a in node.names} <= {'UnpicklingError', 'PicklingError'}, path
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called == 'torch.export.load':
+                assert path.name == 'export.py', path  # of what it has just written
+            assert called not in ('eval', 'exec', 'torch.jit.load', 'np.load'), path
+            if called == 'torch.load' and path.name == 'launch.py':  # of what has started it
+                assert ast.unparse(node.args[0]) == 'folder / _PAYLOAD', path
+            elif called == 'torch.load' and path.name == 'comm.py':
+                # from the ranks of one job, never from a file
+                assert ast.unparse(node.args[0]) == 'BytesIO(data)', path
+            elif called == 'torch.load':
+                assert {k.arg: ast.unparse(k.value) for k in node.keywords}.get(
+                    'weights_only'
+                ) == 'True', path

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, Learner, accuracy
+from learnkit import Callback, DataLoaders, F1Score, FocalLoss, Lamb, Learner, accuracy
 
 
 class Noise(Callback):
@@ -51,6 +51,8 @@ reveal_type((learn.history[-1], learn.history[1:], learn.recorder, learn.time))
 reveal_type((learn.to_bf16(), learn.add_cb(Noise()), learn.predict(torch.rand(3))))
 with learn.no_bar() as quiet:
     reveal_type(quiet)
+reveal_type((F1Score(), FocalLoss(), learn.opt.hypers[-1]['lr']))
+learn.opt.hypers[0]['lr'] = 0.1
 learn.noise.size = 0.2
 learn.validate()['accuracy']
 learn.fit(1).validate()  # a mistake: fit returns None
@@ -64,18 +66,19 @@ REVEALED = [
     'tuple[dict[str, Any], list[dict[str, Any]], Recorder, Timestamp]',
     'tuple[Learner, Learner, tuple[Any, ...]]',
     'Learner',
+    'tuple[F1Score, FocalLoss, Any]',
 ]
 
 
 def test_pyright_knows_the_types_of_a_users_script(tmp_path: Path) -> None:
     pyright = shutil.which('pyright')
     if pyright is None:
-        pytest.skip('pyright is not installed: npm install -g pyright')
+        pytest.skip('pyright is not installed: pip install pyright[nodejs]')
     (tmp_path / 'user.py').write_text(SCRIPT)
     settings = {'extraPaths': [str(ROOT)], 'typeCheckingMode': 'standard'}
     (tmp_path / 'pyrightconfig.json').write_text(json.dumps(settings))
     command = [pyright, '--outputjson', '--pythonpath', sys.executable]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     found = json.loads(done.stdout)['generalDiagnostics']
     revealed = [one['message'] for one in found if one['severity'] == 'information']
     assert [text.split(' is "')[1].removesuffix('"') for text in revealed] == REVEALED

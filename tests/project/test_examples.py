@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from learnkit.checkpoint.file import read_entries
-from learnkit.testing.forks import start
+from learnkit.checkpoint.file import read_state
+from tests.helpers.forks import start
 from tests.helpers.libraries import require
 from tests.helpers.ranks import started_ranks
 
@@ -78,7 +78,7 @@ def all_weights(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for checkpoints in sorted(folder.rglob('checkpoints')):
         last = sorted(checkpoints.glob('*.ckpt'))[-1]
-        weights = read_entries(last, ['model'])['model']
+        weights = read_state(last)[0]['model']
         found |= {f'{checkpoints.parent.name}: {name}': t for name, t in weights.items()}
     return found
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from learnkit import Callback, Checkpoint, Learner
-from learnkit.checkpoint.digest import differences
-from learnkit.testing.forks import start
+from learnkit.checkpoint.compare import differences
+from tests.helpers.forks import start
 from tests.helpers.libraries import require
 from tests.helpers.ranks import run_ranks
 

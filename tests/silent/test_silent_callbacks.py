@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnkit.callbacks import LRFinder, LRMonitor, LRScheduler
+from learnkit import (
+    Callback,
+    CancelBackwardException,
+    CancelEpochException,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+)
+from learnkit.callbacks import GradientValueClip, LRFinder, LRMonitor, LRScheduler
 from learnkit.data import Evaluator
 from learnkit.loggers.base import Logger
 
@@ -235,3 +243,56 @@ def test_a_search_evaluates_nothing(row: Any, search: str) -> None:
     if search == 'lr_find':
         row(was=33, now=phases.count('valid'), independent=0)
     assert set(phases) == {'train'}
+
+
+# -- cancelled levels ------------------------------------------------------------------------------
+
+
+@pytest.mark.silent('CancelEpochException after two of three batches: rows of two epochs')
+@pytest.mark.parametrize('logs', [False, True])
+def test_a_cancelled_epoch_that_trained_has_a_row(row: Any, logs: bool) -> None:
+    def cancel(cb: Callback) -> None:
+        if logs:
+            cb.learn.log('own', cb.iter)
+        if cb.training and cb.iter == 1:
+            raise CancelEpochException
+
+    learn = learner(cbs=Callback(after_batch=cancel, order=60))
+    learn.fit(2)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in [(X[:16], Y[:16]), (X[16:32], Y[16:32])] * 2:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    if not logs:
+        row(was=0, now=len(learn.history), independent=2)
+    expected = [sum(losses[:2]) / 2, sum(losses[2:]) / 2]
+    assert [r['train_loss'] for r in learn.history] == pytest.approx(expected, rel=1e-6)
+    assert [r['valid_loss'] for r in learn.history] == [None, None]
+
+
+@pytest.mark.parametrize('clip', [GradientValueClip, GradientClip])
+def test_clipping_after_a_cancelled_backward_pass(clip: Any) -> None:
+    def cancel(cb: Callback) -> None:
+        if cb.iter == 1:
+            raise CancelBackwardException
+
+    learn = learner(cbs=[clip(0.01), Callback(before_backward=cancel)])
+    learn.fit(1)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in (0, 2):
+        opt.zero_grad()
+        F.mse_loss(model(X[16 * i : 16 * i + 16]), Y[16 * i : 16 * i + 16]).backward()
+        if clip is GradientClip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        opt.step()
+    torch.testing.assert_close(learn.model.weight, model.weight, rtol=0, atol=1e-12)

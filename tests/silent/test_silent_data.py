@@ -739,7 +739,7 @@ half = Learner.__new__(Learner)
 kept[0].me = kept[0]
 """
     command = [sys.executable, '-c', code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split().count('closed') == 3 and done.stderr == ''
 
 

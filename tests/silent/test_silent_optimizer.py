@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from learnkit import Adam, Callback, GradientAccumulation, Learner, OptimWrapper, TrainEvalCallback
-from learnkit.checkpoint.digest import learn_digest
-from learnkit.core.errors import OptionError
+from learnkit import (
+    SGD,
+    Adam,
+    Callback,
+    GradientAccumulation,
+    Learner,
+    OptimWrapper,
+    TrainEvalCallback,
+)
+from learnkit.checkpoint.compare import learn_digest
+from learnkit.core.errors import OptimizerError, OptionError
 from learnkit.optim.hyperparams import params
 
 Row = Callable[..., None]
@@ -95,6 +103,84 @@ def test_a_torch_class_trains_as_by_hand(row: Row, maker: Any, given: str) -> No
     if (maker, given) == (torch.optim.AdamW, 'partial'):
         row(was=0.798541, now=gap(model, other), independent=0.0)
     assert gap(model, other) == 0
+
+
+@pytest.mark.parametrize(
+    'maker',
+    [
+        torch.optim.LBFGS,
+        torch.optim.Adadelta,
+        torch.optim.Rprop,
+        torch.optim.Adagrad,
+        torch.optim.SGD,
+        partial(torch.optim.RMSprop, momentum=0.5),
+    ],
+)
+@pytest.mark.silent('Adadelta class without lr: distance of weights to a hand-written loop')
+def test_a_torch_class_without_a_rate_has_its_own(row: Row, maker: Any) -> None:
+    model, other = net(), net()
+    learn = learner(model, opt_func=maker)
+    learn.fit(1)
+    plain = maker(other.parameters())
+    train_with_closure(other, plain, first=False)
+    if maker is torch.optim.Adadelta:
+        row(was=0.045696403728541835, now=gap(model, other), independent=0.0)
+    assert gap(model, other) == 0
+    assert learn.lr == plain.param_groups[0]['lr']
+
+
+@pytest.mark.parametrize('given', ['fit', 'learner', 'partial'])
+def test_a_rate_that_is_given_wins(given: str) -> None:
+    model, other = net(), net()
+    adagrad = torch.optim.Adagrad
+    opt_func = partial(adagrad, lr=LR) if given == 'partial' else adagrad
+    learn = learner(model, opt_func=opt_func, lr=LR if given == 'learner' else None)
+    learn.fit(1, LR if given == 'fit' else None)
+    train_plainly(other, adagrad(other.parameters(), lr=LR))
+    assert gap(model, other) == 0
+
+
+def make_adagrad(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=lr)
+
+
+@pytest.mark.parametrize(
+    'opt_func', [Adam, make_adagrad, partial(OptimWrapper, opt=torch.optim.Adagrad)]
+)
+def test_everything_else_without_a_rate_gets_the_package_default(opt_func: Any) -> None:
+    learn = learner(net(), opt_func=opt_func)
+    learn.create_opt()
+    assert learn.opt.lrs == [1e-3]
+
+
+@pytest.mark.silent("weight decay set by opt.hypers[0]['wd']: distance of SGD to the loop")
+def test_decay_set_on_one_group_spares_biases(row: Row) -> None:
+    model, other = net(), net()
+    learn = learner(model, opt_func=SGD, lr=LR)
+    learn.create_opt()
+    learn.opt.hypers[0]['wd'] = 0.5
+    learn.fit(1)
+    train_plainly(other, DecayMatrices(other.parameters(), LR, 0.5))
+    row(was=0.4019863613935142, now=gap(model, other), independent=0.0)
+    assert gap(model, other) < 1e-15
+
+
+class DecayMatrices:
+    "SGD that decays matrices alone."
+
+    def __init__(self, params: Any, lr: float, wd: float) -> None:
+        self.params, self.lr, self.wd = list(params), lr, wd
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.params:
+            if p.ndim == 2:
+                p.mul_(1 - self.lr * self.wd)
+            p.sub_(self.lr * p.grad)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
 
 
 @pytest.mark.parametrize(
@@ -562,56 +648,67 @@ class Nearby(torch.optim.SGD):
         return loss
 
 
-def train_with_closure(model: nn.Module, opt: Any, first: bool) -> None:
-    "Train for an epoch with closures, after a first evaluation where the optimizer wants one."
+def train_with_closure(model: nn.Module, opt: Any, first: bool) -> int:
+    "Train for an epoch with closures, after a first evaluation where the optimizer wants one; count evaluations."
+    count: list[int] = []
     for x, y in batches():
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             opt.zero_grad()
             loss = mse_loss(model(x), y)
             loss.backward()
+            count.append(1)
             return loss
 
         if first:
             closure()
         opt.step(closure)
         opt.zero_grad()
+    return len(count)
+
+
+def with_closure(make: Any) -> Any:
+    "Return an `opt_func` that declares that the steps of `make` evaluate the loss."
+    return partial(OptimWrapper, opt=make, needs_closure=True)
 
 
 sam = partial(library.SAM, base_optimizer=torch.optim.SGD, momentum=0.9)
 
 
 @pytest.mark.parametrize(
-    ('make', 'first', 'n_evaluations'),
+    ('make', 'is_declared', 'first', 'n_evaluations'),
     [
-        (sam, True, 20),
-        (partial(library.FriendlySAM, base_optimizer=torch.optim.SGD), True, 20),
-        (partial(library.LookSAM, base_optimizer=torch.optim.SGD), True, 20),
-        (Second, False, 10),
-        (partial(library.BSAM, num_data=40), True, 30),
-        (Nearby, False, 20),
-        (library.Lion, False, 10),
-        (schedulefree.SGDScheduleFreeClosure, False, 20),
+        (sam, True, True, 20),
+        (partial(library.FriendlySAM, base_optimizer=torch.optim.SGD), True, True, 20),
+        (partial(library.LookSAM, base_optimizer=torch.optim.SGD), True, True, 20),
+        (partial(library.BSAM, num_data=40), True, True, 30),
+        (schedulefree.SGDScheduleFreeClosure, True, False, 20),
+        (Second, True, False, 20),
+        (Nearby, False, False, 20),  # its class has `needs_closure`
+        (torch.optim.LBFGS, False, False, None),
     ],
 )
 @pytest.mark.silent('optimizer that steps only with a closure: how far the weights moved')
-def test_who_needs_a_closure_gets_one(row: Row, make: Any, first: bool, n_evaluations: int) -> None:
+def test_who_needs_a_closure_gets_one(
+    row: Row, make: Any, is_declared: bool, first: bool, n_evaluations: int | None
+) -> None:
     model, other, start = net(), net(), net()
     count: list[int] = []
     counted = Callback(after_backward=lambda cb: count.append(1))
     torch.manual_seed(3)
-    learner(model, counted, opt_func=make, lr=LR).fit(1)
+    opt_func = with_closure(make) if is_declared else make
+    learner(model, counted, opt_func=opt_func, lr=LR).fit(1)
     torch.manual_seed(3)
     plain = make(other.parameters(), lr=LR)
     if hasattr(plain, 'train'):
         plain.train()
-    train_with_closure(other, plain, first)
+    n_plain = train_with_closure(other, plain, first)
     if hasattr(plain, 'eval'):
         plain.eval()
     if make is Second:
         row(was=0.0, now=gap(model, start), independent=gap(other, start))
     assert gap(model, other) == 0 and gap(model, start) > 0
-    assert len(count) == n_evaluations
+    assert len(count) == (n_plain if n_evaluations is None else n_evaluations)
 
 
 def test_a_closure_optimizer_is_resumed_exactly() -> None:
@@ -622,7 +719,8 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
             states.append(cb.learn.checkpoint_state())
 
     whole, again = (
-        learner(net(), *cbs, opt_func=sam) for cbs in ([Callback(batch_checkpoint=keep)], [])
+        learner(net(), *cbs, opt_func=with_closure(sam))
+        for cbs in ([Callback(batch_checkpoint=keep)], [])
     )
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
@@ -630,7 +728,7 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
 
 
 def test_a_second_evaluation_is_refused_where_it_cannot_be() -> None:
-    learn = learner(net(), GradientAccumulation(8), opt_func=sam, lr=LR)
+    learn = learner(net(), GradientAccumulation(8), opt_func=with_closure(sam), lr=LR)
     with pytest.raises(OptionError):
         learn.fit(1)
     learner(net(), GradientAccumulation(8), opt_func=library.Lion, lr=LR).fit(1)
@@ -641,6 +739,36 @@ def test_the_user_declares_which_optimizers_need_a_closure() -> None:
     assert OptimWrapper(opt=Nearby([p], lr=LR)).needs_closure
     assert not OptimWrapper(opt=Second([p], lr=LR)).needs_closure
     assert OptimWrapper(opt=Second([p], lr=LR), needs_closure=True).needs_closure
-    assert not OptimWrapper(opt=Second([p], lr=LR), needs_closure=False).takes_closure
-    assert not OptimWrapper(opt=torch.optim.SGD([p], lr=LR)).takes_closure
+    assert not OptimWrapper(opt=Nearby([p], lr=LR), needs_closure=False).needs_closure
+    assert not OptimWrapper(opt=torch.optim.SGD([p], lr=LR)).needs_closure
     assert OptimWrapper(opt=torch.optim.LBFGS([p])).needs_closure
+
+
+# ------------------------------------------------------------------------------ values by name
+
+
+def test_hypers_are_set_by_text_and_by_a_list() -> None:
+    learn = learner(net(), opt_func=Adam, splitter=split)
+    learn.create_opt()
+    learn.opt.hypers = [{'lr': '1e-3', 'mom': 0.5}, {'lr': 0.02}]
+    learn.opt.hypers[-1]['lr'] = '3e-2'
+    learn.opt.set_hyper('wd', '0.25')
+    assert learn.opt.lrs == [0.001, 0.03]
+    assert [h['mom'] for h in learn.opt.hypers] == [0.5, 0.9]
+    assert [h['wd'] for h in learn.opt.hypers] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'), [('lr', 'fast'), ('lr', -0.1), ('wd', None), ('mom', 1.0)]
+)
+def test_a_value_that_no_optimizer_can_use_is_refused_by_name(name: str, value: Any) -> None:
+    learn = learner(net(), opt_func=Adam)
+    learn.create_opt()
+    before = dict(learn.opt.hypers[0])
+    with pytest.raises(OptimizerError, match=name):
+        learn.opt.hypers[0][name] = value
+    with pytest.raises(OptimizerError, match=name):
+        learn.opt.hypers = [{name: value}]
+    with pytest.raises(OptimizerError, match='each of the 1 param group'):
+        learn.opt.hypers = [{'lr': 0.1}, {'lr': 0.1}]
+    assert learn.opt.hypers[0] == before

@@ -62,7 +62,7 @@ def test_a_url_is_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     learn = synth_learner(default_cbs=False)
-    with pytest.raises(OptionError, match='s3:.*is a URL'):
+    with pytest.raises(OptionError, match=r's3:.*is a URL'):
         CALLS[name](learn)
     row(was=f'./s3:/bucket/run ({name})', now='OptionError', independent='no folder')
     assert os.listdir(tmp_path) == []

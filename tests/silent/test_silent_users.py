@@ -23,7 +23,7 @@ from learnkit import (
     accuracy,
     error_rate,
 )
-from learnkit.callbacks import EarlyStoppingCallback
+from learnkit.callbacks import EarlyStoppingCallback, GuardNonFinite
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics import (
     DiceMulti,
@@ -311,3 +311,21 @@ def test_predictions_of_a_subclass_of_a_loader_are_in_order() -> None:
         assert len(targs) == n and targs.max() <= 9 * factor
         if kind is Plain:
             assert targs.tolist() == list(range(10))
+
+
+# -- guards ----------------------------------------------------------------------------------------
+
+
+class HalfLoss(nn.Module):
+    "A float16 loss of 40,000, whose double is infinite."
+
+    def forward(self, pred: Tensor, y: Tensor) -> Tensor:
+        return (pred.sum() * 0 + 40_000).half()
+
+
+@pytest.mark.silent('GuardNonFinite with a float16 loss of 40,000: batches of a fit of four')
+def test_a_large_half_precision_loss_is_finite(row: Any) -> None:
+    learn = learner(loss_func=HalfLoss(), cbs=GuardNonFinite())
+    learn.fit(1)
+    row(was=0, now=len(learn.recorder.losses), independent=4)
+    assert [loss.item() for loss in learn.recorder.losses] == [40_000] * 4

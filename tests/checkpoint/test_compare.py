@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from learnkit.checkpoint.digest import WALL_CLOCK, differences, digest, learn_digest, learn_state
+from learnkit.checkpoint.compare import WALL_CLOCK, differences, digest, learn_digest, learn_state
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Timestamp
 from learnkit.testing import synth_learner

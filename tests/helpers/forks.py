@@ -27,7 +27,6 @@ from warnings import catch_warnings, simplefilter
 import numpy.random  # noqa: F401
 import torch
 
-from learnkit.core.errors import LearnkitError
 from learnkit.core.plain import to_plain
 
 __all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
@@ -43,7 +42,7 @@ _running: set[Child] = set()
 _was_subreaper = 0  # setting of this process before the first child
 
 
-class HarnessError(LearnkitError, RuntimeError):
+class HarnessError(RuntimeError):
     "A job failed by itself, did not end, or cannot be forked; the message has the child's output."
 
 
@@ -283,7 +282,7 @@ class Child:
 
     def wait(
         self,
-        timeout_s: float = 60.0,  # maximum seconds to wait
+        timeout_s: float = 600.0,  # maximum seconds to wait
         until: Callable[[], bool] = lambda: False,  # condition that ends the waiting, too
     ) -> int | None:
         """Wait for the child's end and return the exit code, or None if `until` was true first.

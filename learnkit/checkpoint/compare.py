@@ -1,0 +1,348 @@
+"""Digests and differences of nested states: bitwise equality, and the places in which two states differ."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from learnkit.core.dtensor import gather_full_state
+from learnkit.core.errors import OptionError
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model
+from learnkit.core.random import capture_rng
+from learnkit.core.time import UNITS
+from learnkit.core.validation import check_count
+from learnkit.engine.callback_state import collect_nondeterministic_state
+
+__all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
+
+# entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp in any entry
+WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
+
+# sections of a checkpoint in the order of differences: the most useful first, random generators last
+SECTIONS = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'callbacks', 'loop', 'position')
+
+KeyPath = tuple[Any, ...]  # keys that lead to a value
+
+
+def digest(
+    state: Any,  # tensors, numbers, strings, bytes, None; lists, tuples and dicts of these
+    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude: `a.b.c`, `*` for any key
+) -> str:
+    """Return the SHA-256 of a nested state, which is equal for bitwise equal states only.
+
+    The digest depends on the keys of a dict, not on their order, and on the dtype, shape and bytes of a tensor, not on
+    its device or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy
+    scalars are treated as Python numbers. Of a checkpoint's state, times are excluded, and the names that the entry
+    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the keys, for a value of any
+    other type.
+
+    >>> a, b = torch.ones(2), torch.ones(2)
+    >>> digest({'a': a, 'lr': 0.1}) == digest({'lr': 0.1, 'a': b})
+    True
+    >>> digest(1) == digest(1.)
+    False
+    """
+    sha = sha256()
+    for piece in _encode_pieces(_leave_out(state, leave_out), ()):
+        sha.update(piece)
+    return sha.hexdigest()
+
+
+def differences(
+    first: Any,  # state, as for `digest`
+    second: Any,  # state to compare with
+    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude, as for `digest`
+    limit: int = 20,  # maximum number of lines
+) -> list[str]:
+    """Return a line for each entry in which two states differ, the model's first.
+
+    The list is empty if the digests are equal. Raises `OptionError` for a `limit` below 1.
+
+    >>> a = {'model': {'0.weight': torch.zeros(2, 3)}, 'loop': {'epoch': 3}, 'rng': {'torch': torch.zeros(5)}}
+    >>> b = {'model': {'0.weight': torch.eye(2, 3) / 8}, 'loop': {}, 'rng': {'torch': torch.ones(5)}}
+    >>> for line in differences(a, b): print(line)
+    model.0.weight: 2 of 6 elements differ, at most 0.12 (first at [0, 0]: 0.0 and 0.125)
+    only in the first: loop.epoch
+    rng.torch: differs
+    """
+    check_count('limit', limit)
+    leave_out = [*leave_out]
+    found = [*_compare(_leave_out(first, leave_out), _leave_out(second, leave_out), ())]
+    found.sort(key=lambda line: _rank_section(line[0]))
+    lines = [_format_line(key_path, text) for key_path, text in found]
+    return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
+
+
+def learn_digest(learn: LearnerLike) -> str:
+    """Return the digest of a Learner: weights, buffers, optimizer, callbacks, counters and random generators.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> before = learn_digest(learn)
+    >>> learn_digest(learn) == before
+    True
+    >>> _ = torch.rand(1)
+    >>> learn_digest(learn) == before
+    False
+    """
+    return digest(learn_state(learn))
+
+
+def learn_state(learn: LearnerLike) -> dict[str, Any]:
+    "Return the state that `learn_digest` hashes, for `differences`. Its tensors are not copied."
+    loss = learn.loss_func
+    return {
+        'model': gather_full_state(bare_model(learn.model).state_dict()),
+        'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
+        'optimizer': None if learn.opt is None else gather_full_state(learn.opt.state_dict()),
+        'callbacks': gather_full_state(learn.callback_states()),
+        'loop': {'time': learn.time.state_dict()},
+        'rng': capture_rng(),
+        'nondeterministic_state': collect_nondeterministic_state(learn),
+    }
+
+
+# -- excluded places -------------------------------------------------------------------------------
+
+
+def _leave_out(state: Any, places: Iterable[str]) -> Any:
+    "Return a state without some places, and without those that a checkpoint lists in `nondeterministic_state`."
+    if isinstance(places, str):
+        raise OptionError(f'leave_out={places!r}: give a list of places.')
+    patterns = {tuple(place.split('.')) for place in places}
+    listed = state.get('nondeterministic_state') if isinstance(state, Mapping) else None
+    if patterns and isinstance(listed, Mapping):
+        for key, names in listed.items():
+            patterns |= {('callbacks', str(key), *str(name).split('.')) for name in names}
+    return _drop(state, patterns)
+
+
+def _drop(value: Any, patterns: set[tuple[str, ...]]) -> Any:
+    "Return a value without the entries that a pattern matches, relative to this value."
+    if not patterns or not isinstance(value, (Mapping, list, tuple)):
+        return value
+    anywhere = {p for p in patterns if p[0] == 'Timestamp'}
+    if isinstance(value, Mapping) and value.keys() == set(UNITS):
+        patterns = patterns | {p[1:] for p in anywhere}
+    kept = {}
+    for k, v in value.items() if isinstance(value, Mapping) else enumerate(value):
+        inner = {p[1:] for p in patterns if p[0] in ('*', str(k))}
+        if () not in inner:
+            kept[k] = _drop(v, inner | anywhere)
+    if isinstance(value, Mapping):
+        return kept
+    return [*kept.values()] if isinstance(value, list) else (*kept.values(),)
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+def _encode_pieces(value: Any, key_path: KeyPath) -> Iterator[Any]:
+    "Yield bytes that are unique to a value: each piece begins with the value's kind and its length."
+    if isinstance(value, Tensor):
+        yield from _encode_tensor(value, key_path)
+    elif isinstance(value, Mapping):
+        yield _make_head(b'D', len(value))
+        codes = {_encode(k, (*key_path, k)): k for k in value}  # in which 1, 1.0 and True differ
+        for code, k in sorted(codes.items()):
+            yield code
+            yield from _encode_pieces(value[k], (*key_path, k))
+    elif isinstance(value, (list, tuple)):
+        yield _make_head(b'L' if isinstance(value, list) else b'T', len(value))
+        for i, v in enumerate(value):
+            yield from _encode_pieces(v, (*key_path, i))
+    else:
+        kind, content = _encode_scalar(value, key_path)
+        yield _make_head(kind, len(content)) + content
+
+
+def _encode(value: Any, key_path: KeyPath) -> bytes:
+    return b''.join(_encode_pieces(value, key_path))
+
+
+def _encode_scalar(value: Any, key_path: KeyPath) -> tuple[bytes, bytes]:
+    "Return the kind and the content of a value that contains no other values."
+    if isinstance(value, np.generic):
+        value = value.item()
+    match value:
+        case None:
+            return b'N', b''
+        case bool():
+            return b'B', b'%d' % value
+        case int():
+            return b'I', b'%d' % value
+        case float():
+            return b'F', struct.pack('<d', value)
+        case complex():
+            return b'C', struct.pack('<dd', value.real, value.imag)
+        case str():
+            return b'S', value.encode('utf-8', 'surrogatepass')
+        case bytes():
+            return b'Y', value
+    raise OptionError(
+        f'{_format_keys(key_path)} is a {type(value).__name__}, which has no digest. Keep tensors, '
+        'numbers, strings, and lists, tuples or dicts of them.'
+    )
+
+
+def _make_head(kind: bytes, length: int) -> bytes:
+    return kind + struct.pack('<q', length)
+
+
+def _encode_tensor(t: Tensor, key_path: KeyPath) -> Iterator[Any]:
+    t = _copy_to_host(t, key_path)
+    if t.is_sparse:
+        sparse = (b'sparse', list(t.shape), t.indices(), t.values())
+        yield from _encode_pieces(sparse, key_path)
+        return
+    content = _view_bytes(t).reshape(-1)
+    yield _make_head(b'A', len(content)) + _encode((_get_dtype(t), list(t.shape)), key_path)
+    yield content.numpy()
+
+
+def _copy_to_host(t: Tensor, key_path: KeyPath) -> Tensor:
+    "Return a contiguous or coalesced tensor on the CPU. Raises `OptionError` for tensors without readable values."
+    problem = ''
+    if is_lazy(t) or t.is_meta:
+        problem = 'has no values yet'
+    elif t.is_quantized:
+        problem = 'is quantized'
+    elif t.layout not in (torch.strided, torch.sparse_coo):
+        problem = f'is {t.layout}'
+    if problem:
+        raise OptionError(f'{_format_keys(key_path)} is a tensor that {problem}: it has no digest.')
+    t = t.detach().cpu()
+    return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+
+def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    "Yield the keys and a description of each difference between two values."
+    if key_path[:1] == ('rng',) and len(key_path) == 2:
+        if digest(a) != digest(b):  # the numbers of a generator's state mean nothing
+            yield key_path, 'differs'
+    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+        yield from _compare_dicts(a, b, key_path)
+    elif any(isinstance(a, kind) and isinstance(b, kind) for kind in (list, tuple)):
+        yield from _compare_lists(a, b, key_path)
+    elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        text = _compare_tensors(_copy_to_host(a, key_path), _copy_to_host(b, key_path))
+        if text:
+            yield key_path, text
+    elif _encode(a, key_path) != _encode(b, key_path):
+        yield key_path, _describe_values(a, b)
+
+
+def _compare_dicts(
+    a: Mapping[Any, Any], b: Mapping[Any, Any], key_path: KeyPath
+) -> Iterator[tuple[KeyPath, str]]:
+    a_keys = {(type(k), k): (*key_path, k) for k in a}
+    b_keys = {(type(k), k): (*key_path, k) for k in b}
+    for code, keys in a_keys.items():
+        if code in b_keys:
+            yield from _compare(a[keys[-1]], b[keys[-1]], keys)
+        else:
+            yield keys, f'only in the first: {_format_keys(keys)}'
+    for code, keys in b_keys.items():
+        if code not in a_keys:
+            yield keys, f'only in the second: {_format_keys(keys)}'
+
+
+def _compare_lists(
+    a: Sequence[Any], b: Sequence[Any], key_path: KeyPath
+) -> Iterator[tuple[KeyPath, str]]:
+    "Yield a line for different lengths, and a single line for all entries that differ, as lists are long."
+    if len(a) != len(b):
+        yield key_path, f'{len(a)} and {len(b)} entries'
+    n = min(len(a), len(b))
+    firsts = [next(_compare(a[i], b[i], (*key_path, i)), None) for i in range(n)]
+    found = [first for first in firsts if first is not None]
+    if len(found) == 1:
+        yield found[0]
+    elif found:
+        entry, text = found[0]
+        first_line = _format_line(entry[len(key_path) :], text)
+        yield key_path, f'{len(found)} of {n} entries differ, first {first_line}'
+
+
+def _compare_tensors(a: Tensor, b: Tensor) -> str:
+    "Return a description of the difference of two tensors, an empty string if they are equal."
+    if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+        return f'{_describe_tensor(a)} and {_describe_tensor(b)}'
+    if a.is_sparse:
+        is_equal = _encode(a, ()) == _encode(b, ())
+        return '' if is_equal else f'sparse {_describe_tensor(a)}, indices or values differ'
+    indices = (_view_bytes(a) != _view_bytes(b)).any(1).nonzero().flatten()
+    if not len(indices):
+        return ''
+    x, y = (t.flatten()[indices] for t in (a, b))
+    values = f'{_format_number(x[0])} and {_format_number(y[0])}'
+    if a.numel() == 1:
+        return values
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    gap = float((x.to(dtype) - y.to(dtype)).abs().max())
+    size = f'at most {gap:.2g}' if gap else 'in bits alone'
+    first = [int(i) for i in np.unravel_index(int(indices[0]), a.shape)]
+    return f'{len(indices)} of {a.numel()} elements differ, {size} (first at {first}: {values})'
+
+
+def _view_bytes(t: Tensor) -> Tensor:
+    "Return the bytes of a tensor, shape (element, byte)."
+    return t.reshape(-1).view(torch.uint8).reshape(t.numel(), t.itemsize)
+
+
+def _describe_values(a: Any, b: Any) -> str:
+    if type(a) is type(b):
+        return f'{_shorten(a)} and {_shorten(b)}'
+    return f'{_describe_value(a)} and {_describe_value(b)}'
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    return f'{_shorten(value)} ({type(value).__name__})'
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
+
+
+def _format_number(t: Tensor) -> str:
+    if t.is_floating_point() and t.itemsize < 4:
+        t = t.float()  # NumPy has no bfloat16 and no float8
+    return str(t.numpy()[()])
+
+
+def _describe_tensor(t: Tensor) -> str:
+    return f'{_get_dtype(t)} {list(t.shape)}'
+
+
+def _get_dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix('torch.')
+
+
+def _rank_section(key_path: KeyPath) -> int:
+    "Return the rank of a section in the order of differences."
+    section = key_path[0] if key_path else ''
+    return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS) + (section == 'rng')
+
+
+def _format_line(key_path: KeyPath, text: str) -> str:
+    return text if text.startswith('only in') else f'{_format_keys(key_path)}: {text}'
+
+
+def _format_keys(key_path: KeyPath) -> str:
+    "Return the keys that lead to a value: strings separated by dots, other keys in brackets."
+    text = ''.join(f'.{key}' if isinstance(key, str) else f'[{key!r}]' for key in key_path)
+    return text.removeprefix('.') or 'the state'

@@ -1,0 +1,181 @@
+"""Checks of the first batches, and explanations of errors of the model, the loss and the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from learnkit.core.batch import count_samples, describe, has_certain_size, short_repr, slice_batch
+from learnkit.core.denominator import check_is_mean
+from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import name_of
+from learnkit.core.validation import (
+    check_class_scores,
+    check_pairing,
+    loss_hint,
+    model_hint,
+    precision_hint,
+    warn_of_order,
+    warn_user,
+)
+
+__all__ = ['Advice', 'check_first_batch', 'explain_error']
+
+
+class Advice:
+    "Checks of predictions, targets and the loss function at the first loss of each pass."
+
+    def __init__(self) -> None:
+        self.is_watching = False  # True until the first loss of a pass is checked
+        self._has_checked_loss = True  # False until a fit has checked the loss function
+        self._checked: list[Any] | None = None  # loss function and sample shapes of the last check
+
+    def begin_fit(self, learn: LearnerLike) -> None:
+        "Check the loss function and the first training batch of this fit."
+        self._has_checked_loss = False
+        self._checked = None
+        batch = learn.seams.batch
+
+        def check_and_train(learn: LearnerLike) -> None:
+            learn.seams.batch = batch
+            check_first_batch(learn)
+            learn.train_batch()
+
+        learn.seams.batch = check_and_train
+
+    def check_loss(self, learn: LearnerLike, pred: Any) -> None:
+        "Check the shapes at the first loss of a pass, and the loss function at the first loss of a fit."
+        # a single prediction fits any shape, so that the next loss is checked too
+        has_checked = not isinstance(pred, Tensor) or pred.numel() > 1
+        shapes = [t.shape[1:] for t in (pred, *learn.yb) if isinstance(t, Tensor)]
+        pairing = [id(learn.loss_func), *shapes]
+        if pairing != self._checked:
+            check_pairing(learn.loss_func, pred, learn.yb)
+            self._checked = pairing if has_checked else None
+        self.is_watching = not has_checked
+        if self._has_checked_loss:
+            return
+        self._has_checked_loss = True
+        check_class_scores(learn.loss_func, pred, learn.yb)
+        warn_of_order(learn.loss_func)
+        if learn.training and (learn.microbatch or learn.world.size > 1):
+            check_is_mean(learn, pred)
+
+
+def check_first_batch(learn: LearnerLike) -> None:
+    "Raise for a fit's first training batch if samples must be counted, or split, and cannot be."
+    amount = learn.counters.in_samples
+    learn.counters.in_samples = None
+    if learn.microbatch:
+        n = count_samples(learn)
+        slice_batch(learn.xb, learn.yb, n, [slice(0, n)])
+    try:
+        n = count_samples(learn)
+    except BatchError as e:
+        if amount is None:
+            return
+        raise TimeError(f'{amount}: samples are not counted. {e}') from None
+    if n < 1 and amount is not None:
+        raise TimeError(f'{amount}: the first batch has {n} samples, {describe(learn.xb)}.')
+    if learn.size_func is None and not has_certain_size(learn.xb, learn.yb):
+        warn_user(
+            f'The batch {describe((*learn.xb, *learn.yb))} is counted as {n} samples, one for '
+            'each entry of a list. If the list holds several inputs instead, stacked over '
+            'samples, give `Learner(size_func=lambda xb, yb: len(xb[0][0]))`; otherwise '
+            '`lambda xb, yb: len(xb[0])`.'
+        )
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def explain_error(learn: LearnerLike, e: BaseException) -> BaseException:
+    """Return the error to raise for an error inside a batch: `e` with a note, or a clearer one.
+
+    Where it was raised is read from the state of the batch: without a prediction in the model,
+    without `loss_grad` in the loss function, otherwise in the backward pass or the step.
+    """
+    if isinstance(e, AttributeError) and e.name == 'loss_grad' and learn.training:
+        return _explain_no_loss(learn)
+    has_place = any(note.startswith('in ') for note in getattr(e, '__notes__', ()))
+    if has_place or isinstance(e, CancelException) or not isinstance(e, Exception):
+        return e
+    state = learn.__dict__
+    if learn.batch is None:
+        return e
+    if 'pred' not in state:
+        return _explain_model(learn, e)
+    if 'loss_grad' not in state:
+        return _explain_loss(learn, e)
+    return _explain_backward(learn, e) if learn.training else e
+
+
+def _explain_model(learn: LearnerLike, e: Exception) -> Exception:
+    if not isinstance(learn.xb, (tuple, list)):
+        return _make_tuple_error(learn, 'xb', 'x')
+    hint = model_hint(learn.xb, learn.model, e)
+    add_note(e, f'{type(learn.model).__name__} got {describe(learn.xb)}{hint}')
+    return e
+
+
+def _explain_loss(learn: LearnerLike, e: Exception) -> Exception:
+    if not isinstance(learn.yb, (tuple, list)):
+        return _make_tuple_error(learn, 'yb', 'y')
+    if isinstance(e, LossError) or learn.loss_func is None:
+        return e
+    what = f'{describe(learn.pred)} and the targets {describe(learn.yb)}'
+    hint = loss_hint(learn.loss_func, learn.pred, learn.yb, e)
+    add_note(e, f'{name_of(learn.loss_func)} got {what}{hint}')
+    return e
+
+
+def _explain_backward(learn: LearnerLike, e: Exception) -> Exception:
+    loss = learn.loss_grad
+    if not isinstance(loss, Tensor):
+        if not isinstance(e, AttributeError):
+            return e
+        return LossError(
+            f'`learn.loss_grad` was set to {short_repr(loss)}, which is not a tensor, so there are no '
+            'gradients. Compute it from the tensor, as in `self.learn.loss_grad = 2 * self.loss_grad`; '
+            '`learn.trace()` shows which callback has set it.'
+        )
+    if not isinstance(e, RuntimeError):
+        return e
+    if loss.numel() != 1:
+        return LossError(
+            f'The loss has shape {tuple(loss.shape)}; one number is needed to learn '
+            "from. Use reduction='mean', or return loss.mean()."
+        )
+    if not loss.requires_grad:
+        return LossError(
+            'The loss does not depend on any parameter that requires a gradient. Is the model '
+            'frozen, or was the loss detached, computed under no_grad, or turned into a number and '
+            'back?'
+        )
+    hint = precision_hint(learn.yb, learn.model)
+    hint = hint or loss_hint(learn.loss_func, learn.pred, learn.yb, e)
+    if hint:
+        add_note(e, f'The targets are {describe(learn.yb)}{hint}')
+    return e
+
+
+def _explain_no_loss(learn: LearnerLike) -> Exception:
+    if learn.loss_func is None:
+        return LossError(
+            f'No loss function: {type(learn.model).__name__} gave {describe(learn.pred)}, '
+            'without a loss of its own. Pass `loss_func=`, for example '
+            'torch.nn.functional.cross_entropy.'
+        )
+    return BatchError(
+        f'The training batch {describe(learn.batch)} has no targets, so there is no loss to '
+        'learn from. Give (input, target) batches, or set `self.learn.yb` in before_batch.'
+    )
+
+
+def _make_tuple_error(learn: LearnerLike, name: str, entry: str) -> BatchError:
+    return BatchError(
+        f'`{name}` is {describe(getattr(learn, name))}, not a tuple: write '
+        f'`self.learn.{name} = ({entry},)`.'
+    )

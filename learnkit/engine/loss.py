@@ -1,0 +1,89 @@
+"""Loss of a batch: of the loss function, of the model itself, or the sum of named parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from learnkit.core.batch import unpack_output
+from learnkit.core.errors import LossError
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import call_module
+from learnkit.core.validation import takes_alone
+from learnkit.engine.counters import sample_count
+
+__all__ = ['call_model', 'compute_loss', 'loss_of', 'total_loss']
+
+
+def call_model(learn: LearnerLike) -> Any:
+    "Call the model on the batch, and return its output."
+    xb = learn.xb
+    if learn.whole_batches is None and (len(xb) != 1 or type(xb[0]) is Tensor):
+        return learn.model(*xb)
+    return call_module(learn, learn.model)
+
+
+def compute_loss(
+    learn: LearnerLike,
+    output: Any,  # what the model returned; `learn.pred` is what callbacks made of it
+) -> Tensor | None:
+    "Take the prediction out of the output, and return its loss, or None for a batch without targets."
+    pred, own_loss = learn.pred, None
+    if type(pred) is not Tensor:
+        pred, own_loss = unpack_output(pred)
+        learn.pred = pred
+    if own_loss is None and pred is not output:
+        own_loss = unpack_output(output)[1]  # a callback has taken the logits only
+    if learn.whole_batches is not None:
+        own_loss = learn.whole_batches.loss(learn)
+    if learn.loss_func is not None and bool(learn.yb):
+        if learn.advice.is_watching:
+            learn.advice.check_loss(learn, pred)
+        loss = learn.loss_func(pred, *learn.yb)
+    elif own_loss is not None:
+        loss = own_loss
+    elif learn.loss_func is not None and _needs_no_targets(learn):
+        loss = loss_of(learn, pred)
+    else:
+        return None
+    return loss if isinstance(loss, Tensor) else total_loss(learn, loss)
+
+
+def loss_of(learn: LearnerLike, pred: Any) -> Any:
+    "Return the result of the loss function for predictions and the targets of the batch."
+    if learn.advice.is_watching:
+        learn.advice.check_loss(learn, pred)
+    return learn.loss_func(pred, *learn.yb)
+
+
+def _needs_no_targets(learn: LearnerLike) -> bool:
+    """Return True for a loss function of the predictions alone, as in self-supervised learning.
+
+    While predicting, a loss function that could also take targets is not called: the samples may not
+    have targets yet.
+    """
+    takes = takes_alone(learn.loss_func)
+    return takes == 'only' or (takes == 'also' and learn.phase != 'predict')
+
+
+def total_loss(
+    learn: LearnerLike,
+    parts: Any,  # dict of named scalar tensors
+) -> Tensor:
+    "Log the named parts of a loss, and return the part `loss`, or else the sum of all parts."
+    is_dict = isinstance(parts, Mapping) and bool(parts)
+    if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
+        name = getattr(learn.loss_func, '__name__', learn.loss_func)
+        raise LossError(
+            f'{name} returned {parts!r}: a loss is a tensor, or a dict of named tensors.'
+        )
+    has_func = learn.weight_func is not None
+    weigh = learn.loss_weights.weigh_batch
+    weight = weigh(learn, learn.xb, learn.yb) if has_func else sample_count(learn)
+    for name, value in parts.items():
+        if name != 'loss' and not learn.closure.repeating:
+            learn.log(f'train_{name}' if learn.training else name, value, weight)
+    total: Tensor = parts['loss'] if 'loss' in parts else sum(parts.values())
+    return total

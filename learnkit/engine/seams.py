@@ -1,0 +1,122 @@
+"""Seams of the loop: five places where a feature runs its own function in place of the loop's.
+
+| seam | what the function does | default |
+|---|---|---|
+| `source` | gives the epochs, and the batches of a loader | `range`, `iter` |
+| `model` | calls the model on the batch, and returns its output | `model(*xb)` |
+| `loss` | returns the loss of the output | `loss_func(pred, *yb)` |
+| `batch` | trains on the batch | forward, loss, backward, step |
+| `step` | takes the step of the optimizer | `opt.step()` |
+
+Each function is called with the Learner; the function of `loss` also gets the output of the model.
+`source` is an object with the methods of `Source`. A feature takes a seam when a run opens, and gives
+it back when the run ends. Two features that want the same seam are refused before the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from learnkit.core.errors import FitError
+from learnkit.core.learner_type import LearnerLike
+from learnkit.engine.loss import call_model, compute_loss
+from learnkit.engine.passes import Source
+from learnkit.engine.resume import ResumedRun
+
+__all__ = ['SEAMS', 'Seams', 'fit_seams', 'train_whole_batch']
+
+SEAMS = ('source', 'model', 'loss', 'batch', 'step')
+
+
+class Seams:
+    """Functions of a loop at its seams, and the features that hold them.
+
+    >>> from learnkit.testing import synth_learner
+    >>> def double(learn): return 2 * learn.model(*learn.xb)
+    >>> learn = synth_learner()
+    >>> with learn.seams.taken('Double', model=double): learn.seams.holders
+    {'model': 'Double'}
+    """
+
+    def __init__(self) -> None:
+        self.source: Source = Source()
+        self.model: Callable[[Any], Any] = call_model
+        self.loss: Callable[[Any, Any], Any] = compute_loss
+        self.batch: Callable[[Any], None] | None = None  # None: `_do_pred_loss`, `_do_grad_opt`
+        self.step: Callable[[Any], None] | None = None  # None: `opt.step()`
+        self.holders: dict[str, str] = {}  # seam to the feature that holds it
+
+    def take(
+        self,
+        holder: str,  # name of the feature, for messages
+        **functions: Any,  # function by the name of its seam
+    ) -> dict[str, Any]:
+        """Put functions at seams, and return the functions that were there.
+
+        Raises `FitError` if another feature holds one of the seams; then nothing has changed.
+        """
+        for name in functions:
+            if name not in SEAMS:
+                raise FitError(f'{name!r} is no seam of the loop: {", ".join(SEAMS)}.')
+            other = self.holders.get(name, holder)
+            if other != holder:
+                raise FitError(
+                    f'{holder} and {other} both take the seam `{name}` of the loop: leave one out.'
+                )
+        before = {name: getattr(self, name) for name in functions}
+        self.__dict__.update(functions)
+        self.holders.update(dict.fromkeys(functions, holder))
+        return before
+
+    def give_back(
+        self,
+        before: dict[str, Any],  # result of `take`
+    ) -> None:
+        "Restore the functions that `take` has replaced."
+        self.__dict__.update(before)
+        for name in before:
+            self.holders.pop(name, None)
+
+    @contextmanager
+    def taken(self, holder: str, **functions: Any) -> Iterator[None]:
+        "Hold seams within a context."
+        before = self.take(holder, **functions)
+        try:
+            yield
+        finally:
+            self.give_back(before)
+
+
+def train_whole_batch(learn: LearnerLike) -> None:
+    "Run forward, loss, backward and step on the current batch."
+    learn._do_pred_loss()
+    learn._do_grad_opt()
+
+
+@contextmanager
+def fit_seams(
+    learn: LearnerLike,
+    is_resumed: bool,  # the fit resumes from a checkpoint
+) -> Iterator[None]:
+    "Let the features of a Learner take their seams for a fit."
+    seams = learn.seams
+    before: dict[str, Any] = {}
+    try:
+        if is_resumed:
+            before |= seams.take('resume', source=ResumedRun(learn.passes))
+        elif (
+            'source' not in seams.holders
+        ):  # a fit with another source cannot be resumed within an epoch
+            before |= seams.take('checkpoints', source=learn.passes)
+        if learn.opt.needs_closure:
+            before |= seams.take(repr(learn.opt), step=learn.closure)
+        if learn.microbatch:
+            before |= seams.take('microbatch', batch=learn.microbatches)
+        elif learn.whole_step is not None:
+            before |= seams.take('compile(step=True)', batch=learn.whole_step)
+        learn.advice.begin_fit(learn)
+        yield
+    finally:
+        seams.give_back(before)

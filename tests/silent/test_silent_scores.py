@@ -1,0 +1,180 @@
+"""Scores of values far from zero, and scores of a whole set that are given as functions of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+import torch
+import torchmetrics.functional
+from torch import Tensor, nn
+
+from learnkit import (
+    APScoreBinary,
+    Learner,
+    RocAucBinary,
+    TensorLoader,
+)
+from learnkit.metrics import (
+    APScoreMulti,
+    ExplainedVariance,
+    Metric,
+    PearsonCorrCoef,
+    R2Score,
+    RocAuc,
+    RocAucMulti,
+    SpearmanCorrCoef,
+)
+from tests.helpers.ranks import run_ranks
+
+Row = Callable[..., None]
+
+
+def time_stamps() -> tuple[Tensor, Tensor]:
+    "Predicted and true times in seconds since 1970, within a minute or two of 1.7e9."
+    rng = np.random.default_rng(2)
+    targ = 1.7e9 + 60 * rng.standard_normal(50)
+    pred = targ + 20 * rng.standard_normal(50) + 3
+    return torch.tensor(pred), torch.tensor(targ)
+
+
+def value_of(metric: Metric, pred: Tensor, targ: Tensor) -> float:
+    "The value of a validation with batches of 7, by a model that returns its inputs."
+    loader = TensorLoader(pred, targ, bs=7)
+    learn = Learner([(pred, targ)], nn.Identity(), nn.MSELoss(), metrics=metric)
+    with learn.no_bar():
+        return learn.validate(dl=loader)[1]
+
+
+def pearson(targ: Any, pred: Any) -> float:
+    return scipy.stats.pearsonr(targ, pred)[0]
+
+
+def spearman(targ: Any, pred: Any) -> float:
+    return scipy.stats.spearmanr(targ, pred)[0]
+
+
+SCORES: dict[str, tuple[type[Metric], Callable[[Any, Any], float], float]] = {
+    'R2Score': (R2Score, sklearn.metrics.r2_score, 0.0),
+    'ExplainedVariance': (ExplainedVariance, sklearn.metrics.explained_variance_score, 0.0),
+    'PearsonCorrCoef': (PearsonCorrCoef, pearson, float('nan')),
+    'SpearmanCorrCoef': (SpearmanCorrCoef, spearman, 0.787588),
+}
+
+
+@pytest.mark.silent('scores of time stamps, 1.7e9 +- 60')
+@pytest.mark.parametrize('name', SCORES)
+def test_scores_far_from_zero(name: str, row: Row) -> None:
+    metric, reference, was = SCORES[name]
+    pred, targ = time_stamps()
+    expected = reference(targ.numpy(), pred.numpy())
+    now = value_of(metric(), pred, targ)
+    row(was=was, now=now, independent=float(expected))
+    assert now == pytest.approx(expected, rel=1e-6)
+    assert metric()(pred, targ) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.dist
+def test_scores_far_from_zero_of_several_ranks() -> None:
+    pred, targ = time_stamps()
+
+    def score(rank: int) -> list[float]:
+        return [value_of(metric(), pred, targ) for metric in (R2Score, PearsonCorrCoef)]
+
+    expected = [sklearn.metrics.r2_score(targ, pred), pearson(targ, pred)]
+    for values in run_ranks(score, 2):
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
+def test_constant_values_far_from_zero() -> None:
+    constant = torch.full((30,), 1.7e9 + 0.1, dtype=torch.float64)
+    pred, _ = time_stamps()
+    assert np.isnan(PearsonCorrCoef()(pred[:30], constant))
+    assert R2Score()(constant, constant) == 1
+    assert R2Score()(pred[:30], constant) == 0
+
+
+def confident() -> tuple[Tensor, Tensor]:
+    "Logits from 18 to 30, whose sigmoid in single precision is 1, and which rank the targets well."
+    gen = torch.Generator().manual_seed(0)
+    targ = torch.arange(40) % 2
+    return 18 + 12 * torch.rand(40, generator=gen).add(targ).div(2), targ
+
+
+@pytest.mark.silent('ranking scores of logits that are large (the area or precision)')
+@pytest.mark.parametrize(
+    'kind', ['RocAucBinary', 'APScoreBinary', 'RocAuc', 'RocAucMulti', 'APMulti']
+)
+def test_ranking_of_confident_scores(kind: str, row: Row) -> None:
+    score, targ = confident()
+    of_classes = torch.stack([torch.zeros(40), score], 1)
+    metrics: dict[str, tuple[Any, Tensor, Tensor]] = {
+        'RocAucBinary': (RocAucBinary(), of_classes, targ),
+        'APScoreBinary': (APScoreBinary(), of_classes, targ),
+        'RocAuc': (RocAuc(), of_classes, targ),
+        'RocAucMulti': (RocAucMulti(), score[:, None], targ[:, None]),
+        'APMulti': (APScoreMulti(), score[:, None], targ[:, None]),
+    }
+    metric, pred, y = metrics[kind]
+    reference = (
+        sklearn.metrics.average_precision_score if 'AP' in kind else sklearn.metrics.roc_auc_score
+    )
+    expected = reference(targ, score)
+    now = metric(pred, y)
+    row(was=0.75 if kind == 'RocAuc' else 0.5, now=now, independent=float(expected))
+    assert now == pytest.approx(expected, rel=1e-6)
+
+
+# -- scores of a whole set, given as functions of a batch --------------------------------------------
+
+
+def class_scores() -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    return torch.randn(21, 2, generator=gen), torch.randint(2, (21,), generator=gen)
+
+
+def f1_by_hand(pred: Tensor, targ: Tensor) -> Tensor:
+    chosen = pred.argmax(1)
+    hits = ((chosen == 1) & (targ == 1)).sum()
+    return 2 * hits / ((chosen == 1).sum() + (targ == 1).sum())
+
+
+F1 = partial(torchmetrics.functional.f1_score, task='multiclass', num_classes=2, average='macro')
+
+
+def error_of_tokens(pred: Tensor, targ: Tensor) -> dict[str, Tensor]:
+    return {'error': (pred.argmax(1) != targ).float().mean(), 'half': torch.tensor(0.5)}
+
+
+@pytest.mark.silent('a score of the whole set as a function of a batch')
+@pytest.mark.parametrize(
+    ('func', 'cure'), [(F1, '`F1Score` of torchmetrics'), (f1_by_hand, r'`AccumMetric\(f\)`')]
+)
+def test_a_score_of_the_set_warns(func: Callable[..., Any], cure: str, row: Row) -> None:
+    pred, targ = class_scores()
+    learn = Learner([(pred, targ)] * 2, nn.Identity(), nn.CrossEntropyLoss(), metrics=func)
+    with pytest.warns(UserWarning, match=f'the mean of its halves.*{cure}'), learn.no_bar():
+        learn.validate(0)
+    row(was='silent', now='warning', independent='not a mean')
+
+
+@pytest.mark.parametrize(
+    ('func', 'n_batches'),
+    [
+        (error_of_tokens, 2),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0])), 2),
+        (f1_by_hand, 1),  # of one batch, the value is the data set's
+        (lambda pred, targ: pred.median() if len(pred) == 21 else pred[99], 2),
+    ],
+)
+def test_means_do_not_warn(func: Callable[..., Any], n_batches: int) -> None:
+    pred, targ = class_scores()
+    batches = [(pred, targ)] * n_batches
+    learn = Learner(batches, nn.Identity(), nn.CrossEntropyLoss(), metrics=func)
+    with learn.no_bar():
+        learn.validate(0)
