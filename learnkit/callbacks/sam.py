@@ -66,20 +66,16 @@ class SAM(Callback):
                 'batches with `Learner(microbatch=)`, which has the same gradients.'
             )
         if learn.opt.needs_closure:
-            self.on_reevaluation()
+            raise OptionError(
+                'SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
+                'moves on from there. Use SGD or Adam.'
+            )
         if replaces_batch(learn):
             raise OptionError(
                 f'SAM computes the loss a second time, which the `_do_one_batch` of '
                 f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
                 '`self.optimize(f)`, where f() computes the loss.'
             )
-
-    def on_reevaluation(self) -> None:
-        "Raise `OptionError`: the steps of such an optimizer evaluate the loss again."
-        raise OptionError(
-            'SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
-            'moves on from there. Use SGD or Adam.'
-        )
 
     def before_step(self) -> None:
         learn = self.learn
