@@ -44,7 +44,7 @@ def lint(
         # a method that overrides one of a mixin is called by the mixin
         if event and n == 1 and isinstance(members[name], FunctionType):
             warn_user(
-                f'{type(cb).__name__}.{name} is not an event and will not run. Did you mean `{event}`?'
+                f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{event}`?'
             )
     values = {name for name, o in members.items() if not isinstance(o, (FunctionType, property))}
     own = vars(cb).keys() - vars(cb).get(SET_BY_BASE, ())

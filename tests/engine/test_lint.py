@@ -44,7 +44,7 @@ def warnings_of_callback(cb: Any) -> list[str]:
 )
 def test_handlers_of_another_name(name: str, meant: str) -> None:
     cls = type('Slip', (Callback,), {name: lambda self, *args: None})
-    expected = [f'Slip.{name} is not an event and will not run. Did you mean `{meant}`?']
+    expected = [f'Slip.{name} is not an event, and no event calls it. Did you mean `{meant}`?']
     assert warnings_of_callback(cls) == expected
     assert event_like(name) == meant
 
