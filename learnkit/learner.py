@@ -950,7 +950,7 @@ class Learner(Loop):
         receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
         or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
         existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
-        order of the data. Each rank writes a separate `.npy` file; `learnkit.inference.sinks.read_rows` joins them.
+        order of the data. With several ranks, the sink is a folder or a function.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.

@@ -113,22 +113,16 @@ class MixedPrecision(Callback):
                 f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
                 'Mixed precision keeps them in float32: `learn.model.float()`.'
             )
-        if self.opt.needs_closure:
-            self.on_reevaluation()
+        if self.opt.needs_closure and self.scales:
+            raise OptimizerError(
+                f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
+                "these cannot be scaled. Use MixedPrecision('bf16')."
+            )
         self._scaled = set()  # the fit has cleared the gradients
         state = self.scaler.state_dict()
         # a new scaler has its tensors on the current device of the model
         self.scaler = torch.amp.GradScaler(self._get_device().type)
         self.scaler.load_state_dict(state)
-
-    def on_reevaluation(self) -> None:
-        "Raise `OptimizerError` if the loss is scaled: steps would evaluate it again."
-        if not self.scales:
-            return
-        raise OptimizerError(
-            f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
-            "these cannot be scaled. Use MixedPrecision('bf16')."
-        )
 
     def forward_context(self) -> torch.autocast:
         "Return a new autocast context; one that is entered twice would not be left."

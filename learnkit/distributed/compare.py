@@ -16,7 +16,7 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.ddp import broadcast_tensors, gather_if_different
+from learnkit.distributed.ddp import broadcast_tensors
 
 __all__ = [
     'check_alike',
@@ -115,6 +115,15 @@ def check_alike(
     broadcast_tensors(tensors.values(), world.control)
     if totals_differ(world.gather(compute_totals(state.values()))):
         broadcast_tensors(state.values(), world.control)
+
+
+def gather_if_different(
+    own: dict[str, str],  # descriptions by name
+    world: Comm,
+) -> list[dict[str, str]]:
+    "Return the descriptions of all ranks in rank order; an empty list if they are equal."
+    checksums = world.gather(crc32(repr(own).encode()))
+    return [] if len(set(checksums)) == 1 else world.gather(own)
 
 
 @torch.no_grad()

@@ -202,7 +202,6 @@ class Sharded(Parallelism):
     def prepare(self, learn: LearnerLike) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
         reshard(learn.model)
-        self.trained = [p for p in learn.model.parameters() if p.requires_grad]
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
             raise DistributedError(
                 f"{learn.opt!r} needs all weights as one vector, which strategy 'fsdp' does not "

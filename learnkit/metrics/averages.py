@@ -505,23 +505,13 @@ def _suggest_metric(name: Any) -> str:
 
 def _check_not_sklearn(f: Any) -> None:
     "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
-    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] != 'sklearn':
-        return
-    name = _func_name(f)
-    ours = {
-        'f1': 'F1Score',
-        'precision': 'Precision',
-        'recall': 'Recall',
-        'jaccard': 'Jaccard',
-        'roc_auc': 'RocAuc',
-        'accuracy': 'accuracy',
-        'r2': 'R2Score',
-    }.get(name.removesuffix('_score'))
-    use = f'`metrics={ours}` of learnkit, or ' if ours else ''
-    raise MetricError(
-        f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use {use}"
-        f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers.'
-    )
+    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] == 'sklearn':
+        name = _func_name(f)
+        raise MetricError(
+            f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use "
+            f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers, or a class such as '
+            '`F1Score`.'
+        )
 
 
 def _make_unique(m: Metric, names: set[str]) -> Metric:

@@ -77,7 +77,7 @@ CASES = {
     'value clip': {'cbs': lambda: GradientValueClip(0.01)},
     'ema': {'cbs': lambda: EMA(0.9)},
     'sam': {'cbs': lambda: SAM(0.1)},
-    'asam': {'cbs': lambda: [SAM(1.0, adaptive=True), GradientClip(0.1)]},
+    'sam, clip': {'cbs': lambda: [SAM(1.0), GradientClip(0.1)]},
     'guard': {'cbs': lambda: GuardNonFinite()},
     'skip': {'cbs': lambda: [GuardNonFinite('skip'), NaNs(), EMA(0.9)]},
     'monitor': {'cbs': lambda: OptimizerMonitor(every='1ba')},

@@ -123,7 +123,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'LRMonitor': {'every': '2ba', 'mom': True},
     'PeriodicData': {'every': '3ba'},
     'RNNRegularizer': {'alpha': 1.0, 'beta': 1.0},
-    'SAM': {'interval': 2},
     'SaveModelCallback': {'with_opt': True},
     'ShortEpochCallback': {'pct': 0.5},
     'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},

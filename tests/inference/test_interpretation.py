@@ -235,7 +235,8 @@ def test_the_report_is_scikit_learns(
         y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
     ).strip()
     assert capsys.readouterr().out.strip() == expected
-    monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
+    for name in ('sklearn', 'sklearn.metrics'):
+        monkeypatch.setitem(__import__('sys').modules, name, None)
     with pytest.raises(MissingExtraError, match=r'needs scikit-learn: pip install scikit-learn$'):
         interp.print_classification_report()
 

@@ -241,6 +241,3 @@ def test_events_compare_as_in_composer() -> None:
     assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
     assert {Event.FIT_START: 1}['fit_start'] == 1
     assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START
-    assert Event.EVAL_STANDALONE_START.is_before_event and not Event.BATCH_CHECKPOINT.is_after_event
-    assert Event.EVAL_BEFORE_ALL.canonical_name == Event.EVAL_AFTER_ALL.canonical_name == 'eval_all'
-    assert Event.PREDICT_END.is_predict and Event.EVAL_START.is_eval and not Event.FIT_END.is_eval

@@ -309,7 +309,6 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
                     update_counter.updates_per_epoch,
                 )
             )
-            assert times['data_time'] >= 0 and times['update_time'] > 0
 
     cb = Look()
     learner(cb).fit(1)
@@ -361,9 +360,8 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
             assert self.model is self.trainer.model and str(self.trainer.device) == 'cpu'
             assert list(self.data_container.datasets) == ['train', 'day', 'night']
             assert self.trainer.callbacks == [self] and self.trainer.log_writer is self.writer
-            assert (self.trainer.precision, self.trainer.grad_scaler) == ('fp32', None)
+            assert self.trainer.precision == 'fp32'
             assert update_counter.epoch == 0
-            assert not update_counter.is_finished
             assert not update_counter.is_full_epoch
 
     cb = Own()
