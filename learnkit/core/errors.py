@@ -427,7 +427,7 @@ class DamagedError(CheckpointError):
     ...     _ = path.write_bytes(b'the first half of a file')
     ...     try: synth_learner().fit(1, resume=path)
     ...     except DamagedError as e: print(str(e).replace(folder, '.'))
-    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file. ...
+    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file (...). Nothing was loaded. ...
     """
 
 
