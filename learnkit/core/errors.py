@@ -380,7 +380,7 @@ class ScheduleError(OptionError):
     >>> from learnkit.callbacks.schedule import SchedCos, combine_scheds
     >>> combine_scheds([0.5, 0.6], [SchedCos(0, 1), SchedCos(1, 0)])
     Traceback (most recent call last):
-    learnkit.core.errors.ScheduleError: pcts=[0.5, 0.6] sum to 1.1: the shares of a whole sum to 1.
+    learnkit.core.errors.ScheduleError: pcts=[0.5, 0.6] sum to 1.1: shares of a whole are 0 or more, and sum to 1.
     """
 
 
