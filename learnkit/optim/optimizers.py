@@ -346,7 +346,7 @@ def MuonAdamW(
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
-    options = {'lr': lr, 'weight_decay': wd}
+    options: dict[str, Any] = {'lr': lr, 'weight_decay': wd}
     muon = partial(torch.optim.Muon, momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
     opt: dict[str, torch.optim.Optimizer] = {'muon': muon(parts['muon'])}
     if parts['adamw']:
