@@ -446,8 +446,9 @@ def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
 
 
 def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
-    is_dense_grad = isinstance(grad, Tensor)
-    return grad if is_dense_grad else torch.sparse_coo_tensor(**grad, check_invariants=True)
+    if isinstance(grad, Tensor):
+        return grad
+    return torch.sparse_coo_tensor(**grad, check_invariants=True)
 
 
 def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:
