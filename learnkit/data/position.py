@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
+from learnkit.core.plain import ATOMS, map_plain
 from learnkit.core.random import (
     capture_rng,
     preserved_rng,
@@ -552,19 +553,18 @@ def _skip(it: Iterator[Any], n: int) -> State | None:
 
 def _mark_arrays(value: Any, where: str) -> Any:
     "Copy a loader's state, with arrays as marked tensors. Raises `CheckpointError` for other objects."
+    return map_plain(value, _mark_leaf, where)
+
+
+def _mark_leaf(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+    if isinstance(value, ATOMS):
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
         return {_ARRAY: torch.from_numpy(value.copy())}
-    if isinstance(value, Mapping):
-        return {k: _mark_arrays(v, f'{where}[{k!r}]') for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [_mark_arrays(v, f'{where}[{i}]') for i, v in enumerate(value)]
-        return entries if isinstance(value, list) else tuple(entries)
     raise CheckpointError(
         f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
         'sampler and its data set keep tensors, arrays, numbers, strings, and lists, tuples or '
