@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
-    from learnkit.debug.explain import Handlers, Trace
+    from learnkit.debug.trace import Handlers, Trace
     from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
@@ -1570,7 +1570,7 @@ class Learner(Loop):
         >>> [h.function for h in synth_learner().explain('after_epoch')]
         ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
         """
-        from learnkit.debug.explain import explain
+        from learnkit.debug.trace import explain
 
         return explain(self, event_name)
 
@@ -1581,7 +1581,7 @@ class Learner(Loop):
         >>> synth_learner().metric_names()
         {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
         """
-        from learnkit.debug.explain import list_metric_names
+        from learnkit.debug.trace import list_metric_names
 
         return list_metric_names(self)
 
@@ -1600,7 +1600,7 @@ class Learner(Loop):
         >>> print(next(c for c in changes if c.what == 'xb'))
         epoch 0, batch 0, before_batch: Callback changed xb
         """
-        from learnkit.debug.explain import trace
+        from learnkit.debug.trace import trace
 
         return trace(self)
 

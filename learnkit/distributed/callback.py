@@ -260,12 +260,12 @@ class DistributedTraining(Callback):
         """
         failures = self.failures
         world = self.learn.world
+        self.batch = BatchShare()
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
         if self.parallelism is not None:
             self.parallelism.release(self.learn)
-        self.batch = BatchShare()
         world.leave()
         failures.linger()
         return error
@@ -422,9 +422,12 @@ class DistributedTraining(Callback):
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
-        sends = self.learn.counters.batches % self._interval == 0
-        if sends or world.is_exchanging:  # the values of the previous exchange
-            self._agree(partial(world.exchange, sends))
+        n = self.learn.counters.batches % self._interval
+        if n in (
+            0,
+            1 % self._interval,
+        ):  # one batch after an exchange has begun, its values are received
+            self._agree(partial(world.exchange, n == 0))
 
     def epoch_checkpoint(self) -> None:
         total = (

@@ -57,6 +57,7 @@ class SeveralProcesses(SingleProcess):
     def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
+            self.team.batch.weights = None  # a sum that is awaited would keep the connections open
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 

@@ -15,7 +15,6 @@ from torch import nn
 from learnkit import Callback, DataLoaders, Learner, Time, Timestamp
 from learnkit.callbacks.recorder import History
 from learnkit.core.html import definitions, never_raising, safe_call, table, truncate_rows
-from learnkit.debug.explain import Handlers, Trace
 from learnkit.engine.timings import Timings
 from learnkit.testing import synth_learner
 
@@ -218,19 +217,7 @@ def test_the_history_has_a_row_an_epoch() -> None:
 
 def test_what_there_is_not_yet() -> None:
     assert html_of(Timings()) == repr(Timings()) == 'No step has been measured yet: one in 32 is.'
-    assert html_of(Handlers()) == 'nothing runs there' and html_of(Trace()) == 'nothing was changed'
     assert 'no epoch yet' in html_of(synth_learner().recorder)
-
-
-def test_handlers_are_listed_with_their_places() -> None:
-    learn = synth_learner()
-    head, *rows = rows_of(learn.explain('after_epoch'))
-    assert head == ['order', 'runs', 'in', 'switched', 'where']
-    assert [r[:4] for r in rows] == [
-        ['-10', 'TrainEvalCallback.after_epoch', 'always', 'on'],
-        ['50', 'Recorder.after_epoch', 'always', 'on'],
-    ]
-    assert re.search(r'recorder\.py:\d+$', rows[1][-1])
 
 
 def test_times_are_written_out() -> None:

@@ -26,6 +26,7 @@ from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
+from learnkit.inference.gather import BatchCollector, PredictionSink
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 
@@ -43,7 +44,7 @@ def classes() -> list[type[Callback]]:
         c
         for c in below(Callback)
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
-    }
+    } - {BatchCollector, PredictionSink}  # parts of `get_preds`, made of its arguments
     return sorted(found, key=lambda c: c.__name__)
 
 
