@@ -69,8 +69,8 @@ _ROWS = (
         'metrics',
         'Metrics',
         'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
-        'metrics.functional metrics.classification metrics.segmentation metrics.base metrics.averages '
-        'metrics.whole_set metrics.direction',
+        'metrics.functional metrics.classification metrics.ranking metrics.segmentation metrics.base '
+        'metrics.averages metrics.whole_set metrics.direction',
     ),
     (
         'stopping',

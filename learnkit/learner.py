@@ -148,8 +148,6 @@ class Learner(Loop):
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     # called instead of the default training batch; set by `compile(step=True)`
     whole_step: Callable[[Any], None] | None = None
-    resuming: ResumeState | None = None  # checkpoint that is not restored yet
-    resumed = False  # True while a resumed fit fires its first events again
     stage: int | None = None  # index of the fit in `fine_tune`
     epochs_per_iteration: int | None = None
 
@@ -182,6 +180,8 @@ class Learner(Loop):
         self.strategy = SingleProcess()
         self.world: Comm = SINGLE_RANK  # processes that train together
         self.error: BaseException | None = None
+        self.resuming: ResumeState | None = None  # checkpoint that is not restored yet
+        self.resumed = False  # True while a resumed fit fires its first events again
         self.whole_batches: WholeBatches | None = None  # call of a model with Composer's interface
         self.passes = TrainingPasses()
         self.microbatches = Microbatches()
@@ -213,7 +213,7 @@ class Learner(Loop):
         self.eval_every = eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar = True
-        self.opt = None
+        self.opt: Any = None
         self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
@@ -950,7 +950,7 @@ class Learner(Loop):
         receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
         or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
         existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
-        order of the data. Each rank writes a separate `.npy` file; `learnkit.inference.sinks.read_rows` joins them.
+        order of the data. With several ranks, the sink is a folder or a function.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,18 @@ from learnkit.engine.microbatch import divide
 from learnkit.engine.own_loop import OptimizeCall
 
 __all__ = ['GradientAccumulation']
+
+
+@dataclass
+class StepSum:
+    "Batches since the last step of an optimizer."
+
+    n_samples: int = 0
+    n_batches: int = 0
+    weight: Any = 0  # sum of the weights of the batches
+    divisor: Any = 0  # divisor of the weighted sum in the gradients
+    n_steps: int = 0  # number of steps of this fit
+    stepped: bool = False  # whether this epoch had a step
 
 
 class GradientAccumulation(Callback):
@@ -69,85 +82,32 @@ class GradientAccumulation(Callback):
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None
         self._in_tail = False  # whether the step is for samples left over in an epoch
-        # the counts are plain attributes, so that `Replay` can restore them before a batch
-        self._n_steps = 0  # number of steps of this fit
-        self._stepped = False  # whether this epoch had a step
         self._is_checked = False  # whether the loss function of this fit was checked
-        self._turn = ''  # name of the optimizer that is counted for; empty: all of them
-        self._others: dict[str, dict[str, Any]] = {}  # counts of the other optimizers, by name
-        self._start_sum()
-
-    def _start_sum(self) -> None:
-        self._n_samples = 0
-        self._n_batches = 0
-        self._weight_sum = 0
-        self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
+        self._sums: dict[str, StepSum] = {}  # by name of the optimizer; '': all of them
 
     def before_fit(self) -> None:
         if self.learn.opt.needs_closure:
-            self.on_reevaluation()
-        self._forget()
-
-    def on_reevaluation(self) -> None:
-        "Raise `OptionError`: the step of such an optimizer would evaluate the last batch only."
-        raise OptionError(
-            'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
-            'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
-        )
+            raise OptionError(
+                'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
+                'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
+            )
+        self._is_checked = False
+        self._sums = {}
 
     def before_train(self) -> None:
-        self._stepped = False
-        for counts in self._others.values():
-            counts['stepped'] = False
+        for total in self._sums.values():
+            total.stepped = False
 
-    # -- optimizers --------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        "Reset all counts."
-        self._turn = ''
-        self._others = {}
-        self._n_steps = 0
-        self._stepped = False
-        self._is_checked = False
-        self._start_sum()
-
-    def _counts(self) -> dict[str, Any]:
-        return {
-            'n_samples': self._n_samples,
-            'n_batches': self._n_batches,
-            'weight_sum': self._weight_sum,
-            'divisor': self._divisor,
-            'n_steps': self._n_steps,
-            'stepped': self._stepped,
-        }
-
-    def _set_counts(self, counts: dict[str, Any]) -> None:
-        self._n_samples = counts['n_samples']
-        self._weight_sum = counts['weight_sum']
-        self._n_batches = counts['n_batches']
-        self._divisor = counts['divisor']
-        self._n_steps = counts['n_steps']
-        self._stepped = counts['stepped']
-
-    def _take_turn(self) -> None:
-        "Switch to the counts of the current optimizer."
+    def _find_sum(self) -> StepSum:
+        "Return the sum of the current optimizer, or of all."
         turn = self.learn.turn or ''
-        if turn == self._turn:
-            return
-        self._others[self._turn] = self._counts()
-        waiting = [name for name, counts in self._others.items() if counts['n_samples']]
-        if (turn and '' in waiting) or (not turn and waiting):
-            self._others.pop(self._turn)
-            raise OptionError(
-                'GradientAccumulation: one call of optimize() names an optimizer, another '
-                'one none, and gradients that wait would mix. Give each call its `only=`.'
-            )
-        self._turn = turn
-        if turn in self._others:
-            return self._set_counts(self._others.pop(turn))
-        self._n_steps = 0
-        self._stepped = False
-        self._start_sum()
+        for name, total in self._sums.items():
+            if total.n_samples and bool(name) != bool(turn):
+                raise OptionError(
+                    'GradientAccumulation: one call of optimize() names an optimizer, another '
+                    'one none, and gradients that wait would mix. Give each call its `only=`.'
+                )
+        return self._sums.setdefault(turn, StepSum())
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -156,7 +116,7 @@ class GradientAccumulation(Callback):
 
     def before_backward(self) -> None:
         learn = self.learn
-        self._take_turn()
+        total = self._find_sum()
         if not self._is_checked:
             self._is_checked = True
             check_is_mean(learn, vars(learn).get('pred'))
@@ -166,16 +126,17 @@ class GradientAccumulation(Callback):
             return
         n = self._batch[0]
         weight = widen_weight(self._batch[1], learn.loss)
-        if not self._n_samples:
-            self._begin_sum(n, weight)
-        learn.loss_grad = learn.loss_grad * (weight / self._divisor)
+        if not total.n_samples:
+            total.divisor = self._expect_divisor(n, weight)
+        learn.loss_grad = learn.loss_grad * (weight / total.divisor)
 
-    def _begin_sum(self, n: int, weight: Any) -> None:
-        "Set the divisor of a step by its first batch: the expected weight of all its batches."
+    def _expect_divisor(self, n: int, weight: Any) -> Any:
+        "Return the expected weight of all batches of a step, from its first batch."
         if self.batches is not None:
-            self._divisor = expected_sum(weight, self.batches)
-        elif isinstance(weight, Tensor) or weight != n:
-            self._divisor = expected_sum(weight, self.n_acc / n)
+            return expected_sum(weight, self.batches)
+        if isinstance(weight, Tensor) or weight != n:
+            return expected_sum(weight, self.n_acc / n)
+        return self.n_acc
 
     def after_cancel_backward(self) -> None:
         if not self.learn.microbatch:
@@ -183,35 +144,35 @@ class GradientAccumulation(Callback):
 
     def after_backward(self) -> None:
         if not self.learn.microbatch:
-            self._count_batch()
+            self._count_batch(self._find_sum())
 
     def before_step(self) -> None:
-        self._take_turn()
+        total = self._find_sum()
         if self.learn.microbatch:
-            self._count_microbatches()
-        if not self._in_tail and not self._is_due(self._n_samples, self._n_batches):
+            self._count_microbatches(total)
+        if not self._in_tail and not self._is_due(total.n_samples, total.n_batches):
             raise StepPutOff
-        self._average()
+        self._average(total)
 
     def will_step(self) -> bool:
         "Return True if the current batch ends with a step."
+        total = self._find_sum()
         n = self.learn.strategy.count_samples(self.learn)
-        return self._is_due(self._n_samples + n, self._n_batches + 1)
+        return self._is_due(total.n_samples + n, total.n_batches + 1)
 
     def _is_due(self, n_samples: int, n_batches: int) -> bool:
         return n_samples >= self.n_acc if self.batches is None else n_batches >= self.batches
 
     def after_step(self) -> None:
-        self._n_steps = self._n_steps + 1
-        self._stepped = True
-        self._start_sum()
+        total = self._find_sum()
+        self._sums[self.learn.turn or ''] = StepSum(n_steps=total.n_steps + 1, stepped=True)
 
     def _measure(self) -> tuple[int, Any]:
         "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
         strategy = self.learn.strategy
         return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
 
-    def _count_microbatches(self) -> None:
+    def _count_microbatches(self, total: StepSum) -> None:
         "Count a batch after its microbatches, and check that its size is unchanged."
         if self._batch is not None:
             n = self.learn.strategy.count_samples(self.learn)
@@ -220,19 +181,19 @@ class GradientAccumulation(Callback):
                     f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
                     f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.'
                 )
-        self._count_batch()
+        self._count_batch(total)
 
-    def _count_batch(self) -> None:
+    def _count_batch(self, total: StepSum) -> None:
         if self._batch is None:
             return
         n, weight = self._batch
         self._batch = None
-        self._n_samples += n
-        self._n_batches += 1
-        if self._n_batches == 1 and not self._n_steps:
+        total.n_samples += n
+        total.n_batches += 1
+        if total.n_batches == 1 and not total.n_steps:
             self._check_unit(n)
         if weight is not None:
-            self._weight_sum = self._weight_sum + widen_weight(weight, self.learn.loss)
+            total.weight = total.weight + widen_weight(weight, self.learn.loss)
 
     def _check_unit(self, n: int) -> None:
         "Raise `OptionError` before the first step if every batch would step: `n_acc` was meant as batches."
@@ -243,33 +204,30 @@ class GradientAccumulation(Callback):
                 f'their samples, `GradientAccumulation({self.n_acc * n})`.'
             )
 
-    def _average(self) -> None:
+    def _average(self, total: StepSum) -> None:
         "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
-        total = self._weight_sum
-        if not isinstance(total, Tensor) and total in (0, self._divisor):
+        if not isinstance(total.weight, Tensor) and total.weight in (0, total.divisor):
             return
         grads = local_shards(p.grad for p in self.learn.step_parameters if p.grad is not None)
-        scale = divide(self._divisor, total)
+        scale = divide(total.divisor, total.weight)
         if grads:
             if isinstance(scale, Tensor):
                 scale = scale.to(grads[0].device)
             torch._foreach_mul_(grads, scale)
         # gradients added later, if the step is postponed, get the same divisor
-        self._divisor = total
+        total.divisor = total.weight
 
     # -- end of an epoch and of a fit --------------------------------------------------------------
 
     def after_train(self) -> None:
         "Take a step for the samples left over."
-        for turn in sorted({self._turn, *self._others}):
-            with self.learn.own_loop.opened(self.learn, OptimizeCall(turn or None)):
-                self._step_for_rest(turn)
+        for turn, total in sorted(self._sums.items()):
+            if total.n_samples and total.stepped:
+                with self.learn.own_loop.opened(self.learn, OptimizeCall(turn or None)):
+                    self._step_for_rest()
 
-    def _step_for_rest(self, turn: str) -> None:
+    def _step_for_rest(self) -> None:
         learn = self.learn
-        counts = self._others.get(turn) or self._counts()
-        if not counts['n_samples'] or not counts['stepped']:
-            return
         self._in_tail = True
         try:
             learn._with_events(learn._step, 'step', CancelStepException)
@@ -283,14 +241,13 @@ class GradientAccumulation(Callback):
     def after_fit(self) -> None:
         if self.learn.run.stopping:
             return
-        for turn, counts in {**self._others, self._turn: self._counts()}.items():
-            if counts['n_steps'] or not counts['n_samples']:
+        for turn, total in self._sums.items():
+            if total.n_steps or not total.n_samples:
                 continue
-            n = counts['n_samples']
             length = f'n_acc={self.n_acc}' if self.batches is None else f'batches={self.batches}'
             whose = f' for {turn}' if turn else ''
             warn_user(
-                f'GradientAccumulation({length}): the fit had only {n} samples{whose}, '
+                f'GradientAccumulation({length}): the fit had only {total.n_samples} samples{whose}, '
                 'so no step was taken and no weight has changed. Lower that number, or train for more '
                 'epochs.'
             )
@@ -300,24 +257,19 @@ class GradientAccumulation(Callback):
 
     def drop_gradients(self) -> None:
         "Drop samples and gradients that no step has used."
-        n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
-        if n_samples and self.learn.opt is not None:
+        if any(total.n_samples for total in self._sums.values()) and self.learn.opt is not None:
             self.learn.opt.zero_grad()
-        self._others = {}
-        self._start_sum()
+        self._sums = {}
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the counts; pending gradients are in the checkpoint itself."
-        others = {turn: dict(counts) for turn, counts in self._others.items()}
-        return {**self._counts(), 'turn': self._turn, 'others': others}
+        "Return the sums; pending gradients are in the checkpoint itself."
+        return {'sums': {turn: dict(vars(total)) for turn, total in self._sums.items()}}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the counts."
-        self._set_counts(sd)
-        self._turn = sd['turn']
-        self._others = {turn: dict(counts) for turn, counts in sd['others'].items()}
+        "Restore the sums."
+        self._sums = {turn: StepSum(**values) for turn, values in sd['sums'].items()}
 
 
 def expected_sum(weight: Any, times: float) -> Any:

@@ -15,7 +15,7 @@ from learnkit.core.batch import batch_counter, slice_batch
 from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
@@ -169,6 +169,6 @@ class _SameBatch(TrainingPasses):
         super().__init__()
         self.batch = batch
 
-    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
         "Return the batch, as often as it is asked for."
         return repeat(self.batch)

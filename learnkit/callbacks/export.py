@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import warnings
@@ -251,15 +250,9 @@ def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def _write_onnx(program: Any, path: Path) -> Path:
-    log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # warnings of torch about itself
-            onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    finally:
-        log.setLevel(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # warnings of torch about itself
+        onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     onnx.save(path)
     return path
 

@@ -33,7 +33,7 @@ from learnkit.core.errors import (
     ScheduleError,
 )
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import is_count, warn_user
@@ -228,7 +228,7 @@ class NoEvaluations(EvaluationSchedule):
     "Evaluation schedule without evaluations."
 
     @override
-    def list_due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def list_due(self, learn: LearnerLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
         return []
 

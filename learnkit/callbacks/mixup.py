@@ -25,10 +25,8 @@ from learnkit.core.batch import (
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
-from learnkit.core.time import Time, Timestamp, as_time, count_crossings
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import check_countable
 from learnkit.engine.own_loop import list_overrides
 from learnkit.losses import BaseLoss
 
@@ -54,7 +52,7 @@ class MixHandler(Callback):
     is measured by the mean and the sum over the batch.
 
     A batch for which a subclass sets no partners, or that it skips (`run = False`), has the plain
-    loss. With `until`, batches are blended up to that time of the fit only.
+    loss.
 
     All random numbers are drawn on the CPU from torch's global generator, so that a resumed run
     draws the same ones. Checkpointed: nothing; every checkpoint holds the progress of the fit.
@@ -72,10 +70,8 @@ class MixHandler(Callback):
     def __init__(
         self,
         alpha: float = 0.5,  # parameter of Beta(alpha, alpha); larger values blend more
-        until: str | Time | None = None,  # end of blending: '80%' or '0.8dur' of the fit, '10ep'
     ) -> None:
         super().__init__()
-        self.until = None if until is None else as_time(until, 'ep')
         if not is_number(alpha) or not 0 < alpha < float('inf'):
             raise bad_option(
                 self, 'a number above 0; for no blending, leave the callback out', alpha=alpha
@@ -83,39 +79,20 @@ class MixHandler(Callback):
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
         self._has_blended = False  # whether any loss of this fit was blended
         self._has_masks_only = False
+        self._reduction: tuple[Any, str] = None, ''  # loss function, and its reduction
         self._forget()
 
     def _forget(self) -> None:
         "Drop the last batch."
-        for name in ('lam', 'yb1', '_blended_batch'):
+        for name in ('lam', 'yb1'):
             self.__dict__.pop(name, None)
         self._order: Tensor | None = None  # indices of the partners in the batch
         # `yb1` of a batch, and an iterator over its microbatches
         self._targets_left: tuple[Any, Iterator[Any]] = None, iter(())
-        self._reduction: tuple[Any, str] = None, ''  # loss function, and its reduction
 
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name == 'yb1':
-            self.__dict__['_blended_batch'] = batch_number(self.learn)
-
-    def _blends(self) -> bool:
-        "Return True if the partners of the current batch were set."
-        if 'lam' not in self.__dict__:
-            return False
-        return self.__dict__.get('_blended_batch') == batch_number(self.learn)
-
-    def is_over(self) -> bool:
-        "Return True once the fit has reached `until`."
-        if self.until is None:
-            return False
-        now = self.learn.time
-        begin = self.learn.evaluations.fit_began
-        if self.until.unit == 'dur':
-            return (
-                count_crossings(Timestamp(dur=0.0), Timestamp(dur=now.dur or 0.0), self.until) > 0
-            )
-        return count_crossings(Timestamp(), now - begin, self.until) > 0
+    def after_draw(self) -> None:
+        "Drop the partners of the last batch."
+        self._forget()
 
     @property
     def stack_y(self) -> bool:
@@ -135,8 +112,6 @@ class MixHandler(Callback):
                 f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                 'Use one of them in a fit.'
             )
-        if self.until is not None:
-            check_countable(self.learn, self.until)
         if list_overrides(self.learn):
             self._has_blended = False
             self.after_batch = self._check_blended  # type: ignore[method-assign]
@@ -154,7 +129,7 @@ class MixHandler(Callback):
 
     def before_step(self) -> None:
         "Check that the microbatches were split from the blended batch."
-        if self._order is None or not self._blends() or self._targets_left[0] is not self.yb1:
+        if self._order is None or self._targets_left[0] is not self.yb1:
             return
         n = count_samples(self.learn)
         if n != len(self._order):
@@ -171,7 +146,7 @@ class MixHandler(Callback):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Return a context in which the loss is blended."
-        if not self._blends() or not self.stack_y:
+        if 'lam' not in self.__dict__ or not self.stack_y:
             yield
             return
         learn = self.learn
@@ -291,14 +266,11 @@ class MixUp(MixHandler):
     def __init__(
         self,
         alpha: float = 0.4,  # parameter of Beta(alpha, alpha); larger values blend more
-        until: str | Time | None = None,  # end of blending: '80%' of the fit, '10ep', '5000ba'
     ) -> None:
-        super().__init__(alpha, until)
+        super().__init__(alpha)
 
     def before_batch(self) -> None:
         "Blend the batch with a permutation of itself."
-        if self.is_over():
-            return
         learn = self.learn
         n = count_samples(learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
@@ -334,9 +306,8 @@ class CutMix(MixHandler):
     def __init__(
         self,
         alpha: float = 1.0,  # parameter of Beta(alpha, alpha); 1 makes all shares equally likely
-        until: str | Time | None = None,  # end of blending: '80%' of the fit, '10ep', '5000ba'
     ) -> None:
-        super().__init__(alpha, until)
+        super().__init__(alpha)
 
     @property
     def stack_y(self) -> bool:
@@ -345,8 +316,6 @@ class CutMix(MixHandler):
 
     def before_batch(self) -> None:
         "Paste a box of a permutation of the batch into the batch."
-        if self.is_over():
-            return
         learn = self.learn
         n = count_samples(learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
@@ -504,11 +473,6 @@ def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor
         mean = loss_func(pred, *yb)
         total = each.sum()
         return torch.where(mean == 0, 1.0, total / mean / each.numel()).to(each)
-
-
-def batch_number(learn: LearnerLike) -> tuple[Any, ...]:
-    "Return a tuple that identifies the current batch within a fit."
-    return tuple(getattr(learn, name, None) for name in ('epoch', 'iter', 'train_iter'))
 
 
 def expand_shares(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:

@@ -77,77 +77,47 @@ class Bar:
         return f'<div style="font-size:small;font-variant-numeric:tabular-nums">{element}{escape(self.text())}</div>'
 
 
-class Section:
-    "Consecutive rows under one header; each row is formatted once, when it is added."
-
-    def __init__(
-        self,
-        names: Sequence[str],  # cells of the header
-        cells: Sequence[str],  # cells of the first row, which count for the column widths
-    ) -> None:
-        self.names = [*names, *[''] * (len(cells) - len(names))]
-        self.widths = [max(map(len, pair)) for pair in zip_longest(self.names, cells, fillvalue='')]
-        self.lines: list[str] = []  # rows as text
-        self.html_rows: list[str] = []  # rows as HTML
-
-    def fits(self, names: Sequence[str], cells: Sequence[str]) -> bool:
-        "Return True if a row of these columns belongs under this header."
-        n = max(len(names), len(cells))
-        return self.names[: len(names)] == [*names] and len(self.names) == n
-
-    def add(self, cells: Sequence[str]) -> None:
-        "Add a row."
-        self.lines.append(self._format_line(cells))
-        self.html_rows.append(html_row('td', cells))
-
-    def _format_line(self, cells: Sequence[str]) -> str:
-        "Return one aligned line of text."
-        aligned = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)]
-        return '  '.join(aligned).rstrip()
-
-    def format_header(self) -> list[str]:
-        "Return the header as a list of one line, or an empty list."
-        return [self._format_line(self.names)] if any(self.names) else []
-
-    def text(self, max_rows: int) -> str:
-        "Return the section as aligned lines of text."
-        rows = truncate_rows(self.lines, max_rows, '{}', FOLDED)
-        return '\n'.join([*self.format_header(), *rows])
-
-    def html(self, max_rows: int) -> str:
-        "Return the section as an HTML table; colors and borders are left to the page's theme."
-        header = f'<thead>{html_row("th", self.names)}</thead>' if any(self.names) else ''
-        note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
-        rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
-        return f'<table style="text-align:right">{header}<tbody>{"".join(rows)}</tbody></table>'
-
-
 class Table:
-    "Rows of a run, in sections: a row with other columns than the row before starts a new section."
+    "Rows of a run as text and as HTML; a row with other columns than the row before gets a header."
 
     def __init__(self) -> None:
-        self.sections: list[Section] = []
+        self.names: list[str] = []  # header of the last row
+        self.widths: list[int] = []  # characters of each column
+        self.lines: list[str] = []  # headers and rows as text
+        self.html_rows: list[str] = []  # headers and rows as HTML
 
     def add(
         self,
         names: Sequence[str],  # current header; may be empty
         row: Sequence[Any],  # one value per column
     ) -> list[str]:
-        "Add a row and return the new lines of text: the row, after a header if a section starts."
+        "Add a row and return the new lines of text: the row, and the header before it if it changes."
         cells = [format_cell(value) for value in row]
-        is_new = not self.sections or not self.sections[-1].fits(names, cells)
-        if is_new:
-            self.sections.append(Section(names, cells))
-        section = self.sections[-1]
-        section.add(cells)
-        header = section.format_header() if is_new else []
-        return [*header, section.lines[-1]]
+        header = [*names, *[''] * (len(cells) - len(names))]
+        new_rows = [('td', cells)]
+        if header != self.names[: len(header)] or len(cells) > len(self.names):
+            self.names = header
+            self.widths = [max(map(len, pair)) for pair in zip_longest(header, cells, fillvalue='')]
+            if any(header):
+                new_rows.insert(0, ('th', header))
+        lines = [self._format_line(new) for _, new in new_rows]
+        self.lines += lines
+        self.html_rows += [html_row(tag, new) for tag, new in new_rows]
+        return lines
+
+    def _format_line(self, cells: Sequence[str]) -> str:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)]
+        return '  '.join(aligned).rstrip()
 
     def text(self, max_rows: int) -> str:
-        return '\n'.join(section.text(max_rows) for section in self.sections)
+        "Return aligned lines of text."
+        return '\n'.join(truncate_rows(self.lines, max_rows, '{}', FOLDED))
 
     def html(self, max_rows: int) -> str:
-        return ''.join(section.html(max_rows) for section in self.sections)
+        "Return an HTML table; colors and borders are left to the page's theme."
+        note_row = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
+        rows = truncate_rows(self.html_rows, max_rows, note_row, FOLDED)
+        return f'<table style="text-align:right">{"".join(rows)}</table>' if rows else ''
 
 
 class Display:
@@ -286,7 +256,7 @@ class NotebookDisplay(Display):
         self.area.show({'text/html': html, 'text/plain': text})
 
     def close(self, stopped_at: Bar | None = None) -> None:
-        if self.area.handle or self.table.sections:
+        if self.area.handle or self.table.lines:
             self.draw(stopped_at)
 
     def _emit(self, text: str) -> None:

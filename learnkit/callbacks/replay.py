@@ -10,11 +10,12 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
+from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.optimizer import has_foreign_opt
@@ -53,6 +54,7 @@ class Drawn(NamedTuple):
     state: dict[str, Any]
     done: dict[str, int]
     counts: list[tuple[Any, dict[str, Any]]]  # numbers, flags and strings of each callback
+    sums: list[tuple[Any, dict[str, Any]]]  # states of the callbacks that accumulate batches
 
 
 class Replay(Callback):
@@ -120,6 +122,7 @@ class Replay(Callback):
             {name: own[name] for name in STATE},
             learn.counters.by_unit(),
             counts,
+            [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
         )
 
     def after_batch(self) -> None:
@@ -233,6 +236,8 @@ def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: boo
                 module.training = mode
             for cb, counts in drawn.counts:
                 vars(cb).update({k: v for k, v in counts.items() if k not in SWITCHES})
+            for cb, sums in drawn.sums:
+                cb.load_state_dict(sums)
             restore_rng(drawn.rng)
             with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
                 learn.one_batch(drawn.state['iter'], drawn.batch)
@@ -250,7 +255,7 @@ class KnownPass(TrainingPasses):
         super().__init__()
         self.known = known
 
-    def indices(self, learn: LoopLike) -> list[Any] | None:
+    def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known
 

@@ -25,7 +25,7 @@ from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, Weig
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of, unwrap_partial
 from learnkit.core.plain import to_plain
-from learnkit.core.validation import is_count, is_number, warn_user
+from learnkit.core.validation import warn_user
 from learnkit.core.version import VERSION
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.optim.wrapper import evaluation_weights
@@ -103,14 +103,9 @@ class MissingData(DataLoaders):
     def __init__(
         self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any
     ) -> None:
-        self.train: Any = MissingLoader()
-        self.evaluation = []
-        self.others = []
-        self.n_inp = n_inp
-        self.n_iter = None
-        self.path = path
+        super().__init__([None], device=device, path=path, n_inp=n_inp)
+        self.train = MissingLoader()
         self.vocab = vocab
-        self._device = None if device is None else torch.device(device)
 
     def __repr__(self) -> str:
         return 'No data'
@@ -132,7 +127,7 @@ def build_learner(
             f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
             'write the file with `learn.save_learner`.'
         )
-    config = check_config(path, stored.config)
+    config = stored.config
     built = _build_model(path, model, config)
     check_weights(path, compare_weights(built, stored.model), built)
     if loss_func is None and config.get('activates'):
@@ -179,62 +174,6 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     if isinstance(built, nn.Module):
         return built
     raise ModelError(f'model={model!r} built a {type(built).__name__}, not an nn.Module.')
-
-
-def are_numbers(value: Any) -> bool:
-    "Return True for a list or tuple of numbers."
-    return isinstance(value, (list, tuple)) and all(map(is_number, value))
-
-
-def are_rates(value: Any) -> bool:
-    "Return True for a rate, a list of rates by group, a slice as `save_learner` writes it, or a dict by optimizer."
-    if not isinstance(value, dict):
-        return is_number(value) or (are_numbers(value) and len(value) > 0)
-    if 'slice' not in value:
-        return len(value) > 0 and all(map(is_name, value)) and all(map(are_rates, value.values()))
-    ends = value['slice']
-    return (
-        isinstance(ends, (list, tuple))
-        and len(ends) == 2
-        and all(v is None or is_number(v) for v in ends)
-    )
-
-
-def is_flag(value: Any) -> bool:
-    "Return True for a bool."
-    return isinstance(value, bool)
-
-
-def is_name(value: Any) -> bool:
-    "Return True for a string."
-    return isinstance(value, str)
-
-
-# predicates that validate the entries of a configuration
-FORMS: dict[str, Callable[[Any], bool]] = {
-    'model': is_name,
-    'loss_func': lambda v: v is None or is_name(v),
-    'activates': is_flag,
-    'n_inp': lambda v: v is None or is_count(v),
-    'vocab': lambda v: v is None or isinstance(v, list),
-    'lr': are_rates,
-    'wd': lambda v: v is None or is_number(v),
-    'wd_bn_bias': lambda v: v is None or is_flag(v),
-    'train_bn': is_flag,
-    'moms': lambda v: are_numbers(v) and len(v) == 3,
-    'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v)),
-}
-
-
-def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    "Return a configuration if its entries are valid, otherwise raise `WeightsError`; entries may be missing."
-    for name, fits in FORMS.items():
-        if name in config and not fits(config[name]):
-            raise WeightsError(
-                f'{path} has {name}={config[name]!r} in its configuration, which `save_learner` does '
-                'not write. Nothing was loaded.'
-            )
-    return config
 
 
 def _restore_options(config: dict[str, Any]) -> dict[str, Any]:

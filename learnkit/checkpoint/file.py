@@ -42,21 +42,11 @@ FORMAT = 2  # version of the layout of files
 _ATOMS = (type(None), bool, int, float, str)
 # dtypes of all supported versions of the library; others are stored as bytes
 _DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
+    getattr(torch, name)
+    for name in (
+        'float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 bool '
+        'int64 int32 int16 int8 uint64 uint32 uint16 uint8'
+    ).split()
 }
 
 State = dict[str, Any]
@@ -106,15 +96,23 @@ def write_state(
         raise
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     "Write a safetensors file at a temporary path. Raises `OSError` if it cannot be written."
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    stored: dict[str, Tensor] = {}
+    storages = set[int]()
+    for name, t in tensors.items():
+        t = t.cpu().contiguous()
+        storage = t.untyped_storage().data_ptr()
+        # the library refuses tensors that share a storage
+        stored[name] = t.clone() if storage in storages else t
+        storages.add(storage)
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(tensors, path, metadata)
+        save_file(stored, path, metadata)
     except SafetensorError as e:
         raise OSError(f'{path} cannot be written: {e}') from None
     path.chmod(mode)  # the library's own file can be read by its owner only
@@ -149,7 +147,6 @@ class _Packer:
         self.tensors: dict[str, Tensor] = {}  # stored tensors, possibly views of the originals
         self.views: dict[str, dict[str, Any]] = {}
         self.names: dict[Any, str] = {}  # names by memory layout (device, address, dtype, shape)
-        self.storages = set[int]()
 
     def pack(self, value: Any, key_path: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
@@ -213,11 +210,7 @@ class _Packer:
             t = t.contiguous().unsqueeze(-1).view(torch.uint8)
         if view:
             self.views[name] = view
-        t = t.cpu().contiguous()
-        storage = t.untyped_storage().data_ptr()
-        # the library refuses tensors that share a storage
-        self.tensors[name] = t.clone() if storage in self.storages else t
-        self.storages.add(storage)
+        self.tensors[name] = t
         return name
 
 
@@ -350,17 +343,15 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _check_format(found: int, path: Path) -> None:
-    if found > FORMAT:
-        raise CheckpointError(
-            f'{path} has format {found}, and this version of learnkit reads format {FORMAT}: '
-            'update learnkit.'
-        )
+    if found == FORMAT:
+        return
+    fix = 'update learnkit'
     if found < FORMAT:
-        raise CheckpointError(
-            f'{path} was written by an older learnkit: it has format {found}, and this version reads '
-            f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
-            'by `learn.save` and load them here by `learn.load`.'
+        fix = (
+            'it was written by an older learnkit. Resume it with that version, or save its weights there by '
+            '`learn.save` and load them here by `learn.load`'
         )
+    raise CheckpointError(f'{path} has format {found}, and this version reads {FORMAT}: {fix}.')
 
 
 def _make_damaged_error(path: Path, what: str) -> DamagedError:

@@ -44,6 +44,7 @@ __all__ = [
 FORMAT = 1  # format of files written by `save_learner`
 LEFT_OUT = 'left_out'  # entry of a checkpoint: the digest of each weight that it leaves out
 SAFETENSORS = '.safetensors'  # suffix of files in that library's format
+SUFFIXES = ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS)  # of files of weights
 
 Digests = dict[str, tuple[str, Any]]  # digest and version of each weight, by name
 
@@ -96,14 +97,9 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
 
 def _make_missing_error(path: Path) -> FileNotFoundError:
     "Return the error for a missing file, with a note that names similar files in the folder."
-    files = path.parent.glob('*') if path.parent.is_dir() else ()
-    stems = {
-        p.stem: p.name
-        for p in files
-        if p.suffix in ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS) and p.is_file()
-    }
-    close = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.7)]
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    files = [p for p in path.parent.glob('*') if p.suffix in SUFFIXES and p.is_file()]
+    close = get_close_matches(path.name, [p.name for p in files], cutoff=0.7)
     if close:
         error.add_note(f'The folder has {", ".join(close)}.')
     return error
@@ -114,52 +110,36 @@ def _split_state(state: Any, path: Path) -> Stored:
 
     The layouts are: weights with optimizer (also fastai's), checkpoint, weights with configuration, and state dict.
     """
-    model = state
-    opt = None
-    loss_func = None
-    config = None
+    stored = Stored(state)
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
+        loss_func = state.get('loss_func')
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
-            model = state['model']
-            opt = state['opt']
-            loss_func = state.get('loss_func')
+            stored = Stored(state['model'], state['opt'], loss_func)
         elif {'model', 'optimizer', 'position'} <= state.keys():
-            model = state['model']
-            opt = state['optimizer']
-            loss_func = state.get('loss_func')
+            stored = Stored(state['model'], state['optimizer'], loss_func)
         elif 'learnkit' in state:
-            model = state['model']
-            config = _check_config(state, path)
+            stored = Stored(state['model'], config=_check_config(state, path))
+    model = stored.model
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
+        keys = f' of {[*state][:5]}' if isinstance(state, Mapping) else ''
         raise WeightsError(
-            f'{path} holds no state dict (tensors by name), but {_describe_content(state)}. Nothing was loaded.'
+            f'{path} holds no state dict (tensors by name), but a {type(state).__name__}{keys}. Nothing was loaded.'
         )
-    return Stored(model, opt, loss_func, config)
+    return stored
 
 
 def _check_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     version = state['learnkit']
     config = state.get('config')
-    if version != FORMAT:
+    if version != FORMAT or not isinstance(config, dict):
         raise WeightsError(
             f'{path} has format {version!r}, this version of learnkit reads {FORMAT}: update learnkit.'
         )
-    if not isinstance(config, dict):
-        raise WeightsError(f'{path} has no configuration. Nothing was loaded.')
     return config
 
 
 def _is_entry(name: Any, value: Any) -> bool:
     return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith('_extra_state'))
-
-
-def _describe_content(state: Any) -> str:
-    if not isinstance(state, Mapping):
-        return f'a {type(state).__name__}'
-    keys = [repr(key) for key in list(state)[:5]]
-    if len(state) > 5:
-        keys.append('...')
-    return f'a dict of {", ".join(keys) or "nothing"}'
 
 
 # -- the format of safetensors ---------------------------------------------------------------------
@@ -178,7 +158,6 @@ def write_safetensors(
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}  # first name of each tensor, by its memory
     metadata = {'format': 'pt'}
-    storages = set()
     for name, t in sorted(state.items()):
         if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
@@ -188,15 +167,10 @@ def write_safetensors(
         t = t.detach().resolve_conj().resolve_neg()
         memory = _identify_memory(t)
         first_name = names.setdefault(memory, name) if memory else name
-        if first_name != name:
-            metadata[name] = first_name
-            continue
-        storage = t.device, t.untyped_storage().data_ptr()
-        if storage in storages:  # `save_file` refuses tensors that share a storage
-            tensors[name] = t.clone(memory_format=torch.contiguous_format)
+        if first_name == name:
+            tensors[name] = t
         else:
-            tensors[name] = t.contiguous()
-        storages.add(storage)
+            metadata[name] = first_name
     try:
         write_tensors(path, tensors, metadata)
     except KeyError as e:

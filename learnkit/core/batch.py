@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.errors import BatchError
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import ATOMS
 
 __all__ = [
@@ -246,14 +246,14 @@ def find_bs(
 
 
 def count_samples(
-    learn: LoopLike,  # Learner with a current batch
+    learn: LearnerLike,  # Learner with a current batch
 ) -> int:
     "Return the number of samples in this rank's current batch, by `find_bs` and the Learner's `size_func`."
     return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
 
 
 def batch_counter(
-    learn: LoopLike,  # a Learner
+    learn: LearnerLike,  # a Learner
 ) -> Callable[[Any], int]:
     "Return a function that splits a batch of the training loader and counts its samples like `count_samples`."
     form = form_of(learn.dls)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import find_bs, slice_batch, tensors_in
 from learnkit.core.errors import LossError, OptionError, did_you_mean
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import copy_buffers, name_of, restore_buffers, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
@@ -220,7 +220,7 @@ class Unknown(Denominator):
             "weight_func(xb, yb); for a mean over samples, weight_func='samples'."
         )
 
-    def compare(self, learn: LoopLike, n: int) -> None:
+    def compare(self, learn: LearnerLike, n: int) -> None:
         "Compare the loss of a batch of `n` samples with its parts, once, if batches of evaluations differ in size."
         self._sizes.add(n)
         if self._has_compared or len(self._sizes) == 1 or n == 1:
@@ -320,18 +320,18 @@ class LossWeights:
         self._cache_key: tuple[Any, Any, Any] = None, None, None
         self._denominator: Denominator | None = None
 
-    def is_sum(self, learn: LoopLike) -> bool:
+    def is_sum(self, learn: LearnerLike) -> bool:
         "Return True if the loss is a sum over samples instead of a mean."
         keyword = getattr(learn.loss_func, 'keywords', {}).get('reduction')
         return bool(getattr(learn.loss_func, 'reduction', keyword) == 'sum')
 
-    def are_samples(self, learn: LoopLike) -> bool:
+    def are_samples(self, learn: LearnerLike) -> bool:
         "Return True if batches with the same number of samples have the same weight."
         if callable(learn.weight_func):
             return False
         return learn.callbacks.average_samples() or not self.denominator(learn).varies(learn.yb)
 
-    def weigh_batch(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
+    def weigh_batch(self, learn: LearnerLike, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch or part of a batch: a number, or a tensor on the device of the batch."
         weight = None
         denominator = self.denominator(learn)
@@ -349,7 +349,7 @@ class LossWeights:
             denominator.compare(learn, n)
         return n
 
-    def denominator(self, learn: LoopLike) -> Denominator:
+    def denominator(self, learn: LearnerLike) -> Denominator:
         "Return the denominator of the loss, which is found once for each loss function."
         key = learn.loss_func, learn.weight_func, learn.model.__class__
         if self._denominator is None or key != self._cache_key:
@@ -361,7 +361,7 @@ class LossWeights:
         return LossWeights, ()
 
 
-def find_denominator(learn: LoopLike) -> Denominator:
+def find_denominator(learn: LearnerLike) -> Denominator:
     "Return the denominator of a Learner's loss."
     if learn.weight_func == 'samples':
         return Samples()
@@ -375,7 +375,7 @@ def find_denominator(learn: LoopLike) -> Denominator:
 
 
 def check_is_mean(
-    learn: LoopLike,  # Learner with a batch
+    learn: LearnerLike,  # Learner with a batch
     pred: Any,  # predictions of the batch
 ) -> None:
     """Compare the loss of a batch with the losses of its parts, if it is unknown what the loss averages over.
@@ -399,13 +399,13 @@ def check_is_mean(
         return
 
 
-def is_guess(denominator: Denominator, learn: LoopLike) -> TypeGuard[Unknown]:
+def is_guess(denominator: Denominator, learn: LearnerLike) -> TypeGuard[Unknown]:
     "Return True if the loss function is assumed to be a mean over samples."
     is_unknown = isinstance(denominator, Unknown) and learn.weight_func is None
     return is_unknown and learn.loss_func is not None and not learn.loss_weights.is_sum(learn)
 
 
-def compare_parts(learn: LoopLike, pred: Any) -> Iterator[tuple[float, Parts]]:
+def compare_parts(learn: LearnerLike, pred: Any) -> Iterator[tuple[float, Parts]]:
     "Yield the loss of the batch and of two parts, for two divisions; nothing if the batch cannot be divided."
     loss_func = learn.loss_func
     buffers = copy_buffers(loss_func) if isinstance(loss_func, nn.Module) else []

@@ -1,4 +1,4 @@
-"""Protocols of the loop and the Learner, for annotations in modules that the Learner imports."""
+"""Protocol of the Learner, for annotations in modules that the Learner imports."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit.core.comm import Comm
 from learnkit.core.time import Timestamp
 
-__all__ = ['LearnerLike', 'LoopLike']
+__all__ = ['LearnerLike']
 
 
-class LoopLike(Protocol):
-    """Attributes and methods of the loop that functions and callbacks use.
+class LearnerLike(Protocol):
+    """Attributes and methods of a Learner that functions and callbacks use.
 
     `learnkit.Learner` documents these attributes and methods. A module that the Learner imports cannot import the
-    Learner, so it uses this protocol or `LearnerLike` in annotations.
+    Learner, so it uses this protocol in annotations.
     """
 
     # components
@@ -46,9 +46,19 @@ class LoopLike(Protocol):
         tuple[Any, str, Any] | None
     )  # callback and event of the running handler, and the outer one
     timings: Any  # Timings
+    seams: Any  # Seams
+    modes: Any  # Modes
+    microbatches: Any  # Microbatches
+    closure: Any  # ClosureStep
+    own_loop: Any  # OwnLoop
+    advice: Any  # Advice
+    whole_batches: Any  # WholeBatches; None for a model that takes inputs
+    running: tuple[Any, str, Any] | None
+    resuming: Any  # ResumeState of a checkpoint that is not restored yet
+    stage: int | None
+    batch_device: Any  # torch.device; None before the first batch
     world: Comm
     lock: Any
-    replica: nn.Module | None
     training: bool
     fitting: bool
     resumed: bool
@@ -62,7 +72,6 @@ class LoopLike(Protocol):
     epochs_per_iteration: int | None
     turn: str | None
     error: BaseException | None
-    auto_microbatch: int | None
 
     # current batch
     dl: Any
@@ -95,27 +104,14 @@ class LoopLike(Protocol):
     def draw_batches(self) -> Any: ...
     def set_loader(self, dl: Any) -> None: ...
     def do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None: ...
-    def evaluate_within_epoch(self, loaders: list[tuple[str, Any]]) -> None: ...
-    def evaluated_weights(self) -> AbstractContextManager[None]: ...
     def contexts(self, part: str) -> AbstractContextManager[Any]: ...
-    def clear_pass(self) -> None: ...
-    def loss_of(self, pred: Any) -> Any: ...
-    def total_loss(self, parts: Any) -> Tensor: ...
-    def run_microbatches(self, size: int | str) -> None: ...
-    def repeat_passes(self) -> None: ...
-    def open_optimize_call(self, call: Any) -> AbstractContextManager[None]: ...
-    def is_open(self, level: str) -> bool: ...
-    def open_level(self, event_type: str) -> AbstractContextManager[None]: ...
-    def ends_iteration(self) -> bool: ...
-    def end_iteration(self) -> None: ...
-    def fire_checkpoint(self, level: str) -> None: ...
-    def end_resume(self) -> None: ...
-    def forget_run(self) -> None: ...
     def finished(self, unit: str) -> Any: ...
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None: ...
 
     # methods to override, with fastai's names
     def _do_one_batch(self) -> None: ...
+    def _do_pred_loss(self) -> None: ...
+    def _do_grad_opt(self) -> None: ...
     def train_batch(self) -> None: ...
     def _split(self, b: Any) -> None: ...
     def _set_device(self, b: Any) -> Any: ...
@@ -136,10 +132,7 @@ class LoopLike(Protocol):
     def removed_cbs(self, cbs: Any) -> AbstractContextManager[Any]: ...
     def ordered_cbs(self, event_name: str, training: bool | None = None) -> list[Any]: ...
 
-
-class LearnerLike(LoopLike, Protocol):
-    "Attributes and methods of a Learner that functions and callbacks use."
-
+    # attributes and methods of the Learner
     opt_func: Any
     lr: Any
     splitter: Any
@@ -156,8 +149,6 @@ class LearnerLike(LoopLike, Protocol):
     lr_search: Any
     whole_step: Any
     replay_source: Any
-    optimized_loss_sum: Tensor | None
-    n_optimized_losses: int
     own_lrs: tuple[Any, Any]
     last_lrs: list[float]
 

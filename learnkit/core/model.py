@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import apply_model
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 
 __all__ = [
     'bare_model',
@@ -184,7 +184,7 @@ def takes_batches(
 
 
 def whole_batch(
-    learn: LoopLike,  # Learner with a current batch
+    learn: LearnerLike,  # Learner with a current batch
 ) -> Any:
     "Return the batch or microbatch as one object: a tuple of inputs and targets, or the only input of another batch."
     if isinstance(learn.batch, (tuple, list)):
@@ -200,7 +200,7 @@ class WholeBatches:
 
     def call(
         self,
-        learn: LoopLike,  # Learner with a current batch
+        learn: LearnerLike,  # Learner with a current batch
         model: nn.Module,  # its model, or the wrapper that is called in training
     ) -> Any:
         "Call the model with the whole batch, and return the prediction; in validation, keep the loss of its outputs."
@@ -215,7 +215,7 @@ class WholeBatches:
         self._own_loss = _reduce_losses(bare.loss(outputs, batch))
         return bare.eval_forward(batch, outputs)
 
-    def loss(self, learn: LoopLike) -> Any:
+    def loss(self, learn: LearnerLike) -> Any:
         "Return the model's own loss of the current prediction."
         if not learn.training:
             return self._own_loss
@@ -224,7 +224,7 @@ class WholeBatches:
 
 
 def call_module(
-    learn: LoopLike,  # Learner with a current batch
+    learn: LearnerLike,  # Learner with a current batch
     module: nn.Module,  # its model, or the wrapper that is called in training
 ) -> Any:
     "Call a module with the inputs of the batch, or with the whole batch if it has Composer's interface."

@@ -113,6 +113,7 @@ _LEAVES = frozenset(
         bool,
         NoneType,
         Tensor,
+        np.ndarray,
         type,
         ModuleType,
         FunctionType,
@@ -126,10 +127,6 @@ _LEAVES = frozenset(
 )
 # attributes of callables that have no `__dict__` with these values
 _CALLABLES = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
-# limits of the search: depth, counting containers; number of objects; entries of a container
-_MAX_DEPTH = 7
-_MAX_OBJECTS = 200
-_MAX_ENTRIES = 32
 
 
 def own_generators(
@@ -137,8 +134,8 @@ def own_generators(
 ) -> dict[str, Any]:  # attribute path: generator; each generator once
     """Return the generators of a loader, its samplers, its data set and its transforms.
 
-    The search follows attributes and the entries of short lists and dicts, and finds generators of torch, NumPy and
-    Python. It stops after a limited number of objects.
+    The search follows all attributes and all entries of lists, tuples and dicts, and finds generators of torch, NumPy
+    and Python.
 
     >>> from torch.utils.data import DataLoader
     >>> list(own_generators(DataLoader([1, 2], shuffle=True, generator=torch.Generator())))
@@ -148,45 +145,49 @@ def own_generators(
     seen = {id(dl)}
     objects = [('', dl)]
     kinds = _list_generator_types()
-    for _ in range(_MAX_DEPTH):
-        inner: list[tuple[str, Any]] = []
-        for path, owner in objects:
-            for name, value in _iter_parts(path, owner):
-                if type(value) in _LEAVES or id(value) in seen:
-                    continue
-                seen.add(id(value))
-                if isinstance(value, kinds):
-                    found[name] = value
-                elif len(seen) < _MAX_OBJECTS:
-                    inner.append((name, value))
-        if not inner:
-            break
-        objects = inner
+    for path, owner in objects:  # grows during the loop
+        for place, key, value in _iter_parts(owner):
+            if _is_leaf(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            name = (path + place.format(key)).removeprefix('.')
+            if isinstance(value, kinds):
+                found[name] = value
+            else:
+                objects.append((name, value))
     return found
 
 
-def _iter_parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    "Yield (path, value) of the attributes of an object and of the entries of a short container."
+def _is_leaf(value: Any) -> bool:
+    "Return True for an object without parts, and for a row of such objects, as data sets have by the million."
+    cls = type(value)
+    if cls is tuple or cls is list:
+        return _LEAVES.issuperset(map(type, value))
+    if cls is dict:
+        return _LEAVES.issuperset(map(type, value.values()))
+    return cls in _LEAVES
+
+
+def _iter_parts(owner: Any) -> Iterator[tuple[str, Any, Any]]:
+    "Yield (format of the place, key, value) of the attributes of an object and of the entries of a container."
     base = next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)
     if base is not None:
         # methods of the base class, because iterating over a subclass may start a loader
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
-        if base.__len__(owner) <= _MAX_ENTRIES:
-            for k, value in items:
-                yield f'{path}[{k!r}]', value
+        for k, value in items:
+            yield '[{!r}]', k, value
     attributes = getattr(owner, '__dict__', None)
     if type(owner) in _CALLABLES:
         attributes = {name: getattr(owner, name) for name in _CALLABLES[type(owner)]}
     if type(attributes) is not dict:
         return
-    dot = path and f'{path}.'
     if isinstance(owner, nn.Module):
         public = {k: v for k, v in attributes.items() if k[0] != '_'}
         attributes = public | attributes['_modules']
     for k, value in attributes.items():
         # the iterator of a DataLoader refers to parts of the loader, and `learn` of a callback to all objects
         if k not in ('_iterator', 'learn'):
-            yield f'{dot}{k}', value
+            yield '.{}', k, value
 
 
 def _list_generator_types() -> tuple[type, ...]:

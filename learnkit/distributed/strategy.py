@@ -16,7 +16,7 @@ from learnkit.core.batch import count_samples, find_bs, slice_batch
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.compare import compute_checksum
 from learnkit.engine.microbatch import divide, weighted_loss
@@ -37,7 +37,7 @@ class SeveralProcesses(SingleProcess):
         self.team = team
 
     @contextmanager
-    def run(self, learn: LoopLike, kind: str) -> Iterator[None]:
+    def run(self, learn: LearnerLike, kind: str) -> Iterator[None]:
         "Open a run, which ends on all ranks if one rank raises an error."
         if learn.run.depth:
             with open_run(learn, kind):
@@ -54,20 +54,21 @@ class SeveralProcesses(SingleProcess):
                 raise
             raise error from e
 
-    def end_run(self, learn: LoopLike, error: BaseException | None) -> None:
+    def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
+            self.team.batch.weights = None  # a sum that is awaited would keep the connections open
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 
-    def stop(self, learn: LoopLike) -> None:
+    def stop(self, learn: LearnerLike) -> None:
         "Request the end of the fit; the fit ends when all ranks have received the request."
         if learn.fitting:
             learn.world.post('stop', 1.0)
         else:
             super().stop(learn)
 
-    def seconds(self, learn: LoopLike) -> float:
+    def seconds(self, learn: LearnerLike) -> float:
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
@@ -78,21 +79,12 @@ class SeveralProcesses(SingleProcess):
         "True if the current batch has samples of this rank."
         return bool(self.team.has_local_samples)
 
-    def batch_loss(self, learn: LoopLike) -> Tensor:
+    def batch_loss(self, learn: LearnerLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
-        loss = weighted_loss(learn.loss.detach(), self.exact_share(learn))
+        loss = weighted_loss(learn.loss.detach(), self.gradient_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
-    def gradient_share(self, learn: LoopLike) -> Any:
-        """Return the factor of this rank's loss in a backward pass.
-
-        It may be a guess if gradients are rescaled after the pass, when the sum of the weights has arrived."""
-        if self.team.batch.guess is None:
-            return self.exact_share(learn)
-        own, expected = self.team.batch.guess
-        return own * learn.world.size / expected
-
-    def exact_share(self, learn: LoopLike) -> Any:
+    def gradient_share(self, learn: LearnerLike) -> Any:
         """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
 
         Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""
@@ -107,7 +99,7 @@ class SeveralProcesses(SingleProcess):
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
         return divide(own_weight * size, weights.total())
 
-    def split(self, learn: LoopLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+    def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches: as many as on the rank with the most samples."
         microbatches = super().split(learn, xb, yb, size)
         share = self.team.batch.share
@@ -119,23 +111,23 @@ class SeveralProcesses(SingleProcess):
         bs = find_bs(xb, yb, learn.size_func)
         return slice_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
-    def own_samples(self, learn: LoopLike) -> int:
+    def own_samples(self, learn: LearnerLike) -> int:
         "Return the number of samples of this rank's batch."
         share = self.team.batch.share
         return count_samples(learn) if share is None else share[0]
 
-    def own_weight(self, learn: LoopLike) -> Any:
+    def own_weight(self, learn: LearnerLike) -> Any:
         "Return the weight of this rank's batch; 0 for a filler, a sample that does not count."
         if not self.own_samples(learn):
             return 0.0
         return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
 
-    def count_samples(self, learn: LoopLike) -> int:
+    def count_samples(self, learn: LearnerLike) -> int:
         "Return the number of samples of the batch over all ranks."
         share = self.team.batch.share
         return super().count_samples(learn) if share is None else share[1]
 
-    def total_weight(self, learn: LoopLike) -> Any:
+    def total_weight(self, learn: LearnerLike) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
         if learn.loss_weights.is_sum(learn):
             return None
@@ -147,7 +139,7 @@ class SeveralProcesses(SingleProcess):
 
     def find_checkpoint(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         resume: Any,
         find: Callable[[Any], ResumeState | None],
     ) -> ResumeState | None:
@@ -163,7 +155,7 @@ class SeveralProcesses(SingleProcess):
         own: ResumeState | None = world.run_on_all(lambda: found if is_found else find(path))
         return own
 
-    def add_own_state(self, learn: LoopLike, state: dict[str, Any]) -> dict[str, Any]:
+    def add_own_state(self, learn: LearnerLike, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with each rank's own state added.
 
         A rank's own state is its random generators, its position in the data, and the states of callbacks and the
@@ -171,7 +163,7 @@ class SeveralProcesses(SingleProcess):
         rank_states = gather_rank_states(state, learn.world)
         return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
 
-    def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
+    def take_own_state(self, learn: LearnerLike, resume: ResumeState) -> ResumeState:
         """Return a checkpoint in which this rank's own state replaces the first rank's.
 
         From a checkpoint of another number of ranks, all ranks restore the first rank's state, except for its random
@@ -197,7 +189,7 @@ class SeveralProcesses(SingleProcess):
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume
 
-    def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
+    def after_restore(self, learn: LearnerLike, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
         self.team.parallelism.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from learnkit.core.errors import CancelBackwardException
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.run import clear_pass
 from learnkit.optim.wrapper import Closure
 
@@ -18,19 +18,16 @@ __all__ = ['ClosureStep']
 class ClosureStep:
     """Step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
 
-    Takes the seam `step` in a fit whose optimizer takes a closure.
+    Takes the seam `step` in a fit whose optimizer needs a closure.
     """
 
     def __init__(self) -> None:
         self.repeating = False  # True while the batch is evaluated again
 
-    def __call__(self, learn: LoopLike) -> None:
+    def __call__(self, learn: LearnerLike) -> None:
         "Take the step with a closure. What is recorded is the evaluation before the step."
-        is_expected = learn.opt.needs_closure
 
         def evaluate() -> Tensor:
-            if not is_expected:
-                learn.callbacks.notify('on_reevaluation')
             learn.opt.zero_grad(only=learn.turn)
             with self.repeated():
                 self.repeat(learn)
@@ -54,7 +51,7 @@ class ClosureStep:
         finally:
             self.repeating = False
 
-    def repeat(self, learn: LoopLike) -> None:
+    def repeat(self, learn: LearnerLike) -> None:
         "Run the forward and backward passes of the batch again, without the step."
         if learn.own_loop.call is not None:
             learn.own_loop.repeat(learn)

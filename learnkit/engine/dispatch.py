@@ -10,15 +10,14 @@ from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from operator import attrgetter, itemgetter
 from threading import RLock
-from types import FunctionType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
 from learnkit.core.interrupts import allow_interrupts
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     SET_BY_BASE,
@@ -45,7 +44,8 @@ __all__ = [
     'list_running',
 ]
 
-_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
+_HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
+_HANDLER_NAMES = _HANDLED | ALIASES.keys()
 # callbacks that a Learner has by default
 _DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 
@@ -68,7 +68,7 @@ class CallbackSet:
     event that is being dispatched, and the truth value of a list is fast to test.
     """
 
-    def __init__(self, learn: LoopLike) -> None:
+    def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
@@ -92,10 +92,14 @@ class CallbackSet:
     def __contains__(self, cb: object) -> bool:
         return id(cb) in self.switches
 
-    def refresh(self) -> None:
+    def refresh(
+        self,
+        classes: bool = False,  # forget what is known of classes, which may have new handlers
+    ) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
-        self.kinds.clear()
+        if classes:
+            self.kinds.clear()
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
@@ -228,7 +232,13 @@ class CallbackSet:
         return self._order
 
 
-class CallbackHost:
+if TYPE_CHECKING:
+    Declared = LearnerLike  # the attributes of a Learner are declared there, once
+else:
+    Declared = object
+
+
+class CallbackHost(Declared):
     "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
@@ -237,7 +247,7 @@ class CallbackHost:
         self.lock = RLock()  # one run at a time
         # callback and event of the handler that is running, and the same of the handler around it
         self.running: tuple[Any, str, Any] | None = None
-        self.callbacks = CallbackSet(cast(LoopLike, self))
+        self.callbacks = CallbackSet(cast(LearnerLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     @allow_interrupts
@@ -544,25 +554,38 @@ class HandlerTable(dict[str, list[Entry]]):
         super().__init__()
         self.callbacks = callbacks
         self.training = training
+        self._receivers: dict[str, list[Any]] = {}  # callbacks that may have a handler, by event
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
+        event = name if name in _HANDLED else canonical_event(name)
+        if not self._receivers:
+            self._find_receivers()
         callbacks = self.callbacks
         found: list[tuple[int, Entry]] = []
-        spellings = event, _ALIAS_OF.get(event)
-        for cb in callbacks.list_ordered():
-            kind = callbacks.kinds.get(type(cb)) or callbacks.describe(type(cb))
-            is_own = not vars(cb).keys().isdisjoint(spellings)
-            if kind.events is not None and event not in kind.events and not is_own:
-                continue
+        for cb in self._receivers.get(event, ()):
             handler = self._get_handler(cb, event)
             if handler:
+                kind = callbacks.kinds[type(cb)]
                 place = (event in kind.runs_last) - (event in kind.runs_first)
                 found.append((place, (handler, callbacks.switches[id(cb)], cb)))
         if any(place for place, _ in found):
             found.sort(key=itemgetter(0))
         self[name] = [entry for _, entry in found]
         return self[name]
+
+    def clear(self) -> None:
+        "Forget all handlers."
+        super().clear()
+        self._receivers.clear()
+
+    def _find_receivers(self) -> None:
+        "Find the callbacks that may have a handler of each event, in order."
+        kinds = self.callbacks.kinds
+        for cb in self.callbacks.list_ordered():
+            kind = kinds.get(type(cb)) or self.callbacks.describe(type(cb))
+            own = (ALIASES.get(name, name) for name in vars(cb).keys() & _HANDLER_NAMES)
+            for event in _HANDLED if kind.events is None else {*kind.events, *own}:
+                self._receivers.setdefault(event, []).append(cb)
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
@@ -581,7 +604,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return torch.no_grad()(handler) if cb.observer else handler
 
 
-def list_running(learn: LoopLike) -> list[tuple[Any, str]]:
+def list_running(learn: LearnerLike) -> list[tuple[Any, str]]:
     "Return the callbacks whose handlers are running, with their events, innermost first."
     found = []
     entry = learn.running
@@ -609,7 +632,7 @@ def complete_attributes(cb: Any) -> None:
     Raises `CallbackError` if the constructor has no default for an argument.
     """
     cls = type(cb)
-    base = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
+    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
     if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
         return
     if base.__init__ is Callback.__init__:
@@ -738,19 +761,15 @@ def as_list(o: Any) -> list[Any]:
 
 
 def _is_redefined(old: type, new: type) -> bool:
-    """Return True if `new` is a later definition of the class `old`.
+    """Return True if `new` is a later definition of the class `old`, as in a notebook cell that runs again.
 
-    Two classes of one name that the same function has made share code objects, and are not redefinitions.
+    Classes that a function defines may be several of one name.
     """
-    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
-        return False
-    return not (_get_code_ids(old) & _get_code_ids(new))
+    is_local = '<locals>' in new.__qualname__
+    is_same_name = (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+    return old is not new and is_same_name and not is_local
 
 
-def _get_code_ids(cls: type) -> set[int]:
-    return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
-
-
-def format_place(learn: LoopLike) -> str:
+def format_place(learn: LearnerLike) -> str:
     "Return the current epoch and batch as a string: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from fastcore.basics import noop
-from torch import Tensor, nn
 
 from learnkit.core.batch import BatchForm, form_of, to_device
 from learnkit.core.errors import (
@@ -49,12 +48,7 @@ class Loop(CallbackHost):
     where a run is are hidden from the tracebacks of notebooks (`__tracebackhide__`).
     """
 
-    model: nn.Module
-    dls: Any
-    opt: Any
     turn: str | None = None  # optimizer that steps; None: all of them
-    loss_func: Any
-    loss_grad: Any  # loss that backward runs from; exists once the loss of a batch is computed
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +61,7 @@ class Loop(CallbackHost):
         self.phase = self.dl_name = 'train'
         self.n_epoch: int | None = 1
         self.epoch = self.iter = self.train_iter = 0
-        self.n_iter: int | None = None
+        self.n_iter = None
         self.pct_train = 0.0
         self.batch_device: torch.device | None = None  # device of the last loader's batches
         self._end_cleanup()
@@ -145,7 +139,7 @@ class Loop(CallbackHost):
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
         "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
         self.batch_device = model_device(self.model, self.dls)
-        self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
+        self.batch_form: BatchForm | None = form_of(self.dls, self.loader_name or self.dl_name)
         source = self.seams.source
         numbers, batches = source.batches(self)
         try:
@@ -292,12 +286,9 @@ class Loop(CallbackHost):
 
     def _end_cleanup(self) -> None:
         "Release the batch and its results."
-        self.dl: Any = None
-        self.batch: Any = None
-        self.batch_form: BatchForm | None = None  # how batches of the current loader are split
+        self.dl = self.batch = None
+        self.batch_form = None  # how batches of the current loader are split
         self.loader_name: str | None = None  # name of the loader in `dls`, if `dl_name` differs
-        self.xb: tuple[Any, ...] = (None,)
-        self.yb: tuple[Any, ...] = (None,)
-        self.pred: Any = None
-        self.loss: Tensor | None = None
+        self.xb = self.yb = (None,)
+        self.pred = self.loss = None
         self.__dict__.pop('loss_grad', None)

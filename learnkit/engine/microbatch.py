@@ -17,7 +17,7 @@ from learnkit.core.errors import (
     CancelStepException,
     add_note,
 )
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import copy_buffers, restore_buffers
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.engine.run import clear_pass, release_loss
@@ -38,7 +38,7 @@ class Microbatches:
         self.share: Any = 1.0  # weight of the microbatch in the loss of its batch
         self.fitting_size: int | None = None  # size that fits into memory
 
-    def __call__(self, learn: LoopLike) -> None:
+    def __call__(self, learn: LearnerLike) -> None:
         "Train on the current batch."
         pending = [(p, p.grad.clone()) for p in learn.opt.parameters() if p.grad is not None]
         try:
@@ -55,7 +55,7 @@ class Microbatches:
 
     def run(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         size: Any,  # number of samples, or 'auto'
     ) -> None:
         "Accumulate the gradients of microbatches, weighted so that their sum is the batch's gradient."
@@ -88,12 +88,12 @@ class Microbatches:
             self.share = 1.0
         learn.loss = sum(losses[1:], losses[0])
 
-    def _backward(self, learn: LoopLike) -> None:
+    def _backward(self, learn: LearnerLike) -> None:
         "Run backward on the weighted loss; the weight also applies to terms that callbacks added."
         learn.loss_grad = learn.loss_grad * self.share
         learn._backward()
 
-    def run_within_memory(self, learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+    def run_within_memory(self, learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
         "Run on the whole batch. Out of memory, restore the state before the batch and halve the size."
         rng = capture_rng()
         buffers = copy_buffers(learn.model)
@@ -152,7 +152,7 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     return loss * share if share else torch.zeros_like(loss)
 
 
-def warn_of_batch_norm(learn: LoopLike) -> None:
+def warn_of_batch_norm(learn: LearnerLike) -> None:
     "Warn if the model has batch norm layers, which normalize each microbatch separately."
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         warn(
@@ -163,7 +163,7 @@ def warn_of_batch_norm(learn: LoopLike) -> None:
         )
 
 
-def restore_gradients(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
+def restore_gradients(learn: LearnerLike, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Restore the gradients from before a batch."
     learn.opt.zero_grad()
     for p, grad in pending:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from learnkit.core.errors import EmptyLoaderError, add_note
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length, n_batches
 from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
-from learnkit.data.torch_loader import end_workers
+from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
 from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
@@ -48,13 +48,13 @@ class Source:
         "End the training of an epoch; its evaluation is next."
 
 
-def set_length(learn: LoopLike, first: int = 0) -> Iterable[int]:
+def set_length(learn: LearnerLike, first: int = 0) -> Iterable[int]:
     "Set `n_iter`, and return the numbers of the batches of a pass from `first` on."
     learn.n_iter, limit = epoch_length(learn.dls, learn.dl)
     return count(first) if limit is None else range(first, limit)
 
 
-def draw(learn: LoopLike, batches: Iterator[Any]) -> Iterator[Any]:
+def draw(learn: LearnerLike, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a loader, and count the training steps until the next one that is timed.
 
     Raises `EmptyLoaderError` for a loader without batches, and warns of one that ends too early. If
@@ -71,7 +71,8 @@ def draw(learn: LoopLike, batches: Iterator[Any]) -> Iterator[Any]:
                     timings.switch(learn)
     except Exception as e:
         add_note(e, f'in {learn.phase} ({format_place(learn)})')
-        end_workers(learn.dl, e)
+        end_workers(batches)
+        forget_workers(learn.dl)
         learn.callbacks.notify('on_draw_failed')
         raise
     finally:
@@ -79,7 +80,7 @@ def draw(learn: LoopLike, batches: Iterator[Any]) -> Iterator[Any]:
     check_drawn(learn, learn.iter)
 
 
-def check_drawn(learn: LoopLike, n: int) -> None:
+def check_drawn(learn: LearnerLike, n: int) -> None:
     "Raise `EmptyLoaderError` if an exhausted loader gave no batch; warn if it gave fewer than its length."
     if not n:
         hint = ''
@@ -99,7 +100,7 @@ def check_drawn(learn: LoopLike, n: int) -> None:
 # -- iterations ------------------------------------------------------------------------------------
 
 
-def ends_iteration(learn: LoopLike) -> bool:
+def ends_iteration(learn: LearnerLike) -> bool:
     "Return True if the current epoch is the last epoch of an iteration, and was not cut."
     per_iteration = learn.epochs_per_iteration
     if per_iteration is None or learn.passes.is_cut:
@@ -107,7 +108,7 @@ def ends_iteration(learn: LoopLike) -> bool:
     return (learn.epoch + 1) % per_iteration == 0
 
 
-def end_iteration(learn: LoopLike) -> None:
+def end_iteration(learn: LearnerLike) -> None:
     "Count an iteration, and fire the events at its end."
     learn.counters.iterations += 1
     learn('after_iteration')
@@ -216,7 +217,7 @@ class TrainingPasses(Source):
         "Release all iterators, which an error may have ended."
         self.stream = self.rest = self.position = self._current = None
 
-    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or, if `continued`, the rest of a resumed epoch."
         dl = learn.dl
         device = learn.batch_device
@@ -254,7 +255,7 @@ class TrainingPasses(Source):
         else:
             self.position = resumed
 
-    def indices(self, learn: LoopLike) -> list[Any] | None:
+    def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the data set's indices of the current training batch, or None if they are unknown."
         if not learn.training:
             return None
@@ -265,7 +266,7 @@ class TrainingPasses(Source):
 
     def state_dict(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> dict[str, Any] | None:
         "Return the position for a checkpoint, or None if an overridden loop has drawn the batches itself."
@@ -281,7 +282,7 @@ class TrainingPasses(Source):
 
     def warn_of_lost_state(
         self,
-        learn: LoopLike,
+        learn: LearnerLike,
         within_epoch: bool,  # the checkpoint follows a batch of the epoch, not its end
     ) -> None:
         "Warn of state of the current pass that a checkpoint cannot hold."

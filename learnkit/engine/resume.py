@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import CheckpointError
-from learnkit.core.learner_type import LearnerLike, LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import declared
 from learnkit.engine.dispatch import list_running
 from learnkit.engine.evaluation import EvaluateWithinEpochs
@@ -77,13 +77,13 @@ class ResumeState:
         raise CheckpointError(f'{name} belongs to a separate fit, not to `fine_tune`.')
 
 
-def list_checkpoint_folders(learn: LoopLike) -> list[Path]:
+def list_checkpoint_folders(learn: LearnerLike) -> list[Path]:
     "Return the folders in which callbacks keep checkpoints: where a fit is resumed from."
     finders = [declared(cb, 'checkpoint_folder') for cb in learn.cbs]
     return [find() for find in finders if find is not None]
 
 
-def checkpoint_point(learn: LoopLike) -> str:
+def checkpoint_point(learn: LearnerLike) -> str:
     "Return the point of the checkpoint event that is running, 'batch', 'epoch' or 'iteration', or ''."
     for _, event in list_running(learn):
         if event.endswith('_checkpoint'):

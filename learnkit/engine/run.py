@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learnkit.core.errors import CancelError, CancelException, FitError, add_note
 from learnkit.core.interrupts import allow_interrupts, run_all
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import WholeBatches, preserved_modes, takes_batches
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
@@ -68,13 +68,13 @@ class Run:
     stopping: bool = False  # the fit ends after the current batch or epoch
 
 
-def clear_pass(learn: LoopLike) -> None:
+def clear_pass(learn: LearnerLike) -> None:
     "Delete the prediction and the loss of the last forward pass."
     learn.__dict__.pop('pred', None)
     learn.__dict__.pop('loss_grad', None)
 
 
-def release_loss(learn: LoopLike) -> None:
+def release_loss(learn: LearnerLike) -> None:
     "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
     loss = learn.loss
     if isinstance(loss, Tensor) and loss.requires_grad:
@@ -83,7 +83,7 @@ def release_loss(learn: LoopLike) -> None:
             loss.detach_()
 
 
-def refuse_run(learn: LoopLike, value: object) -> None:
+def refuse_run(learn: LearnerLike, value: object) -> None:
     "Raise `FitError` for an assignment to `learn.run`."
     raise FitError(
         f'learn.run = {value!r}: `learn.run` is the state of the current run and is not assigned. `learn.fit(5)` '
@@ -91,14 +91,14 @@ def refuse_run(learn: LoopLike, value: object) -> None:
     )
 
 
-def is_in_use(learn: LoopLike) -> bool:
+def is_in_use(learn: LearnerLike) -> bool:
     "Return True during a run, until its cleanup begins."
     return learn.run.depth > 0 and learn.run.kind != CLEANUP
 
 
 @contextmanager
 def open_run(
-    learn: LoopLike,
+    learn: LearnerLike,
     kind: str,  # 'fit', 'evaluation', 'prediction', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run. The outermost run ends with `after_error` and `cleanup`, and restores the Learner."
@@ -119,7 +119,7 @@ def open_run(
                 counters.fit_began = began
             if run.depth == 1:
                 learn.whole_batches = WholeBatches() if takes_batches(learn.model) else None
-                learn.callbacks.refresh()  # classes may have new handlers
+                learn.callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:
                 yield
@@ -148,7 +148,7 @@ def open_run(
             torch.set_grad_enabled(grad)
 
 
-def end_run(learn: LoopLike, error: BaseException | None) -> None:
+def end_run(learn: LearnerLike, error: BaseException | None) -> None:
     "End the outermost run: fire `after_error` and `cleanup`. The first error gets notes about later errors."
     run = learn.run
     learn.error = error
@@ -172,7 +172,7 @@ def end_run(learn: LoopLike, error: BaseException | None) -> None:
     raise_first(error, raised)
 
 
-def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
+def _reset_run(learn: LearnerLike, error: BaseException | None) -> None:
     "Reset the state of the run that has ended."
     run = learn.run
     if error is not None:
@@ -187,7 +187,7 @@ def _reset_run(learn: LoopLike, error: BaseException | None) -> None:
             cb.run = True
 
 
-def forget_run(learn: LoopLike) -> None:
+def forget_run(learn: LearnerLike) -> None:
     "Release the tensors of a failed run, and the persistent workers of its loaders."
     for dl in (learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))):
         forget_workers(dl)
@@ -197,14 +197,14 @@ def forget_run(learn: LoopLike) -> None:
         learn.opt.zero_grad()
 
 
-def is_open(learn: LoopLike, level: str) -> bool:
+def is_open(learn: LearnerLike, level: str) -> bool:
     "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
     # an override of `_with_events` may not update `run.levels`
     is_overridden = type(learn)._with_events.__module__ != 'learnkit.engine.loop'
     return level in learn.run.levels or is_overridden
 
 
-def note_error(learn: LoopLike, e: BaseException, cb: Callback, event_name: str) -> None:
+def note_error(learn: LearnerLike, e: BaseException, cb: Callback, event_name: str) -> None:
     """Add a note to an exception: the callback, the event, epoch and batch.
 
     Raises `CancelError` for a Cancel exception whose level is not open.
@@ -217,13 +217,15 @@ def note_error(learn: LoopLike, e: BaseException, cb: Callback, event_name: str)
         raise make_cancel_error(e, f'in {where}', learn.run.levels) from e
 
 
-def _list_releases(learn: LoopLike) -> list[Callable[[], object]]:
+def _list_releases(learn: LearnerLike) -> list[Callable[[], object]]:
     "Return the functions of callbacks that release resources of the process."
     ends = [declared(cb, 'on_run_ended') for cb in learn.callbacks]
     return [end for end in ends if end is not None]
 
 
-def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
+def call_each(
+    learn: LearnerLike, event_name: str, interrupted: bool = False
+) -> list[BaseException]:
     """Run every handler of an event, also if one of them raises, and return the exceptions.
 
     A second Ctrl-C is raised at once. Except in `after_error`, callbacks that were switched off are
@@ -258,7 +260,7 @@ def call_handler(handler: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def open_level(learn: LoopLike, event_type: str) -> Iterator[None]:
+def open_level(learn: LearnerLike, event_type: str) -> Iterator[None]:
     """Open a level of the loop within a context: fire its first event, and at the end the others.
 
     For a function, `_with_events` takes less time. It also drops the Cancel exception, with the
@@ -281,7 +283,7 @@ def open_level(learn: LoopLike, event_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_state(learn: LoopLike) -> Iterator[None]:
+def preserved_state(learn: LearnerLike) -> Iterator[None]:
     "Restore the random generators, the mode of each module and the loop's state at the end of a context."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
     try:
@@ -299,7 +301,7 @@ def preserved_state(learn: LoopLike) -> Iterator[None]:
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
-def hold_others(learn: LoopLike, kind: str) -> list[Any]:
+def hold_others(learn: LearnerLike, kind: str) -> list[Any]:
     """Switch off the callbacks that take no part in a run, and return them.
 
     These are callbacks whose `run_in` excludes the run, and, in an evaluation, callbacks whose
@@ -316,7 +318,7 @@ def hold_others(learn: LoopLike, kind: str) -> list[Any]:
     return learn.callbacks.hold(others) if others else []
 
 
-def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
+def release_for_fit(learn: LearnerLike, kind: str) -> list[Any]:
     "Switch on the callbacks with `run_in='fit'` that an outer run has switched off, and return them."
     if kind != 'fit':
         return []
@@ -326,7 +328,7 @@ def release_for_fit(learn: LoopLike, kind: str) -> list[Any]:
     return waiting
 
 
-def warn_of_switched_off(learn: LoopLike, cb: Any, event_name: str) -> None:
+def warn_of_switched_off(learn: LearnerLike, cb: Any, event_name: str) -> None:
     "Warn if a callback that was switched off would have changed the batches of the evaluation."
     if contains_object(learn.callbacks.held, cb) or takes_every_event(type(cb)):
         return

@@ -38,6 +38,7 @@ from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 
 __all__ = [
+    'BatchCollector',
     'GatherPredsCallback',
     'AsyncToCPU',
     'PredictionSink',
@@ -50,7 +51,83 @@ __all__ = [
 ]
 
 
-class GatherPredsCallback(Callback):
+class BatchCollector(Callback):
+    "Base class of callbacks that collect the entries of each batch of a run; runs inside the run are ignored."
+
+    def __init__(
+        self,
+        with_input: bool,
+        with_loss: bool,
+        with_targs: bool,
+        cpu: bool = True,  # move the entries to the CPU
+        transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
+    ) -> None:
+        self.with_input = with_input
+        self.with_loss = with_loss
+        self.with_targs = with_targs
+        self._cpu = cpu
+        self._transfer = transfer
+        self._depth: int | None = None  # depth of the collected run
+
+    def _take(self, entries: dict[str, Any]) -> None:
+        "Process the entries of a batch: `iter`, `n`, `has_lists`, `preds`, and what is asked for."
+
+    def _is_collected_run(self) -> bool:
+        return bool(self._depth == self.learn.run.depth and not self.learn.training)
+
+    def before_validate(self) -> None:
+        depth = self.learn.run.depth
+        if self._depth is None or depth < self._depth:
+            self._depth = depth  # an earlier run at a larger depth has ended
+
+    def before_batch(self) -> None:
+        if self.with_input and self._is_collected_run():
+            self._input = self._detach(self.learn.xb)
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if not self._is_collected_run() or 'pred' not in learn.__dict__:
+            return
+        if self.with_loss and 'loss_grad' not in learn.__dict__:
+            return
+        n = sample_count(learn)
+        entries = {
+            'iter': learn.iter,
+            'n': n,
+            'has_lists': has_listed_samples((*learn.xb, *learn.yb), n),
+            'preds': self._detach(learn.pred),
+        }
+        if self.with_input:
+            entries['inputs'] = self._input
+        if self.with_targs:
+            entries['targs'] = self._detach(learn.yb)
+        if self.with_loss:
+            n = n or count_samples(learn)  # raises `BatchError` for an unknown number
+            entries['losses'] = self._detach(compute_sample_losses(learn, n))
+        if self._transfer is None:
+            return self._take(entries)
+        for copied_entries in self._transfer.put(entries):
+            self._take(copied_entries)
+
+    def _detach(self, b: Any) -> Any:
+        "Detach a batch, and move it to the CPU unless `transfer` does; a loader may have a `to_detach`."
+        is_moved_later = self._transfer is not None and not hasattr(self.learn.dl, 'to_detach')
+        return self.learn.to_detach(b, self._cpu and not is_moved_later)
+
+    def finish(self) -> None:
+        "Process the batches that are still being copied."
+        for entries in self._transfer.flush() if self._transfer else ():
+            self._take(entries)
+
+    def on_run_failed(self) -> None:
+        if self._is_collected_run():
+            self._depth = None
+
+    def cleanup(self) -> None:
+        self._depth = None
+
+
+class GatherPredsCallback(BatchCollector):
     """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
     Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
@@ -77,14 +154,13 @@ class GatherPredsCallback(Callback):
         concat_dim: int = 0,  # dimension along which batches are concatenated
         pickle_protocol: int = 2,  # ignored (for fastai's code): only protocol 2 is safe to load
     ) -> None:
-        self.with_input = with_input
-        self.with_loss = with_loss
+        collects_targs = with_targs or save_targs is not None
+        super().__init__(with_input, with_loss, collects_targs, transfer=AsyncToCPU())
         self.with_preds = with_preds
-        self.with_targs = with_targs
+        self.gathers_targs = with_targs
         self.save_preds = None if save_preds is None else as_local_path(save_preds)
         self.save_targs = None if save_targs is None else as_local_path(save_targs)
         self.concat_dim = concat_dim
-        self._depth: int | None = None  # depth of the gathered run; runs inside it are ignored
         self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
 
@@ -99,14 +175,9 @@ class GatherPredsCallback(Callback):
         self._is_joined = False
         self._transfer = AsyncToCPU()
 
-    def _is_gathered_run(self) -> bool:
-        return bool(self._depth == self.learn.run.depth and not self.learn.training)
-
     def before_validate(self) -> None:
-        depth = self.learn.run.depth
-        if self._depth is None or depth < self._depth:
-            self._depth = depth  # an earlier run at a larger depth has ended
-        if not self._is_gathered_run():
+        super().before_validate()
+        if not self._is_collected_run():
             return
         self._start()
         self._world = _get_sharing_ranks(self.learn.world, self.learn.dl)
@@ -114,63 +185,35 @@ class GatherPredsCallback(Callback):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
 
-    def before_batch(self) -> None:
-        if self.with_input and self._is_gathered_run():
-            self._input = self._detach(self.learn.xb)
-
-    def after_batch(self) -> None:
-        learn = self.learn
-        if not self._is_gathered_run() or 'pred' not in learn.__dict__:
-            return
-        if self.with_loss and 'loss_grad' not in learn.__dict__:
-            return
+    def _take(self, entries: dict[str, Any]) -> None:
         self.n_batches += 1
-        inputs = self._input if self.with_input else None
-        losses = None
+        self._sizes.append(entries['n'])
+        self._has_lists = self._has_lists or entries['has_lists']
+        preds = entries['preds']
+        targs = entries.get('targs', ())
         if self.with_loss:
-            losses = compute_sample_losses(learn, count_samples(learn))
-        n = sample_count(learn)
-        self._sizes.append(n)
-        self._has_lists = self._has_lists or has_listed_samples((*learn.xb, *learn.yb), n)
-        batch = (learn.iter, inputs, self._detach(learn.pred), self._detach(learn.yb), losses)
-        for copied_batch in self._transfer.put(batch):
-            self._keep(*copied_batch)
-
-    def _detach(self, b: Any) -> Any:
-        "Detach a batch; `AsyncToCPU` copies it to the CPU unless the loader has a `to_detach`."
-        return self.learn.to_detach(b, cpu=hasattr(self.learn.dl, 'to_detach'))
-
-    def _keep(self, i: int, inputs: Any, preds: Any, targs: Any, losses: Any) -> None:
-        if self.with_loss:
-            self.losses.append(losses)
+            self.losses.append(entries['losses'])
         if self.with_input:
-            self.inputs.append(inputs)
+            self.inputs.append(entries['inputs'])
         if self.with_preds:
             self.preds.append(map_tensors(preds, _release_storage))
-        if self.with_targs:
+        if self.gathers_targs:
             self.targets.append(targs)
-        number = str(i * self._world.size + self._world.rank)  # batches go to the ranks in turn
+        # batches go to the ranks in turn
+        number = str(entries['iter'] * self._world.size + self._world.rank)
         if self.save_preds is not None:
             save_plain(preds, self.save_preds / number)
         if self.save_targs is not None and targs:
             save_plain(targs[0], self.save_targs / number)
 
     def after_validate(self) -> None:
-        if self._is_gathered_run():
+        if self._is_collected_run():
             self._join()
-
-    def on_run_failed(self) -> None:
-        if self._is_gathered_run():
-            self._depth = None
-
-    def cleanup(self) -> None:
-        self._depth = None
 
     def _join(self) -> None:
         if self._is_joined:
             return
-        for copied_batch in self._transfer.flush():
-            self._keep(*copied_batch)
+        self.finish()
         self._is_joined = True
         if self._world.size > 1:
             self._gather_ranks()
@@ -184,7 +227,7 @@ class GatherPredsCallback(Callback):
             is_sample_list = have_listed_samples(self.preds, self._sizes, self._has_lists)
             preds = join(self.preds)
             self.preds = preds if is_sample_list else detuplify(preds)
-        if self.with_targs:
+        if self.gathers_targs:
             self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss:
             self.losses = concat(self.losses)
@@ -217,7 +260,10 @@ class GatherPredsCallback(Callback):
                 'There is nothing to return: not one batch was predicted on. Does a callback '
                 'cancel them all?'
             )
-        res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
+        res = [
+            self.preds if self.with_preds else None,
+            self.targets if self.gathers_targs else None,
+        ]
         if self.with_input:
             res.insert(0, self.inputs)
         if self.with_loss:
@@ -301,8 +347,8 @@ class AsyncToCPU:
         ]
 
 
-class PredictionSink:
-    "Collect the entries of each batch of a run (predictions, targets, ...), and pass them to `give` after the batch."
+class PredictionSink(BatchCollector):
+    "Pass the entries of each batch of a run (predictions, targets, ...) to `give` after the batch."
 
     def __init__(
         self,
@@ -316,12 +362,10 @@ class PredictionSink:
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
-        self.learn = learn
+        super().__init__(with_input, with_loss, with_targs, cpu, transfer)
         self.give = give
-        self.cpu = cpu
-        self.transfer = transfer
-        self.act = act or find_activation(learn.loss_func)
-        self.decode = find_decoder(learn.loss_func)
+        self._act = act or find_activation(learn.loss_func)
+        self._decode = find_decoder(learn.loss_func)
         included = {
             'inputs': with_input,
             'preds': True,
@@ -330,65 +374,16 @@ class PredictionSink:
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self._depth: int | None = None  # depth of the collected run; runs inside it are ignored
-        self.iter = 0  # number of the batch that is passed to `give`
+        self.number = 0  # number of the batch that is passed to `give`
 
-    def callback(self) -> Callback:
-        "Return a callback that collects the entries."
-        return Callback(
-            before_validate=self._start, before_batch=self._take_input, after_batch=self._take
-        )
-
-    def _start(self, cb: Callback) -> None:
-        if self._depth is None:
-            self._depth = self.learn.run.depth
-
-    def _detach(self, b: Any) -> Any:
-        "Detach a batch, and move it to the CPU unless `transfer` does."
-        return self.learn.to_detach(
-            b, self.cpu and (self.transfer is None or hasattr(self.learn.dl, 'to_detach'))
-        )
-
-    def _take_input(self, cb: Callback) -> None:
-        if self._depth == self.learn.run.depth and 'inputs' in self.names:
-            self._input = self._detach(self.learn.xb)
-
-    def _take(self, cb: Callback) -> None:
-        learn = self.learn
-        if self._depth != learn.run.depth or 'pred' not in learn.__dict__:
-            return
-        if 'losses' in self.names and 'loss_grad' not in learn.__dict__:
-            return
-        n = sample_count(learn)
-        has_lists = has_listed_samples((*learn.xb, *learn.yb), n)
-        preds = self._detach(learn.pred)
-        if not is_sample_list(learn.pred, n, has_lists):
-            preds = detuplify(preds)
-        entries = {'preds': preds, 'iter': learn.iter}
-        if 'inputs' in self.names:
-            entries['inputs'] = detuplify(self._input)
-        if 'targs' in self.names:
-            entries['targs'] = detuplify(self._detach(learn.yb))
-        if 'losses' in self.names:
-            n = n or count_samples(learn)  # raises `BatchError` for an unknown number
-            entries['losses'] = self._detach(compute_sample_losses(learn, n))
-        if self.transfer is None:
-            return self._pass_on(entries)
-        for batch_entries in self.transfer.put(entries):
-            self._pass_on(batch_entries)
-
-    def _pass_on(self, entries: dict[str, Any]) -> None:
-        self.iter = entries['iter']
-        entries['preds'] = self.act(entries['preds'])
+    def _take(self, entries: dict[str, Any]) -> None:
+        self.number = entries['iter']
+        is_list = is_sample_list(entries['preds'], entries['n'], entries['has_lists'])
+        parts = {k: detuplify(v) if k in ('inputs', 'targs') else v for k, v in entries.items()}
+        parts['preds'] = self._act(entries['preds'] if is_list else detuplify(entries['preds']))
         if 'decoded' in self.names:
-            entries['decoded'] = self.decode(entries['preds'])
-        self.give(*[entries[name] for name in self.names])
-
-    def finish(self) -> None:
-        "Pass on the batches that are still being copied."
-        if self.transfer is not None:
-            for batch_entries in self.transfer.flush():
-                self._pass_on(batch_entries)
+            parts['decoded'] = self._decode(parts['preds'])
+        self.give(*[parts[name] for name in self.names])
 
 
 def reorder_samples(

@@ -134,7 +134,7 @@ def get_preds(
             learn, noop, with_decoded=with_decoded, act=act, transfer=AsyncToCPU(), **options
         )
         dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
-        _write_predictions(entries, sink, dl, run, new_cbs)
+        _write_predictions(learn, entries, sink, dl, run, new_cbs)
         return sink
 
     dl, order = plan_loader(learn, ds_idx, dl, reorder)
@@ -152,6 +152,7 @@ def get_preds(
 
 
 def _write_predictions(
+    learn: LearnerLike,
     entries: PredictionSink,
     sink: Any,  # folder, path, array or function
     dl: Any,  # loader, before it is sharded
@@ -159,10 +160,10 @@ def _write_predictions(
     cbs: list[Any],
 ) -> None:
     "Predict on a loader, and write the entries of each batch to a sink."
-    dl, world = shard_loader(entries.learn, dl)
+    dl, world = shard_loader(learn, dl)
     check_sink(sink, entries.names, world)
-    with open_sink(sink, entries.names, world, lambda: entries.iter) as entries.give:
-        run(dl, [*cbs, entries.callback()])
+    with open_sink(sink, entries.names, world, lambda: entries.number) as entries.give:
+        run(dl, [*cbs, entries])
         world.run_on_all(entries.finish)
 
 
@@ -234,7 +235,7 @@ def predict_iter(
     )
 
     def run(watch: Callback) -> Iterator[None]:
-        stream_cbs = [watch, *new_cbs, entries.callback()]
+        stream_cbs = [watch, *new_cbs, entries]
         return stream_predictions(learn, dl, stream_cbs, inner, loader_name)
 
     return PredictionStream(learn, run, batch, learn.loss_not_reduced if with_loss else nullcontext)

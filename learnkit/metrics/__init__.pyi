@@ -15,11 +15,8 @@ from .base import (
     Metric as Metric,
 )
 from .classification import (
-    APScoreBinary as APScoreBinary,
-    APScoreMulti as APScoreMulti,
     BalancedAccuracy as BalancedAccuracy,
     CohenKappa as CohenKappa,
-    CorpusBLEUMetric as CorpusBLEUMetric,
     F1Score as F1Score,
     F1ScoreMulti as F1ScoreMulti,
     FBeta as FBeta,
@@ -34,10 +31,6 @@ from .classification import (
     PrecisionMulti as PrecisionMulti,
     Recall as Recall,
     RecallMulti as RecallMulti,
-    RocAuc as RocAuc,
-    RocAucBinary as RocAucBinary,
-    RocAucMulti as RocAucMulti,
-    SpearmanCorrCoef as SpearmanCorrCoef,
 )
 from .functional import (
     RMSE as RMSE,
@@ -59,6 +52,15 @@ from .functional import (
     perplexity as perplexity,
     rmse as rmse,
     top_k_accuracy as top_k_accuracy,
+)
+from .ranking import (
+    APScoreBinary as APScoreBinary,
+    APScoreMulti as APScoreMulti,
+    CorpusBLEUMetric as CorpusBLEUMetric,
+    RocAuc as RocAuc,
+    RocAucBinary as RocAucBinary,
+    RocAucMulti as RocAucMulti,
+    SpearmanCorrCoef as SpearmanCorrCoef,
 )
 from .segmentation import (
     Dice as Dice,

@@ -21,7 +21,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.torchmetrics import flatten_classes
+from learnkit.metrics.counts import flatten_classes
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 

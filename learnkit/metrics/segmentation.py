@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch  # noqa: F401  # the examples use it
 from torch import Tensor
 
 from learnkit.core.denominator import IGNORED
-from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
+from learnkit.metrics.counts import ClassCounts
 
 __all__ = [
     'foreground_acc',
@@ -64,7 +64,22 @@ def foreground_acc(
     return right / n
 
 
-class Dice(SumMetric):
+class _PixelScore(ClassCounts):
+    "Base class of scores of pixels; targets that are no class match nothing."
+
+    needs_known = False
+    classes = 'macro'  # the average over classes
+
+    def __init__(
+        self,
+        axis: int = 1,  # class dimension
+        on: str | None = None,  # 'train', 'valid' or 'both'
+    ) -> None:
+        super().__init__(axis, average=self.classes, on=on)
+        self._name = None  # the name of the class
+
+
+class Dice(_PixelScore):
     """Dice coefficient of predicted and target mask, `2*|P & T|/(|P| + |T|)` of class 1 of 2; None if both are empty.
 
     Predictions have the scores of both classes along `axis`; pixels of -100 do not count. Raises `MetricError` for
@@ -74,30 +89,12 @@ class Dice(SumMetric):
     0.8
     """
 
-    def __init__(
-        self,
-        axis: int = 1,  # class dimension
-        on: str | None = None,  # 'train', 'valid' or 'both'
-    ) -> None:
-        super().__init__(on=on)
-        self.axis = axis
-
-    def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        check_choice(self.name, pred, self.axis)
-        n = pred.shape[self.axis]
-        if n != 2:
-            raise MetricError(
-                f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
-                f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
-            )
-        best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
-        p = (best == 1) & (targ != IGNORED)
-        t = targ == 1
-        return (p & t).sum(), p.sum() + t.sum()
+    kind = 'f1_score'
+    classes = 'binary'
+    instead = '{}Multi, or another `axis`'
 
     def final(self, sums: Tensor) -> Any:
-        both, total = sums.tolist()
-        return 2 * both / total if total else None
+        return super().final(sums) if sums[1:, 1].any() else None
 
 
 class JaccardCoeff(Dice):
@@ -107,38 +104,24 @@ class JaccardCoeff(Dice):
     0.75
     """
 
-    def final(self, sums: Tensor) -> Any:
-        both, total = sums.tolist()
-        return both / (total - both) if total else None
+    kind = 'jaccard_score'
 
 
-class DiceMulti(Dice):
+class DiceMulti(_PixelScore):
     """Mean `Dice` over classes that occur in predictions or targets of the data set; NaN without such a class.
 
     >>> DiceMulti()(torch.eye(3).expand(1, 3, 3), torch.tensor([[0, 1, 1]]))
     0.5555555555555555
     """
 
-    def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        check_choice(self.name, pred, self.axis)
-        best, targ = flatten_pair(self.name, pred.argmax(dim=self.axis), targ)
-        classes = torch.arange(pred.shape[self.axis], device=pred.device)[:, None]
-        p = (best == classes) & (targ != IGNORED)
-        t = targ == classes
-        return torch.stack([(p & t).sum(1), p.sum(1) + t.sum(1)])
-
-    def final(self, sums: Tensor) -> float:
-        both, total = sums
-        return float((2 * both / total)[total > 0].mean())
+    kind = 'f1_score'
 
 
-class JaccardCoeffMulti(DiceMulti):
+class JaccardCoeffMulti(_PixelScore):
     """Mean `JaccardCoeff` (mean IoU) over classes that occur in the data set; NaN without such a class.
 
     >>> JaccardCoeffMulti()(torch.eye(3).expand(1, 3, 3), torch.tensor([[0, 1, 1]]))
     0.5
     """
 
-    def final(self, sums: Tensor) -> float:
-        both, total = sums
-        return float((both / (total - both))[total > 0].mean())
+    kind = 'jaccard_score'

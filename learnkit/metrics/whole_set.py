@@ -18,32 +18,9 @@ from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import Accumulates, merge_pairs
 from learnkit.metrics.state import Pairs, collect_accumulated, join_batches
 
-__all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
+__all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'WholeSet', 'skm_to_fastai']
 
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
-
-
-class KeptPairs(Accumulates):
-    "Base class of objects that keep the predictions and targets of the batches."
-
-    waiting: Pairs
-    lengths: list[tuple[int, int]]  # numbers of predictions and targets of each batch
-
-    def reset(self) -> None:
-        self.waiting = []
-        self.lengths = []
-
-    def keep(self, pred: Tensor, targ: Tensor) -> None:
-        "Append the predictions and targets of a batch."
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
-
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
-        return collect_accumulated(self)
-
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting, self.lengths = merge_pairs(states)
 
 
 class KeptMetric(TorchMetric):
@@ -94,14 +71,18 @@ class AccumMetric(KeptMetric):
         self.func = func
         name = name or name_of(unwrap_partial(func))
         prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
-        super().__init__(_WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
+        super().__init__(WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
 
 
-class _WholeSet(KeptPairs):
-    "Predictions and targets kept for a function of the whole data set."
+class WholeSet(Accumulates):
+    "Predictions and targets of the batches, kept for a function of the whole data set."
 
     def __init__(
-        self, func: Callable[..., Any], prepare: Callable[..., Any], to_np: bool, invert_arg: bool
+        self,
+        func: Callable[..., Any],  # f(predictions, targets) of the data set
+        prepare: Callable[..., Any],  # f(predictions, targets) of a batch that returns what is kept
+        to_np: bool = False,
+        invert_arg: bool = False,
     ) -> None:
         self.func = func
         self.prepare = prepare
@@ -109,14 +90,27 @@ class _WholeSet(KeptPairs):
         self.invert_arg = invert_arg
         self.reset()
 
+    def reset(self) -> None:
+        self.waiting: Pairs = []
+        self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets
+
     def update(self, pred: Tensor, targ: Tensor) -> None:
-        self.keep(*self.prepare(pred, targ))
+        pred, targ = self.prepare(pred, targ)
+        self.waiting.append((pred, targ))
+        self.lengths.append((len(pred), len(targ)))
 
     def compute(self) -> Any:
         both: Any = join_batches(self.waiting)[0]
         if self.to_np:
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
+        return collect_accumulated(self)
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.waiting, self.lengths = merge_pairs(states)
 
 
 def _prepare(

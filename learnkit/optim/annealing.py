@@ -201,7 +201,7 @@ def combine_scheds(
     shares = [float(p) for p in pcts]
     if len(shares) != len(scheds):
         raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
-    if min(shares, default=0.0) < 0 or abs(math.fsum(shares) - 1) > ROUNDING:
+    if not (all(p >= 0 for p in shares) and abs(math.fsum(shares) - 1) <= ROUNDING):
         raise ScheduleError(
             f'pcts={shares} sum to {math.fsum(shares):g}: shares of a whole are 0 or more, and sum to 1.'
         )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.core.errors import OptimizerError, did_you_mean
-from learnkit.core.learner_type import LoopLike
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
@@ -256,8 +256,6 @@ class OptimWrapper(torch.optim.Optimizer):
     def needs_closure(self) -> bool:
         "Return True if a step evaluates the loss again."
         return bool(self._closures)
-
-    takes_closure = needs_closure
 
     def step(
         self,
@@ -658,7 +656,7 @@ def unshare_options(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             ids.add(id(g[name]))
 
 
-def evaluation_weights(learn: LoopLike) -> AbstractContextManager[None]:
+def evaluation_weights(learn: LearnerLike) -> AbstractContextManager[None]:
     "Return a context in which the model has the weights that its optimizer provides for evaluation."
     return learn.opt.evaluating() if isinstance(learn.opt, OptimWrapper) else nullcontext()
 

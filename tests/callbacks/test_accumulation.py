@@ -183,7 +183,7 @@ def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> Non
         learn.fit(2)
     assert caught[0].filename == __file__  # at the line that called fit
     assert same(model, mlp(), 0) and all(p.grad is None for p in model.parameters())
-    assert learn.gradient_accumulation.state_dict()['n_samples'] == 0
+    assert not learn.gradient_accumulation.state_dict()['sums']
     stop = Callback(after_batch=lambda cb: cb.learn.stop())
     learn.fit(1, cbs=stop)  # it was meant to end early: nothing to warn of
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_carries_the_waiting_gradients(n_drawn: int) -> None:
 
     learn = learner(bs, mlp(), GradientAccumulation(12), Callback(batch_checkpoint=keep))
     learn.fit(1)
-    counts = [s['callbacks']['gradient_accumulation']['n_samples'] for s in states]
+    counts = [s['callbacks']['gradient_accumulation']['sums']['']['n_samples'] for s in states]
     assert counts == [4, 8, 0, 4, 8, 0] and [len(s['grads']) for s in states] == [4, 4, 0, 4, 4, 0]
     assert not torch.equal(states[0]['grads']['0'], states[1]['grads']['0'])  # each as it was then
     other = learner(bs, mlp(), GradientAccumulation(12))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
-from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare, _write_onnx
+from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
 from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import (
     LearnkitError,
@@ -279,20 +277,3 @@ def test_what_cannot_be_exported_is_reported_by_all_before_training(
         run_ranks(refused, 2, tmp_path, strategy), messages, strict=True
     ):
         assert same and re.match(expected, message, re.DOTALL), message
-
-
-def test_warnings_of_torchs_exporter_come_again_after_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = logging.getLogger('torch.onnx')
-    while_exporting = []
-
-    def export(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        while_exporting.append(log.isEnabledFor(logging.WARNING))
-        return SimpleNamespace(save=noop)
-
-    monkeypatch.setattr(torch.onnx, 'export', export)
-    for _ in range(2):  # the second time, the logger knows the answer of the first
-        _write_onnx(None, tmp_path / 'net.onnx')
-        assert log.isEnabledFor(logging.WARNING)
-    assert while_exporting == [False, False]

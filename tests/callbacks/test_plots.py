@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, accuracy, mae
-from learnkit.callbacks.plots import epochs_of
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.plotting import COLORS, AxesList, color, new_axes
 from learnkit.testing import synth_learner
@@ -70,10 +69,9 @@ def test_all_fits_are_drawn_and_marked_where_they_begin() -> None:
     fit(learn, 1)
     fit(learn, 5, start_epoch=4)
     ax, _ = learn.recorder.plot_metrics()
-    assert drawn(ax) == {'train': ([0, 1, 2, 4], column(learn, 'train_loss'))}
-    assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 3.5]
+    assert drawn(ax) == {'train': ([0, 1, 2, 3], column(learn, 'train_loss'))}
+    assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 2.5]
     assert ax.get_xlabel() == 'epoch (of all fits)' and ax.get_legend() is None
-    assert epochs_of([]) == ([], [])
 
 
 def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
@@ -95,6 +93,15 @@ def test_names_choose_the_panels() -> None:
     assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == expected
     (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
+    mine = plt.subplots()[1]
+    n = len(plt.get_fignums())
+    assert learn.recorder.plot_metrics(['day/loss', 'train_loss', 'norm'], ax=mine) is mine
+    assert len(plt.get_fignums()) == n
+    assert drawn(mine) == {
+        'train loss': ([0, 1], column(learn, 'train_loss')),
+        'norm': ([0, 1], [3.0, 4.0]),
+        'day loss': ([0, 1], column(learn, 'day/loss')),
+    }
 
 
 def test_epochs_without_an_evaluation_are_left_out() -> None:

@@ -125,7 +125,7 @@ def test_a_row_with_other_columns_gets_its_own_header() -> None:
     table.add(['epoch', 'loss'], [0, 0.5])
     more = table.add(['epoch', 'loss', 'extra'], [1, 0.5, 2.0])
     assert more == ['epoch      loss     extra', '    1  0.500000  2.000000']
-    assert table.html(200).count('<table') == 2 and table.html(200).count('<th>') == 5
+    assert table.html(200).count('<tr>') == 4 and table.html(200).count('<th>') == 5
     assert table.text(200).splitlines() == ['epoch      loss', '    0  0.500000', *more]
 
 
@@ -140,9 +140,10 @@ def test_many_rows_are_folded_behind_the_first() -> None:
     for i in range(5000):
         table.add(['epoch'], [i])
     rows = re.findall(r'<td[^>]*>(.*?)</td>', table.html(200))
-    assert rows[:11] == [*map(str, range(10)), '... 4800 more, in learn.history ...']
-    assert rows[11:] == [*map(str, range(4810, 5000))]
-    assert len(table.text(200).splitlines()) == 202  # the header, 200 rows and the note
+    # the first line is the header
+    assert rows[:10] == [*map(str, range(9)), '... 4801 more, in learn.history ...']
+    assert rows[10:] == [*map(str, range(4810, 5000))]
+    assert len(table.text(200).splitlines()) == 201  # 200 lines and the note
 
 
 def test_names_and_values_are_escaped() -> None:
@@ -339,7 +340,7 @@ def test_evaluation_alone_shows_an_inner_bar(
     run(learn)
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
     assert shown[0].closed == [None]
-    assert not shown[0].table.sections
+    assert not shown[0].table.lines
 
 
 def test_a_short_evaluation_alone_shows_nothing(
@@ -393,7 +394,7 @@ def test_an_interrupted_fit_names_its_place(shown: list[Recording]) -> None:
 def test_works_without_a_recorder(shown: list[Recording]) -> None:
     make_learner(default_cbs=False, cbs=[TrainEvalCallback(), ProgressCallback()]).fit(1)
     assert re.match(r'epoch 1/1 valid 2/2', shown[0].bars[-1])
-    assert not shown[0].table.sections
+    assert not shown[0].table.lines
 
 
 def test_at_most_ten_drawings_a_second(
@@ -683,8 +684,8 @@ def test_a_notebook_is_blank_after_validate(notebook: Any) -> None:
 @pytest.mark.notebook
 def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:
     [output] = notebook.cells[5].outputs
-    assert '... 100 more, in learn.history ...' in output.data['text/plain']
-    assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 2
+    assert '... 101 more, in learn.history ...' in output.data['text/plain']
+    assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 1
 
 
 @pytest.mark.notebook

@@ -169,33 +169,6 @@ def test_a_configuration_may_lack_entries(trained: Learner) -> None:
     assert learn.wd == 0.2 and learn.dls.vocab is None
 
 
-@pytest.mark.parametrize(
-    'wrong',
-    [
-        {'lr': {'slice': 3}},
-        {'lr': {'slice': [1, 2, 3, 4]}},
-        {'lr': {}},
-        {'lr': {'body': 'fast'}},
-        {'lr': 'fast'},
-        {'lr': {'slice': ['a', 1]}},
-        {'moms': (0.9, 0.8)},
-        {'wd': 'much'},
-        {'train_bn': 'no'},
-        {'model_config': [8]},
-        {'model_config': {3: 8}},
-        {'n_inp': 'one'},
-        {'vocab': 3},
-        {'model': 3},
-    ],
-)
-def test_a_configuration_of_another_form_is_refused(
-    trained: Learner, wrong: dict[str, Any]
-) -> None:
-    path = rewritten(trained, **wrong)
-    with pytest.raises(WeightsError, match=f'{next(iter(wrong))}=.* in its configuration'):
-        load_learner(path, model=Net, loss_func=nn.CrossEntropyLoss())
-
-
 def test_rates_by_optimizer_are_kept(trained: Learner) -> None:
     rates = {'body': 0.1, 'head': [0.2, 0.3]}
     learn = load_learner(rewritten(trained, lr=rates), model=Net)

@@ -39,7 +39,8 @@ def write(
 
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[40] ^= 1  # in the digest: the file's metadata can still be read
+    # in the digest: the file's metadata can still be read
+    content[content.index(b'"sha256":"') + 20] ^= 1
     path.write_bytes(content)
 
 

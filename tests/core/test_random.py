@@ -1,6 +1,7 @@
 """Random generators are restored exactly, and a captured state can be saved and loaded safely."""
 
 import io
+import pickle
 import random
 from functools import partial
 from typing import Any
@@ -265,10 +266,40 @@ def test_own_generators_that_are_not_there_or_of_another_kind_are_named() -> Non
     assert restore_own(owner, states) == ['rng'] == restore_own([], states)
 
 
-def test_a_search_for_generators_ends() -> None:
-    big = Samples()
-    big.parts = [[Augment() for _ in range(30)] for _ in range(30)]
-    assert 0 < len(own_generators(big)) < 200
+class Node:
+    def __init__(self, *parts: Any) -> None:
+        self.parts, self.named, self.size = list(parts), dict(enumerate(parts)), 3
+
+
+class Collecting(pickle.Pickler):
+    "Collects the generators that pickle reaches."
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: set[int] = set()
+
+    def persistent_id(self, o: Any) -> Any:
+        if isinstance(o, (torch.Generator, np.random.Generator, random.Random)):
+            self.found.add(id(o))
+            return 'generator'
+        return None
+
+
+def grow(rng: random.Random, depth: int) -> Any:
+    "Return a deep random structure of lists, tuples, dicts and objects, some of them large."
+    makers = (lambda: 3, torch.Generator, lambda: np.random.default_rng(0), random.Random)
+    parts = [rng.choice(makers)() for _ in range(rng.choice([0, 1, 3, 40]))]
+    if depth:
+        parts.append(grow(rng, depth - 1))
+    return rng.choice([list, tuple, lambda p: dict(enumerate(p)), lambda p: Node(*p)])(parts)
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_every_generator_that_pickle_reaches_is_found(seed: int) -> None:
+    root = Node(grow(random.Random(seed), 3 + seed))
+    pickler = Collecting()
+    pickler.dump(root)
+    assert {id(g) for g in own_generators(root).values()} == pickler.found
 
 
 def test_own_generators_are_preserved_also_when_the_block_raises() -> None:

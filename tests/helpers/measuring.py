@@ -59,3 +59,21 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for kind in ('item', 'tolist'):
         monkeypatch.setattr(torch.Tensor, kind, note(kind, getattr(torch.Tensor, kind)))
     return seen
+
+
+def close(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def class_scores(n: int, seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    "Return scores and targets of `n` classes, of which `seen` occur, as tensors and as arrays."
+    targ = torch.randint(seen or n, (150,))
+    pred = torch.randn(150, n) + torch.eye(n)[targ]
+    pred[:, seen:] -= 100
+    return pred, targ, targ.numpy(), pred.argmax(1).numpy()
+
+
+def label_scores(n: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    targ = (torch.rand(150, n) < torch.linspace(0.1, 0.8, n)).long()
+    pred = torch.randn(150, n) + targ - 0.5
+    return pred, targ, targ.numpy(), pred.sigmoid().numpy()

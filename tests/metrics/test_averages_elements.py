@@ -18,7 +18,6 @@ from learnkit.metrics import (
     LossMetric,
     LossMetrics,
     Perplexity,
-    RocAuc,
     ValueMetric,
     accuracy,
     accuracy_multi,
@@ -31,7 +30,6 @@ from learnkit.metrics import (
     top_k_accuracy,
 )
 from learnkit.metrics.averages import AvgMetric, as_metrics
-from learnkit.metrics.torchmetrics import GROUP
 from tests.helpers.measuring import batch, devices
 
 LENGTHS = (1, 5, 2, 9)
@@ -135,14 +133,6 @@ def test_brier_score_names_targets_that_are_not_a_class(device: str, bad: int) -
     p = pred[:2].double().softmax(1).cpu()
     expected = sum(float(((p[i] - torch.eye(3)[t]) ** 2).sum()) for i, t in enumerate((0, 2))) / 2
     assert metric.value == pytest.approx(expected)
-
-
-def test_what_waits_for_torchmetrics_is_counted_in_numbers() -> None:
-    pytest.importorskip('torchmetrics')
-    metric, n = RocAuc(), 1024
-    for _ in range(3):
-        metric.accumulate(batch(torch.randn(n, n), torch.randint(n, (n,))))
-    assert n * n == GROUP and not metric.metric.waiting
 
 
 # -- where a metric is computed --------------------------------------------------------------------

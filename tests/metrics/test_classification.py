@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import metrics
-from learnkit.core.errors import MetricError, MissingExtraError
+from learnkit.core.errors import MetricError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.learner import Learner
 from learnkit.metrics import (
@@ -21,7 +19,6 @@ from learnkit.metrics import (
     APScoreMulti,
     BalancedAccuracy,
     CohenKappa,
-    CorpusBLEUMetric,
     F1Score,
     F1ScoreMulti,
     FBeta,
@@ -40,12 +37,18 @@ from learnkit.metrics import (
     RocAucBinary,
     RocAucMulti,
     SpearmanCorrCoef,
-    classification as scores,
-    torchmetrics as late,
 )
 from learnkit.metrics.averages import as_metrics, dry_run
 from tests.helpers.libraries import require
-from tests.helpers.measuring import Watched, batch, feed, watch_reads
+from tests.helpers.measuring import (
+    Watched,
+    batch,
+    class_scores,
+    close,
+    feed,
+    label_scores,
+    watch_reads,
+)
 
 require('torchmetrics')
 skm = require('sklearn.metrics')
@@ -70,24 +73,6 @@ RATIOS = {
 }
 
 
-def close(expected: Any) -> Any:
-    return pytest.approx(expected, rel=1e-5, abs=1e-7)
-
-
-def classes(n: int, seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
-    "Return scores and targets of `n` classes, of which `seen` occur, as tensors and as arrays."
-    targ = torch.randint(seen or n, (150,))
-    pred = torch.randn(150, n) + torch.eye(n)[targ]
-    pred[:, seen:] -= 100
-    return pred, targ, targ.numpy(), pred.argmax(1).numpy()
-
-
-def labels(n: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
-    targ = (torch.rand(150, n) < torch.linspace(0.1, 0.8, n)).long()
-    pred = torch.randn(150, n) + targ - 0.5
-    return pred, targ, targ.numpy(), pred.sigmoid().numpy()
-
-
 def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any:
     return feed(metric, pred, targ, bs=64).value
 
@@ -98,7 +83,7 @@ def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any:
 @pytest.mark.parametrize('metric', OF_CLASSES)
 @pytest.mark.parametrize('pos_label', [0, 1])
 def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
-    pred, targ, t, p = classes(2)
+    pred, targ, t, p = class_scores(2)
     expected = close(getattr(skm, OF_CLASSES[metric])(t, p, pos_label=pos_label))
     assert value(metric(pos_label=pos_label), pred, targ) == expected
     expected = skm.fbeta_score(t, p, beta=0.5, pos_label=pos_label)
@@ -110,7 +95,7 @@ def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
 @pytest.mark.parametrize('seen', [4, 3])
 def test_scores_of_many_classes(metric: Any, average: str | None, seen: int) -> None:
     "A class that never occurs is not part of an average."
-    pred, targ, t, p = classes(4, seen)
+    pred, targ, t, p = class_scores(4, seen)
     for m, expected in (
         (metric(average=average), getattr(skm, OF_CLASSES[metric])(t, p, average=average)),
         (FBeta(2, average=average), skm.fbeta_score(t, p, beta=2, average=average)),
@@ -121,7 +106,7 @@ def test_scores_of_many_classes(metric: Any, average: str | None, seen: int) -> 
 
 @pytest.mark.parametrize('metric', OF_CLASSES)
 def test_scores_of_some_classes(metric: Any) -> None:
-    pred, targ, t, p = classes(4)
+    pred, targ, t, p = class_scores(4)
     expected = getattr(skm, OF_CLASSES[metric])(t, p, labels=[2, 0], average=None)
     assert value(metric(labels=[2, 0], average='macro'), pred, targ) == close(expected.mean())
     assert value(metric(labels=[2, 0], average=None), pred, targ).tolist() == close(expected)
@@ -133,7 +118,7 @@ def test_scores_of_some_classes(metric: Any) -> None:
 @pytest.mark.parametrize('metric', RATIOS)
 @pytest.mark.parametrize(('n', 'seen'), [(2, 2), (4, 4), (4, 3)])
 def test_ratios(metric: Any, n: int, seen: int) -> None:
-    pred, targ, t, p = classes(n, seen)
+    pred, targ, t, p = class_scores(n, seen)
     assert value(metric(), pred, targ) == close(getattr(skm, RATIOS[metric])(t, p))
     image = pred.reshape(15, 10, n).movedim(-1, 1)
     m = feed(metric(axis=1), image, targ.reshape(15, 10), bs=4)
@@ -141,7 +126,7 @@ def test_ratios(metric: Any, n: int, seen: int) -> None:
 
 
 def test_balanced_accuracy_leaves_out_what_is_only_predicted() -> None:
-    pred, targ, _, _ = classes(3)
+    pred, targ, _, _ = class_scores(3)
     targ[targ == 2] = 0
     recalls = [float((pred.argmax(1) == targ)[targ == c].float().mean()) for c in (0, 1)]
     assert value(BalancedAccuracy(), pred, targ) == close(np.mean(recalls))
@@ -151,44 +136,9 @@ def test_balanced_accuracy_leaves_out_what_is_only_predicted() -> None:
 
 @pytest.mark.parametrize('weights', ['linear', 'quadratic'])
 def test_weighted_kappa(weights: str) -> None:
-    pred, targ, t, p = classes(5)
+    pred, targ, t, p = class_scores(5)
     expected = close(skm.cohen_kappa_score(t, p, weights=weights))
     assert value(CohenKappa(weights=weights), pred, targ) == expected
-
-
-@pytest.mark.parametrize(('n', 'average'), [(2, 'macro'), (4, 'macro'), (4, 'weighted')])
-def test_area_under_the_curve_of_many_classes(n: int, average: str) -> None:
-    pred, targ, t, _ = classes(n)
-    probs = pred.double().softmax(1).numpy()
-    per_class = [skm.roc_auc_score(t == c, probs[:, c]) for c in range(n)]
-    expected = np.average(per_class, weights=np.bincount(t) if average == 'weighted' else None)
-    if n > 2:
-        assert expected == close(skm.roc_auc_score(t, probs, multi_class='ovr', average=average))
-    assert value(RocAuc(average=average), pred, targ) == close(expected)
-    assert value(RocAuc(average=None), pred, targ).tolist() == close(per_class)
-
-
-def test_rankings_of_two_classes() -> None:
-    pred, targ, t, _ = classes(2)
-    probs = pred.double().softmax(1).numpy()
-    assert value(RocAucBinary(), pred, targ) == close(skm.roc_auc_score(t, probs[:, 1]))
-    found = value(RocAucBinary(max_fpr=0.3), pred, targ)
-    assert found == close(skm.roc_auc_score(t, probs[:, 1], max_fpr=0.3))
-    for c in (0, 1):
-        expected = skm.average_precision_score(t, probs[:, c], pos_label=c)
-        assert value(APScoreBinary(pos_label=c), pred, targ) == close(expected)
-
-
-def test_classes_that_never_occur_in_rankings() -> None:
-    pred, targ, t, _ = classes(4, 3)
-    probs = pred.double().softmax(1).numpy()
-    per_class = [skm.roc_auc_score(t == c, probs[:, c]) for c in range(3)]
-    assert value(RocAuc(), pred, targ) == close(np.mean(per_class))
-    assert value(RocAuc(average=None), pred, targ).isnan().tolist() == [False] * 3 + [True]
-    pred, targ, _, _ = classes(2, 1)
-    for m in (RocAuc(), RocAucBinary(), APScoreBinary()):
-        assert math.isnan(value(m, pred, targ))
-    assert value(APScoreBinary(pos_label=0), pred, targ) == 1.0
 
 
 # ---------------------------------------------------------------- any number of labels
@@ -197,7 +147,7 @@ def test_classes_that_never_occur_in_rankings() -> None:
 @pytest.mark.parametrize('metric', OF_LABELS)
 @pytest.mark.parametrize('thresh', [0.5, 0.3])
 def test_scores_of_labels(metric: Any, thresh: float) -> None:
-    pred, targ, t, probs = labels()
+    pred, targ, t, probs = label_scores()
     p, score = probs >= thresh, getattr(skm, OF_LABELS[metric])
     for average in ('macro', 'micro', 'weighted'):
         expected = close(score(t, p, average=average))
@@ -212,29 +162,15 @@ def test_scores_of_labels(metric: Any, thresh: float) -> None:
 
 
 def test_ratios_of_labels() -> None:
-    pred, targ, t, probs = labels()
+    pred, targ, t, probs = label_scores()
     p = probs >= 0.5
     assert value(HammingLossMulti(), pred, targ) == close(skm.hamming_loss(t, p))
     expected = close(skm.matthews_corrcoef(t.ravel(), p.ravel()))
     assert value(MatthewsCorrCoefMulti(), pred, targ) == expected
 
 
-@pytest.mark.parametrize('average', ['macro', 'micro', 'weighted', None])
-@pytest.mark.parametrize('metric', [RocAucMulti, APScoreMulti])
-def test_rankings_of_labels(metric: Any, average: str | None) -> None:
-    pred, targ, t, probs = labels()
-    func = skm.roc_auc_score if metric is RocAucMulti else skm.average_precision_score
-    expected = close(func(t, probs, average=average))
-    for m, p in (
-        (metric(average=average), pred),
-        (metric(sigmoid=False, average=average), pred.sigmoid()),
-    ):
-        got = value(m, p, targ)
-        assert (got if average else got.tolist()) == expected and m.name == func.__name__
-
-
 def test_labels_that_never_or_always_occur() -> None:
-    pred, targ, t, probs = labels()
+    pred, targ, t, probs = label_scores()
     targ[:, 0], targ[:, 1] = 0, 1
     auc = [skm.roc_auc_score(t[:, i], probs[:, i]) for i in (2, 3)]
     ap = [1.0] + [skm.average_precision_score(t[:, i], probs[:, i]) for i in (2, 3)]
@@ -245,7 +181,7 @@ def test_labels_that_never_or_always_occur() -> None:
 
 
 def test_one_label_of_any_shape() -> None:
-    pred, targ, t, probs = labels(1)
+    pred, targ, t, probs = label_scores(1)
     expected = close(skm.f1_score(t[:, 0], probs[:, 0] >= 0.5))
     for p, y in ((pred, targ), (pred, targ[:, 0]), (pred[:, 0], targ[:, 0])):
         assert value(F1ScoreMulti(), p, y) == expected
@@ -275,32 +211,11 @@ def test_matthews_that_is_not_defined_is_0_as_in_sklearn() -> None:
     assert MatthewsCorrCoef()(torch.eye(2)[targ], targ) == 0.0  # of torchmetrics it would be 1
 
 
-def test_spearman_equals_scipy() -> None:
-    stats = pytest.importorskip('scipy.stats')
-    targ = torch.randn(150, dtype=torch.float64)
-    pred = (targ + torch.randn(150)).round(decimals=1)  # with ties
-    m = feed(SpearmanCorrCoef(), pred[:, None], targ, bs=64)
-    assert m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6)
-    assert m.name == 'spearmanr'
-
-
-def test_corpus_bleu() -> None:
-    "The first of 2 sentences of 5 tokens is right, the second has a wrong last token."
-    targ = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
-    predicted = targ.clone()
-    predicted[1, 4] = 0
-    m = feed(CorpusBLEUMetric(), torch.eye(11)[predicted], targ, bs=1)
-    assert m.value == close((9 / 10 * 7 / 8 * 5 / 6 * 3 / 4) ** 0.25) and m.name == 'corpus_bleu'
-    assert feed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.0
-    with pytest.raises(MetricError, match=r'\(B, T, C\)'):
-        dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
-
-
 # ---------------------------------------------------------------- what can go wrong
 
 
 def test_wrong_shapes_are_reported_before_training() -> None:
-    pred, targ, _, _ = classes(3)
+    pred, targ, _, _ = class_scores(3)
     for metric in (F1Score(average='macro'), *(m() for m in (*RATIOS, RocAuc))):
         with pytest.raises(MetricError, match='do not fit targets'):
             dry_run(metric, pred, (targ[:10],))
@@ -313,7 +228,7 @@ def test_wrong_shapes_are_reported_before_training() -> None:
 
 
 def test_scores_of_two_classes_on_three() -> None:
-    pred, targ, _, _ = classes(3)
+    pred, targ, _, _ = class_scores(3)
     for metric in (F1Score(), Jaccard(), RocAucBinary(), APScoreBinary()):
         with pytest.raises(MetricError, match=r'two classes, .* 3 along axis -1'):
             dry_run(metric, pred, (targ,))
@@ -322,18 +237,18 @@ def test_scores_of_two_classes_on_three() -> None:
 
 
 def test_targets_that_are_not_a_class() -> None:
-    pred, targ, _, _ = classes(3)
+    pred, targ, _, _ = class_scores(3)
     targ[3] = 255
     for metric in (F1Score(average='macro'), CohenKappa(), RocAuc()):
-        with pytest.raises(MetricError, match=r'from 0 to 255, .* from 0 to 2'):
+        with pytest.raises(MetricError, match='1 targets are not class numbers'):
             metric(pred, targ)
 
 
 def test_another_number_of_classes_in_a_later_batch() -> None:
     m = HammingLoss()
-    m.accumulate(batch(*classes(3)[:2]))
-    with pytest.raises(MetricError, match=r' 3 classes, .* 4'):
-        m.accumulate(batch(*classes(4)[:2]))
+    m.accumulate(batch(*class_scores(3)[:2]))
+    with pytest.raises(MetricError, match='has the number of classes changed'):
+        m.accumulate(batch(*class_scores(4)[:2]))
 
 
 def test_options_that_cannot_be() -> None:
@@ -356,37 +271,11 @@ def test_options_that_cannot_be() -> None:
         Recall(on='trian')
 
 
-@pytest.mark.parametrize('name', scores.__all__)
-def test_without_torchmetrics_the_error_states_how_to_install_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in [m for m in sys.modules if m.split('.')[0] == 'torchmetrics']:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, 'torchmetrics', None)
-    metric = getattr(metrics, name)
-    with pytest.raises(MissingExtraError, match=r' needs torchmetrics: pip install torchmetrics$'):
-        metric(2) if name.startswith('FBeta') else metric()
-
-
 # ---------------------------------------------------------------- how they are computed
 
 
-def test_batches_are_handed_over_in_large_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, 'GROUP', 40)
-    pred, targ, t, p = classes(3)
-    m, sizes = F1Score(average='macro'), []
-    for one, y in zip(pred.split(16), targ.split(16), strict=True):
-        m.accumulate(batch(one, y))
-        sizes.append(m.metric.n_waiting)
-    assert sizes == [16, 32, 0, 16, 32, 0, 16, 32, 0, 6]
-    assert m.value == close(skm.f1_score(t, p, average='macro'))
-    assert m.value == close(skm.f1_score(t, p, average='macro'))  # reading it changes nothing
-    m.reset()
-    assert m.value is None
-
-
 def test_nothing_is_read_from_the_device_per_batch() -> None:
-    single, multi = classes(2), labels(2)
+    single, multi = class_scores(2), label_scores(2)
     for metric, (pred, targ, _, _) in [
         *((m, single) for m in SINGLE),
         *((m, multi) for m in MULTI),

@@ -144,42 +144,6 @@ def test_nothing_of_the_training_is_disturbed(workers: int, dl: str) -> None:
     assert all(map(torch.equal, weights(), weights(Draws('1ba', dl), PeriodicData('2ba', dl))))
 
 
-def test_the_state_is_restored_also_after_an_error() -> None:
-    states: list[Any] = []
-
-    class Fails(PeriodicData):
-        def on_batch(self, batch: Any) -> Any:
-            raise RuntimeError('boom')
-
-        def on_every(self) -> None:
-            before = self._state()
-            try:
-                super().on_every()
-            finally:
-                states.append((before, self._state()))
-
-        def _state(self) -> Any:
-            learn = self.learn
-            return (
-                learn.training,
-                learn.phase,
-                learn.dl_name,
-                learn.iter,
-                learn.n_iter,
-                learn.dl,
-                learn.xb,
-                learn.pred,
-                [m.training for m in learn.model.modules()],
-                torch.get_rng_state().tolist(),
-            )
-
-    learn = learner(Fails('2ba'))
-    with pytest.raises(RuntimeError, match='boom'):
-        learn.fit(1)
-    ((before, after),) = states
-    assert all(a is b or a == b for a, b in zip(before, after, strict=True))
-
-
 def test_mixed_precision_is_entered() -> None:
     learn = learner(PeriodicData('1ep')).to_bf16()
     learn.fit(1)

@@ -105,8 +105,6 @@ def test_mistakes(tmp_path: Path) -> None:
     for bad in ({'active': 0}, {'wait': -1}, {'repeat': 0.5}, {'folder': ' '}):
         with pytest.raises(OptionError, match=next(iter(bad))):
             TorchProfiler(**bad)
-    with pytest.raises(ImportError, match='import TorchProfiler'):
-        from learnkit import PyTorchProfiler  # type: ignore[attr-defined]  # noqa: F401
     (tmp_path / 'profile').write_text('a file')
     with pytest.raises(OptionError, match='cannot be written'):
         fit(learner(tmp_path, TorchProfiler()))

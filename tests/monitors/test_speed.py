@@ -19,7 +19,7 @@ from learnkit.core.errors import (
 )
 from learnkit.monitors import speed
 from learnkit.monitors.monitor import Monitor
-from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_peak, lookup_peak
+from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_peak
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
@@ -263,19 +263,6 @@ def test_no_mfu_without_a_peak(clock: Clock) -> None:
     assert seen.of('throughput/flops_per_sec') and not seen.of('throughput/device/mfu')
 
 
-def test_known_peaks() -> None:
-    names = {
-        'NVIDIA H100 80GB HBM3': 989e12,
-        'NVIDIA H100 PCIe': 756e12,
-        'NVIDIA A100-SXM4-80GB': 312e12,
-        'NVIDIA A10G': 70e12,
-        'Tesla V100-SXM2-16GB': 125e12,
-        'NVIDIA L40': None,
-        'NVIDIA L4': 121e12,
-    }
-    assert {name: lookup_peak(name) for name in names} == names
-
-
 def test_the_peak_is_known_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, 'model_device', lambda model, dls: torch.device('cuda'))
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A10G')
@@ -298,18 +285,18 @@ def test_flops_that_are_not_a_number(flops: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    'options',
+    ('cls', 'options'),
     [
-        {'window': 0},
-        {'window': 2.5},
-        {'peak_flops': -1},
-        {'peak_flops': math.inf},
-        {'time_unit': 'hour'},
+        (SpeedMonitor, {'window': 0}),
+        (SpeedMonitor, {'peak_flops': math.inf}),
+        (SpeedMonitor, {'time_unit': 'hour'}),
+        (RuntimeEstimator, {'skip_batches': 0}),
+        (RuntimeEstimator, {'time_unit': 3}),
     ],
 )
-def test_bad_options_of_the_speed_monitor(options: dict[str, Any]) -> None:
+def test_bad_options(cls: Any, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
-        SpeedMonitor(**options)
+        cls(**options)
 
 
 def test_times_continue_after_a_resume(clock: Clock) -> None:
@@ -394,9 +381,3 @@ def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
     synth_learner(cbs=cbs).fit('25ba')
     expected = {n: 2 * (25 - n) for n in range(5, 26, 5)}
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
-
-
-@pytest.mark.parametrize('options', [{'skip_batches': 0}, {'skip_batches': True}, {'time_unit': 3}])
-def test_bad_options_of_the_runtime_estimator(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        RuntimeEstimator(**options)

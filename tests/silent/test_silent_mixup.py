@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from learnkit.core.errors import TimeError
+from learnkit.callbacks.mixup import CutMix, MixUp
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
 
@@ -290,86 +289,3 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
         learn.fit(1, cbs=Callback(after_backward=look))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert torch.allclose(*grads, rtol=1e-12, atol=1e-15)
-
-
-# -- the end of blending ---------------------------------------------------------------------------
-
-
-def blended_batches(mixer: MixHandler, n_epoch: int, fits: int = 1, n: int = 5) -> list[bool]:
-    "Return for each batch whether it was blended."
-    x, y = pictures('classes')[0], torch.arange(8) % 3
-    model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
-    dls = DataLoaders([(x, y)] * n)
-    cbs = [mixer, Notes]
-    learn = Learner(dls, model, F.cross_entropy, cbs=cbs, opt_func=torch.optim.SGD, lr=0.0)
-    learn.logger = lambda row: None
-    for _ in range(fits):
-        learn.fit(n_epoch)
-    plain = F.cross_entropy(model(x), y).item()
-    return [
-        not torch.equal(note['x'], x) or note['loss'] != pytest.approx(plain, rel=1e-9)
-        for note in learn.notes.rows
-    ]
-
-
-@pytest.mark.parametrize(
-    ('until', 'n'),
-    [
-        ('80%', 8),
-        ('0.8dur', 8),
-        ('30%', 3),
-        ('1ep', 5),
-        ('7ba', 7),
-        (1, 5),
-        ('24sp', 3),
-        ('100ba', 10),
-        (None, 10),
-    ],
-)
-def test_blending_ends(until: Any, n: int) -> None:
-    assert blended_batches(MixUp(until=until), 2) == [True] * n + [False] * (10 - n)
-
-
-def test_blending_ends_in_each_fit() -> None:
-    for until in ('50%', '5ba', '1ep'):
-        assert blended_batches(MixUp(until=until), 2, fits=2) == ([True] * 5 + [False] * 5) * 2
-    torch.manual_seed(1)
-    assert blended_batches(CutMix(until='40%'), 1)[2:] == [False] * 3
-
-
-@pytest.mark.parametrize('until', ['soon', 0, '0%', '120%', -1, True])
-def test_until_is_a_time(until: Any) -> None:
-    for mixer in (MixUp, CutMix):
-        with pytest.raises(TimeError):
-            mixer(until=until)
-
-
-@pytest.mark.parametrize('at', [3, 6, 9])
-@pytest.mark.parametrize('until', ['60%', '6ba', '1ep'])
-def test_a_resumed_run_stops_blending_at_the_same_batch(until: str, at: int) -> None:
-    def make() -> Learner:
-        torch.manual_seed(2)
-        learn = Learner(
-            DataLoaders(vectors(5)),
-            nn.Linear(4, 3).double(),
-            F.cross_entropy,
-            cbs=[MixUp(until=until), Notes],
-            opt_func=torch.optim.SGD,
-            lr=0.1,
-        )
-        learn.logger = lambda row: None
-        return learn
-
-    saved: list[Any] = []
-
-    def save(cb: Any) -> None:
-        if cb.train_iter == at:
-            saved.append(cb.learn.checkpoint_state())
-
-    learn, later = make(), make()
-    learn.fit(2)
-    learn.fit(2, cbs=Callback(batch_checkpoint=save))
-    torch.manual_seed(99)
-    later.fit(2, resume=saved[0])
-    losses = [[note['loss'] for note in one.notes.rows] for one in (learn, later)]
-    assert losses[1] == losses[0][10 + at :] and torch.equal(learn.model.weight, later.model.weight)

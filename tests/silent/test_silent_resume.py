@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from learnkit import Callback, Checkpoint, DataLoaders, Learner, TrackerCallback
 from learnkit.checkpoint.file import read_state
@@ -106,3 +108,41 @@ def test_attributes_of_a_subclass_are_resumed(row: Callable[..., None], tmp_path
     resumed = train(4, tmp_path / 'resumed', resume=True)
     row(was=1, now=resumed.items, independent=plain.items)
     assert (resumed.items, resumed.values) == (4, plain.values)
+
+
+class Noise:
+    "Adds noise of its own generator."
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.RandomState(seed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.rng.standard_normal()
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    "Rows of `X` with the noise of one of 40 transforms."
+
+    def __init__(self) -> None:
+        self.transforms = [Noise(i) for i in range(40)]
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.transforms[39](X[i]), Y[i]
+
+
+@pytest.mark.silent('40 transforms with generators of their own: a weight after a resume')
+def test_every_generator_of_a_data_set_is_resumed(row: Callable[..., None], tmp_path: Path) -> None:
+    def train(n: int, folder: Path, **options: Any) -> float:
+        learn = make_learner(Checkpoint(folder=folder, preemption=False))
+        learn.dls = DataLoaders(DataLoader(Noisy(), 4))
+        learn.fit(n, **options)
+        return learn.model.weight[0, 0].item()
+
+    plain = train(2, tmp_path / 'plain')
+    train(1, tmp_path / 'resumed')
+    resumed = train(2, tmp_path / 'resumed', resume=True)
+    row(was=0.468514, now=resumed, independent=plain)
+    assert resumed == plain
