@@ -87,16 +87,12 @@ class GradientAccumulation(Callback):
 
     def before_fit(self) -> None:
         if self.learn.opt.needs_closure:
-            self.on_reevaluation()
+            raise OptionError(
+                'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
+                'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
+            )
         self._is_checked = False
         self._sums = {}
-
-    def on_reevaluation(self) -> None:
-        "Raise `OptionError`: the step of such an optimizer would evaluate the last batch only."
-        raise OptionError(
-            'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
-            'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
-        )
 
     def before_train(self) -> None:
         for total in self._sums.values():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import is_dtensor, local_shard, local_shards, total_norm
+from learnkit.core.dtensor import is_dtensor, local_shard, local_shards
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -113,22 +113,16 @@ class MixedPrecision(Callback):
                 f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
                 'Mixed precision keeps them in float32: `learn.model.float()`.'
             )
-        if self.opt.needs_closure:
-            self.on_reevaluation()
+        if self.opt.needs_closure and self.scales:
+            raise OptimizerError(
+                f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
+                "these cannot be scaled. Use MixedPrecision('bf16')."
+            )
         self._scaled = set()  # the fit has cleared the gradients
         state = self.scaler.state_dict()
         # a new scaler has its tensors on the current device of the model
         self.scaler = torch.amp.GradScaler(self._get_device().type)
         self.scaler.load_state_dict(state)
-
-    def on_reevaluation(self) -> None:
-        "Raise `OptimizerError` if the loss is scaled: steps would evaluate it again."
-        if not self.scales:
-            return
-        raise OptimizerError(
-            f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
-            "these cannot be scaled. Use MixedPrecision('bf16')."
-        )
 
     def forward_context(self) -> torch.autocast:
         "Return a new autocast context; one that is entered twice would not be left."
@@ -191,22 +185,7 @@ class MixedPrecision(Callback):
             torch._foreach_mul_(grads, scale / before)
 
     def cleanup(self) -> None:
-        "Unscale pending gradients: the next fit may run without this callback."
-        if not self._scaled:
-            return
-        grads = [grad for _, grad in self._grads(self._scaled)]
-        self._scaled = set()
-        scale = self.scaler.get_scale()
-        learn = self.learn
-        if 'loss_grad' in learn.__dict__:
-            learn.loss_grad = learn.loss_grad / scale
-        if not grads:
-            return
-        if total_norm(grads, float('inf')).isfinite():
-            torch._foreach_div_(local_shards(grads), scale)
-        else:  # the scale was too high: the step is skipped like any other
-            learn.opt.zero_grad()
-            self.n_skipped += 1
+        self._scaled = set()  # the next fit clears the gradients
 
     def _current_names(self) -> set[str]:
         "Return the names of the optimizers of the current step."

@@ -18,7 +18,7 @@ __all__ = ['ClosureStep']
 class ClosureStep:
     """Step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
 
-    Takes the seam `step` in a fit whose optimizer takes a closure.
+    Takes the seam `step` in a fit whose optimizer needs a closure.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,8 @@ class ClosureStep:
 
     def __call__(self, learn: LearnerLike) -> None:
         "Take the step with a closure. What is recorded is the evaluation before the step."
-        is_expected = learn.opt.needs_closure
 
         def evaluate() -> Tensor:
-            if not is_expected:
-                learn.callbacks.notify('on_reevaluation')
             learn.opt.zero_grad(only=learn.turn)
             with self.repeated():
                 self.repeat(learn)

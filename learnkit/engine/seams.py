@@ -110,7 +110,7 @@ def fit_seams(
             'source' not in seams.holders
         ):  # a fit with another source cannot be resumed within an epoch
             before |= seams.take('checkpoints', source=learn.passes)
-        if learn.opt.takes_closure:
+        if learn.opt.needs_closure:
             before |= seams.take(repr(learn.opt), step=learn.closure)
         if learn.microbatch:
             before |= seams.take('microbatch', batch=learn.microbatches)

@@ -35,20 +35,6 @@ __all__ = [
     'trainer_of',
 ]
 
-# attributes of Composer's State that `ComposerState` lacks, with their meaning and a replacement
-UNSUPPORTED = {
-    'fsdp_config': 'the settings of FSDP',
-    'deepspeed_config': 'the settings of DeepSpeed',
-    'tp_config': 'the settings of tensor parallelism',
-    'parallelism_config': 'the settings of parallel training',
-    'device_mesh': 'the mesh of devices of parallel training',
-    'profiler': 'the profiler; here `learn.timings` shows where the time goes, and `TorchProfiler` each operation',
-    'train_metric_names': 'names of training metrics; here `learn.recorder.metric_names`',
-    'eval_metric_names': 'names of evaluation metrics; here `learn.recorder.metric_names`',
-    'dataset_resumption': 'positions of data sets; here a checkpoint has them',
-    'deterministic_mode': 'whether torch is deterministic; here `torch.are_deterministic_algorithms_enabled()`',
-    'set_dataloader': 'a method that replaces the loader; here assign `learn.dls`',
-}
 WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
 # norms that Composer's OptimizerMonitor logs as 0 if no parameter has a gradient
 GRADIENT_NORMS = 'l2_norm/grad'
@@ -94,23 +80,18 @@ class ComposerState:
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
             raise AttributeError(name)
-        reason = UNSUPPORTED.get(name)
-        if reason:
-            what = f'Composer has there {reason}.'
-        else:
-            what = (
-                'Attributes of the Learner are `state.learn.<name>`.'
-                f'{did_you_mean(name, dir(self))}'
-            )
         raise AttributeError(
-            f'`state.{name}` is not offered by from_composer. {what}', name=name, obj=self
+            f'`state.{name}` is not offered by from_composer. Attributes of the Learner are '
+            f'`state.learn.<name>`.{did_you_mean(name, dir(self))}',
+            name=name,
+            obj=self,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in WRITABLE:
             raise AttributeError(
-                f'`state.{name}` cannot be set: of the state, {", ".join(WRITABLE)} can. What else is '
-                'to change, a learnkit callback changes through `self.learn`.',
+                f'`state.{name}` cannot be set: {", ".join(WRITABLE)} can. A learnkit callback sets '
+                'other attributes through `self.learn`.',
                 name=name,
                 obj=self,
             )
@@ -364,10 +345,9 @@ class ComposerState:
     def auto_microbatching(self) -> bool:
         return self.learn.microbatch == 'auto'
 
-    fsdp_enabled = deepspeed_enabled = fsdp_sharded_state_dict_enabled = False
-    load_monolith_rank0_only = False
+    fsdp_enabled = fsdp_sharded_state_dict_enabled = False
     fsdp_config_version = 0
-    fsdp_state_dict_type = None
+    fsdp_config = None
 
     # -- data and metrics --------------------------------------------------------------------------
 
@@ -427,29 +407,6 @@ class ComposerState:
         measured = {k: v for k, v in self._adapter.measured.items() if k != 'train'}
         unused = {m.name: m.metric for m in self.learn.metrics if isinstance(m, ModelMetric)}
         return {evaluator.label: unused for evaluator in self.evaluators} | measured
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        "`train_metrics` as 'train', and `eval_metrics` by label."
-        return {'train': self.train_metrics, **self.eval_metrics}
-
-    @property
-    def train_metric_values(self) -> dict[str, float]:
-        "Values of `train_metrics` by name."
-        return {name: float(metric.compute()) for name, metric in self.train_metrics.items()}
-
-    @property
-    def eval_metric_values(self) -> dict[str, float]:
-        "Values of the last evaluation of every loader, by name."
-        return {
-            name: float(value)
-            for metrics in self.eval_metrics.values()
-            for name, value in metrics.items()
-        }
-
-    @property
-    def loggers(self) -> list[Any]:
-        return []
 
     # -- checkpoints -------------------------------------------------------------------------------
 

@@ -17,10 +17,6 @@ from learnkit.interop.hooks import is_of
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
 
-# parts of event names
-_OPENING_WORDS = ('start', 'before')
-_CLOSING_WORDS = ('end', 'after')
-
 
 class Event(StrEnum):
     """Events of Composer's loop, with Composer's names.
@@ -29,8 +25,6 @@ class Event(StrEnum):
 
     >>> Event.FIT_START == 'fit_start', Event.FIT_START == 'FIT_START', Event.FIT_START.name, Event.FIT_START.value
     (True, True, 'FIT_START', 'fit_start')
-    >>> Event.AFTER_LOSS.is_after_event, Event.EVAL_BATCH_END.canonical_name, Event.EVAL_END.is_eval
-    (True, 'eval_batch', True)
     """
 
     INIT = 'init'
@@ -85,30 +79,6 @@ class Event(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Event | None:
         return cls.__members__.get(value.upper()) if isinstance(value, str) else None
-
-    @property
-    def is_before_event(self) -> bool:
-        "Whether this event opens a level that a later event closes."
-        return any(part in _OPENING_WORDS for part in self.value.split('_'))
-
-    @property
-    def is_after_event(self) -> bool:
-        "Whether this event closes a level that an earlier event opened."
-        return any(part in _CLOSING_WORDS for part in self.value.split('_'))
-
-    @property
-    def canonical_name(self) -> str:
-        "Name of the event without `before`, `after`, `start` and `end`."
-        words = (*_OPENING_WORDS, *_CLOSING_WORDS)
-        return '_'.join(part for part in self.value.split('_') if part not in words)
-
-    @property
-    def is_eval(self) -> bool:
-        return self.value.startswith('eval')
-
-    @property
-    def is_predict(self) -> bool:
-        return self.value.startswith('predict')
 
 
 class TimeUnit(StrEnum):
@@ -199,27 +169,12 @@ class ComposerTime:
     def __mod__(self, other: Any) -> ComposerTime:
         return self._new(self.value % self._value_of(other))
 
-    def __neg__(self) -> ComposerTime:
-        return self._new(-self.value)
-
     __radd__ = __add__
 
     def __truediv__(self, other: Any) -> ComposerTime:
         if isinstance(other, (int, float)):
             return self._new(type(self.value)(self.value / other))
         return ComposerTime(self.value / self._value_of(other), TimeUnit.DURATION)
-
-    def __mul__(self, other: Any) -> ComposerTime:
-        factor = self._parse(other)
-        if isinstance(other, (int, float)):
-            return self._new(type(self.value)(self.value * other))
-        if TimeUnit.DURATION not in (factor.unit, self.unit):
-            raise TimeError(f'{self} times {factor}: one has to be a share.')
-        unit = self.unit if factor.unit is TimeUnit.DURATION else factor.unit
-        value = self.value * factor.value
-        return ComposerTime(value if unit is TimeUnit.DURATION else int(value), unit)
-
-    __rmul__ = __mul__
 
     def _new(self, value: int | float) -> ComposerTime:
         return ComposerTime(value, self.unit)

@@ -210,7 +210,9 @@ class _FromKsuit(Callback):
         self._loss_parts: dict[str, Any] = {}
         self._is_recording_parts = False
         self._writer_class: Any = None  # ksuit class whose attribute holds the writer of this run
-        self._times = Times()
+        self._times: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of each part of an update
         self._lap_start = 0.0
         self._hooks: dict[str, Any] = {}
         self._inner_hooks: dict[str, Any] = {}
@@ -650,23 +652,7 @@ class _FromKsuit(Callback):
             return
         self._set_attributes()
         paths = Paths(self, Path(folder))
-        accepted = parameters_of(resume)
-        ids = {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
-        if 'stage_id' in accepted:
-            resume(**{k: v for k, v in ids.items() if k in accepted}, model=model)
-        else:
-            resume(paths, model)
-
-
-class Times(defaultdict[str, float]):
-    "Seconds of each part of an update; ksuit's older keys `data_time` and `update_time` can be read too."
-
-    def __init__(self) -> None:
-        super().__init__(float)
-
-    def __missing__(self, name: str) -> float:
-        aliases = {'data_time': 'data_wait', 'update_time': 'update'}
-        return self[aliases[name]] if name in aliases else super().__missing__(name)
+        resume(paths, model)
 
 
 def find_intervals(cb: Any) -> dict[str, int]:

@@ -125,10 +125,6 @@ class Trainer:
         return self._adapter.learn.contexts('forward')
 
     @property
-    def grad_scaler(self) -> Any:
-        return ComposerState(self._adapter).scaler
-
-    @property
     def precision(self) -> str:
         return ComposerState(self._adapter).precision.value.removeprefix('amp_')
 
@@ -152,30 +148,6 @@ class Trainer:
         parts = dict(loss) if isinstance(loss, Mapping) else {'loss': loss}
         total: Any = parts['loss'] if 'loss' in parts else sum(parts.values())
         return TrainerResult(total, parts, name_outputs(pred))
-
-    def update(
-        self,
-        batch: Any,
-        dist_model: nn.Module | None = None,  # model that is called; None: the Learner's
-        model: nn.Module | None = None,  # unused: the Learner's optimizer holds the parameters
-        accumulation_steps_total: int = 1,  # number of batches per optimizer step
-        accumulation_step: int = 0,  # index of this batch
-        retain_graph: bool = False,
-    ) -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Any]]:
-        "Train on a batch outside of the loop; return losses, outputs and an empty dict of times."
-        learn = self._adapter.learn
-        with torch.enable_grad():
-            with self.autocast_context:
-                result = self.train_step(batch, dist_model)
-            share = result.total_loss / accumulation_steps_total
-            scaler = self.grad_scaler
-            (share if scaler is None else scaler.scale(share)).backward(retain_graph=retain_graph)
-        if (accumulation_step + 1) % accumulation_steps_total == 0:
-            learn.opt.step()
-            learn.opt.zero_grad()
-        losses = {'total': result.total_loss, **result.losses_to_log}
-        detached = {name: loss.detach() for name, loss in losses.items()}
-        return detached, result.additional_outputs, {}
 
     def state_dict(self) -> dict[str, Any]:
         "Return the progress of the run and the states of its ksuit callbacks."
@@ -235,7 +207,6 @@ def model_view(model: nn.Module, adapter: Any) -> Any:
             'param_count': lambda model: count(model, True) + count(model, False),
             'trainable_param_count': lambda model: count(model, True),
             'frozen_param_count': lambda model: count(model, False),
-            'is_frozen': lambda model: count(model, True) == 0,
             'optimizer': lambda model: (
                 None if adapter.learn.opt is None else ModelOptimizer(adapter)
             ),

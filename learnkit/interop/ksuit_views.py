@@ -69,13 +69,6 @@ class Progress:
     def __str__(self) -> str:
         return f'E{self.epoch}_U{self.update}_S{self.sample}'
 
-    def copy(self) -> Progress:
-        return self
-
-    @property
-    def is_fully_specified(self) -> bool:
-        return None not in (self.epoch, self.update, self.sample)
-
 
 class UpdateCounter:
     "Current, start and end progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), and so on."
@@ -143,20 +136,8 @@ class UpdateCounter:
         return self._adapter.effective_batch_size
 
     @property
-    def epoch_as_float(self) -> float:
-        n = self.updates_per_epoch
-        return (self.update or 0) / n if n else float(self.epoch or 0)
-
-    @property
     def is_full_epoch(self) -> bool:
         return self._adapter.at_epoch_end
-
-    @property
-    def is_finished(self) -> bool:
-        now = dict(self.cur_iteration)
-        end = dict(self.end_iteration)
-        unit = next(iter(end), None)  # epochs if known
-        return unit is not None and now.get(unit, 0) >= end[unit]
 
 
 class LogWriter:
@@ -296,15 +277,6 @@ class Paths:
     @property
     def run_id(self) -> str:
         return self.run_output_path.resolve().name
-
-    stage_id = run_id
-    stage_name: str | None = None
-
-    def get_stage_output_path(
-        self, stage_name: str | None = None, stage_id: str | None = None
-    ) -> Path:
-        "Return the parent of the checkpoint folder."
-        return self.checkpoint_path.parent
 
 
 class CheckpointWriter:

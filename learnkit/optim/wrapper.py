@@ -257,8 +257,6 @@ class OptimWrapper(torch.optim.Optimizer):
         "Return True if a step evaluates the loss again."
         return bool(self._closures)
 
-    takes_closure = needs_closure
-
     def step(
         self,
         closure: Callable[[], Any] | None = None,  # function that evaluates the loss again

@@ -171,19 +171,6 @@ def test_every_row_of_the_table_is_fired() -> None:
     assert event_log[-2:] == ['close', 'post_close']
 
 
-def test_named_methods_get_the_same_events_as_run_event() -> None:
-    event_log = EventLog()
-    names: list[str] = []
-    hooks = {e.value: lambda self, state, logger, name=e.value: names.append(name) for e in Event}
-    named = type('Named', (), hooks)()
-    learn = learner(event_log)
-    learn.add_cb(from_composer(named))
-    learn.fit(2, iteration=2)
-    learn.validate()
-    learn.get_preds()
-    assert names == event_log.taken()
-
-
 def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:
     cb = EventLog()
     adapter = from_composer(cb)
@@ -241,6 +228,3 @@ def test_events_compare_as_in_composer() -> None:
     assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
     assert {Event.FIT_START: 1}['fit_start'] == 1
     assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START
-    assert Event.EVAL_STANDALONE_START.is_before_event and not Event.BATCH_CHECKPOINT.is_after_event
-    assert Event.EVAL_BEFORE_ALL.canonical_name == Event.EVAL_AFTER_ALL.canonical_name == 'eval_all'
-    assert Event.PREDICT_END.is_predict and Event.EVAL_START.is_eval and not Event.FIT_END.is_eval

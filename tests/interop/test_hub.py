@@ -165,12 +165,6 @@ def test_a_folder_has_the_learner_and_a_card_of_the_run(tmp_path: Path) -> None:
     assert 'Epochs: 2, steps: 8, samples: 32.' in card.text
 
 
-def test_a_learner_that_was_not_trained_has_a_card_without_results(tmp_path: Path) -> None:
-    folder = save_for_hub(make(tmp_path), tmp_path / 'files')
-    card = hub.ModelCard.load(folder / 'README.md')
-    assert 'Results' not in card.text and card.data.metrics is None
-
-
 @pytest.mark.filterwarnings('ignore:Use .content:DeprecationWarning')  # of huggingface_hub's own
 def test_a_learner_is_pushed_and_loaded(tmp_path: Path, server: type[Repositories]) -> None:
     learn = make(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ class BestMetric:
         self.source, self.target, self.every_n_epochs = source, target, every_n_epochs
         self.best, self.at_best, self.metric_property_provider = None, None, None
 
-    def before_training(self, **_: Any) -> None:
+    def _before_training(self, **_: Any) -> None:
         self.higher = self.metric_property_provider.higher_is_better(self.source)
 
     def _periodic_callback(self, **_: Any) -> None:
@@ -106,34 +105,6 @@ class BestMetric:
         self.best = state_dict['best']
 
 
-class Ema:
-    "Averages the weights, and saves the average in a separate file."
-
-    def __init__(self, factor: float, every_n_epochs: int) -> None:
-        self.factor, self.every_n_epochs, self.average = factor, every_n_epochs, {}
-
-    def _before_training(self, model: nn.Module, **_: Any) -> None:
-        self.average = self.average or {name: p.clone() for name, p in model.named_parameters()}
-
-    def _track_after_update_step(self, model: nn.Module, **_: Any) -> None:
-        for name, p in model.named_parameters():
-            self.average[name].lerp_(p, 1 - self.factor)
-
-    def _periodic_callback(self, update_counter: Any, **_: Any) -> None:
-        for tag in (update_counter.cur_checkpoint, 'latest'):
-            self.checkpoint_writer.save_model_checkpoint(
-                state_dict=self.average,
-                checkpoint_tag=tag,
-                model_info='ema',
-                model_name='net',
-                ema=self.factor,
-            )
-
-    def resume_from_checkpoint(self, resumption_paths: Any, model: nn.Module) -> None:
-        file = resumption_paths.checkpoint_path / 'net_ema_cp=latest_model.th'
-        self.average = torch.load(file, weights_only=True)['state_dict']
-
-
 class Progress(Base):
     "Records its progress as strings."
 
@@ -145,44 +116,15 @@ class Progress(Base):
         ]
 
 
-def test_best_metric_reads_what_validation_has_measured() -> None:
-    cb = BestMetric('day/loss', 'night/loss')
-    learn = learner(cb)
-    learn.fit(3)
+def test_best_metric_reads_what_validation_has_measured(caplog: pytest.LogCaptureFixture) -> None:
+    learn = learner(BestMetric('day/loss', 'night/loss'))
+    with caplog.at_level(logging.INFO):
+        learn.fit(3)
     rows = learn.history
     best = [min(range(i + 1), key=lambda j: rows[j]['day/loss']) for i in range(3)]
     expected = [rows[j]['night/loss'] for j in best]
     assert [row['night/loss/at_best'] for row in rows] == pytest.approx(expected)
-
-
-def test_best_metric_speaks_through_its_logger(caplog: pytest.LogCaptureFixture) -> None:
-    learn = learner(BestMetric('day/loss', 'night/loss'))
-    with caplog.at_level(logging.INFO):
-        learn.fit(1)
-    assert caplog.messages == [f'night/loss/at_best: {learn.history[0]["night/loss"]:.3f}']
-
-
-def test_ema_equals_the_average_by_hand_and_resumes_from_its_file(tmp_path: Path) -> None:
-    cb = Ema(0.9, every_n_epochs=2)
-    steps: list[Any] = []
-    look = lambda c: steps.append(c.model.a.item())
-    watch = Callback(before_fit=look, after_step=look)
-    learn = learner(cb, watch, path=tmp_path)
-    learn.fit(2)
-    average = steps[0]
-    for a in steps[1:]:
-        average = 0.9 * average + 0.1 * a
-    assert cb.average['a'].item() == pytest.approx(average, rel=1e-5)
-    folder = tmp_path / 'checkpoints'
-    expected = ['net_ema_cp=E2_U6_S48_model.th', 'net_ema_cp=latest_model.th']
-    assert sorted(f.name for f in folder.iterdir()) == expected
-    stored = torch.load(folder / 'net_ema_cp=latest_model.th', weights_only=True)
-    assert stored['training_iteration'] == {'epoch': 2, 'update': 6, 'sample': 48}
-    assert stored['ema'] == 0.9
-
-    other = Ema(0.9, every_n_epochs=2)
-    learner(other, path=tmp_path / 'elsewhere').cbs[-1].resume_from_checkpoint(folder, learn.model)
-    assert torch.equal(other.average['a'], cb.average['a'])
+    assert caplog.messages == [f'night/loss/at_best: {value:.3f}' for value in expected]
 
 
 def test_progress_by_every_interval() -> None:
@@ -309,7 +251,6 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
                     update_counter.updates_per_epoch,
                 )
             )
-            assert times['data_time'] >= 0 and times['update_time'] > 0
 
     cb = Look()
     learner(cb).fit(1)
@@ -361,9 +302,8 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
             assert self.model is self.trainer.model and str(self.trainer.device) == 'cpu'
             assert list(self.data_container.datasets) == ['train', 'day', 'night']
             assert self.trainer.callbacks == [self] and self.trainer.log_writer is self.writer
-            assert (self.trainer.precision, self.trainer.grad_scaler) == ('fp32', None)
+            assert self.trainer.precision == 'fp32'
             assert update_counter.epoch == 0
-            assert not update_counter.is_finished
             assert not update_counter.is_full_epoch
 
     cb = Own()
@@ -444,26 +384,6 @@ def test_state_goes_through() -> None:
     cb.best = None
     learn.cbs[-1].load_state_dict(sd)
     assert cb.best == sd['callback']['best']
-
-
-def test_checkpoint_writer_saves_model_and_optimizer(tmp_path: Path) -> None:
-    class Save:
-        every_n_epochs = 1
-
-        def periodic_callback(self, **_: Any) -> None:
-            self.checkpoint_writer.save(
-                self.model, 'best', trainer=self.trainer, save_latest_weights=True
-            )
-
-    learn = learner(Save(), path=tmp_path)
-    learn.fit(1)
-    files = {f.name: torch.load(f, weights_only=True) for f in (tmp_path / 'checkpoints').iterdir()}
-    assert sorted(files) == [
-        f'RegModel_cp={x}.th'
-        for x in ('best_model', 'best_optim', 'best_trainer', 'latest_model', 'latest_trainer')
-    ]
-    assert torch.equal(files['RegModel_cp=best_model.th']['state_dict']['a'], learn.model.a)
-    assert files['RegModel_cp=best_trainer.th']['update'] == 3
 
 
 def test_mistakes() -> None:

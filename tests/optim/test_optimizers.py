@@ -80,7 +80,24 @@ def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float
             partial(RAdam, wd=0.1, decouple_wd=False),
             partial(torch.optim.RAdam, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.1),
         ),
-        (partial(Adam, fused=False), partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5)),
+        (partial(SGD, mom=0.9), partial(torch.optim.SGD, momentum=0.9)),
+        (
+            partial(SGD, mom=0.9, wd=0.1, decouple_wd=False),
+            partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+        ),
+        (
+            partial(Adam, fused=False),
+            partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01),
+        ),
+        (
+            partial(Adam, mom=0.8, sqr_mom=0.95, eps=1e-3, wd=0.2, decouple_wd=False, fused=False),
+            partial(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2),
+        ),
+        (partial(OptimWrapper, opt=torch.optim.Adam), torch.optim.Adam),
+        (
+            partial(OptimWrapper, opt=torch.optim.SGD, mom=0.9, wd=0.1),
+            partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+        ),
     ],
 )
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:

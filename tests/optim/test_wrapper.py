@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from copy import deepcopy
 from functools import partial
-from importlib.util import find_spec, module_from_spec
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from learnkit import (
     SGD,
@@ -60,65 +57,6 @@ def same(a: list[Tensor], b: list[Tensor], tol: float = 0.0) -> bool:
 # Against torch and closed forms
 
 
-@pytest.mark.parametrize('opt_func', [torch.optim.SGD, SGD, partial(Adam, wd=0.1)])
-def test_a_known_optimizer_is_made_without_reading_signatures(
-    opt_func: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner(net(), opt_func=opt_func).create_opt()  # torch reads signatures at its first use
-    learn = learner(net(), opt_func=opt_func)
-    with monkeypatch.context() as patch:
-        patch.setattr(inspect, 'signature', None)
-        learn.create_opt()
-    assert len(learn.opt.param_lists) == 1
-
-
-@pytest.mark.parametrize(
-    'cls',
-    [
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.RMSprop,
-        torch.optim.Adagrad,
-    ],
-)
-def test_torchs_optimizers_work_as_they_are(cls: type[torch.optim.Optimizer]) -> None:
-    learn = learner(model := net(), opt_func=cls, lr=0.01)
-    learn.fit(2)
-    other = net()
-    assert same(weights(model), by_hand(cls(other.parameters(), lr=0.01), other))
-
-
-@pytest.mark.parametrize(
-    ('ours', 'torchs'),
-    [
-        (partial(SGD, mom=0.9), partial(torch.optim.SGD, momentum=0.9)),
-        (
-            partial(SGD, mom=0.9, wd=0.1, decouple_wd=False),
-            partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
-        ),
-        (
-            partial(Adam, fused=False),
-            partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01),
-        ),
-        (
-            partial(Adam, mom=0.8, sqr_mom=0.95, eps=1e-3, wd=0.2, decouple_wd=False, fused=False),
-            partial(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2),
-        ),
-        (partial(OptimWrapper, opt=torch.optim.Adam), torch.optim.Adam),
-        (
-            partial(OptimWrapper, opt=torch.optim.SGD, mom=0.9, wd=0.1),
-            partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
-        ),
-    ],
-)
-def test_our_optimizers_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
-    learn = learner(model := net(), opt_func=ours, lr=0.02)
-    learn.fit(2)
-    other = net()
-    assert same(weights(model), by_hand(torchs(other.parameters(), lr=0.02), other))
-
-
 def test_sgd_with_decoupled_decay_is_its_formula() -> None:
     w = nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
     idle = nn.Parameter(torch.tensor([5.0]))
@@ -158,24 +96,6 @@ def test_hooks_of_a_step_run_once(wd: float, decouple_wd: bool) -> None:
     assert seen == ['before', 'after'] * len(data())
 
 
-def test_hooks_of_a_step_run_once_also_where_torch_had_wrapped_sgds_step_before() -> None:
-    "torch wraps a class's `step` when its first optimizer is created, possibly before learnkit is imported."
-    w, seen = nn.Parameter(torch.ones(1)), list[str]()
-    torch.optim.SGD([w])
-    spec = find_spec('learnkit.optim.optimizers')
-    later = module_from_spec(spec)
-    spec.loader.exec_module(later)
-    opt = later.SGD([w], lr=0.1, wd=0.2)
-    w.grad = torch.ones(1)
-    handle = register_optimizer_step_pre_hook(lambda *_: seen.append('of all'))
-    opt.opt.register_step_pre_hook(lambda *_: seen.append('its own'))
-    try:
-        opt.step()
-    finally:
-        handle.remove()
-    assert sorted(seen) == ['its own', 'of all'] and w.item() == pytest.approx(1 - 0.1 * 0.2 - 0.1)
-
-
 # Weight decay
 
 
@@ -202,28 +122,6 @@ LINEAR_WEIGHTS = {
     '3.weight': True,
     '3.bias': False,
 }
-opt_funcs = pytest.mark.parametrize(
-    'opt_func',
-    [
-        partial(SGD, wd=0.1),
-        partial(SGD, wd=0.1, decouple_wd=False),
-        partial(Adam, wd=0.1),
-        partial(torch.optim.AdamW, weight_decay=0.1),
-    ],
-)
-
-
-@opt_funcs
-def test_decay_given_by_the_optimizer_leaves_norms_and_biases_alone(opt_func: Any) -> None:
-    model = net()
-    found = moved_by_decay(model, learner(model, opt_func=opt_func, wd_bn_bias=False))
-    assert found == LINEAR_WEIGHTS
-
-
-@opt_funcs
-def test_decay_acts_on_everything_if_requested(opt_func: Any) -> None:
-    model = net()
-    assert all(moved_by_decay(model, learner(model, opt_func=opt_func, wd_bn_bias=True)).values())
 
 
 @pytest.mark.parametrize('wd', [{'constructor': 0.1}, {'fit': 0.1}])
@@ -415,14 +313,6 @@ def test_a_group_is_added_to_one_of_several_optimizers() -> None:
 # Making it
 
 
-def test_the_optimizer_is_made_when_first_needed() -> None:
-    learn = learner(net(), lr=0.3)
-    assert learn.opt is None
-    learn.create_opt()
-    assert learn.opt.hypers[0]['lr'] == learn.lr == 0.3
-    assert isinstance(learn.opt, torch.optim.Optimizer)
-
-
 def test_the_default_rate_and_optimizer() -> None:
     learn = Learner(data(), net(), nn.MSELoss())
     learn.create_opt()
@@ -468,17 +358,6 @@ def test_a_user_factory_brings_its_rate_once() -> None:
     assert learn.opt.hypers[0]['lr'] == pytest.approx(0.1)
 
 
-def test_a_ready_optimizer_is_used_as_it_is() -> None:
-    model = net()
-    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    learn = learner(model, opt_func=opt, lr=1e-3)
-    learn.fit(2)
-    other = net()
-    expected = by_hand(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), other)
-    assert same(weights(model), expected)
-    assert learn.opt.opt is opt and learn.lr == 0.05
-
-
 def test_an_optimizer_may_be_assigned() -> None:
     learn = learner(model := net())
     learn.opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -512,17 +391,6 @@ def test_torchs_schedulers_take_it() -> None:
     learn.add_cb(Callback(after_step=lambda cb: scheduler.step()))
     learn.fit(1)
     assert rates == pytest.approx([0.1 * 0.5**i for i in range(5)])
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    start = weights(model)
-    learn = learner(model)
-    learn.fit(1)
-    assert len(list(learn.opt.parameters())) == 4
-    kept = [torch.equal(a, b) for a, b in zip(start, weights(model), strict=True)]
-    assert kept == [True, True, False, False, False, False]
 
 
 def test_fit_clears_gradients_on_entry() -> None:
@@ -560,18 +428,6 @@ def test_what_is_not_an_optimizer_is_refused(opt_func: Any, text: str) -> None:
     with pytest.raises(OptimizerError, match=text):
         learn.fit(1)
     assert same(start, weights(model))
-
-
-def test_its_state_goes_to_an_optimizer_of_the_same_kind() -> None:
-    learn = learner(net(), opt_func=partial(Adam, wd=0.1), wd_bn_bias=False)
-    learn.fit(1)
-    other = learner(net(), opt_func=partial(Adam, wd=0.1), wd_bn_bias=False)
-    other.model.load_state_dict(learn.model.state_dict())
-    other.create_opt()
-    other.opt.load_state_dict(deepcopy(learn.opt.state_dict()))
-    for o in (learn, other):
-        o.fit(1)
-    assert same(weights(learn.model), weights(other.model))
 
 
 def test_clearing_the_state_forgets_the_momenta() -> None:
@@ -622,16 +478,6 @@ def test_lbfgs_in_pieces_is_lbfgs_of_the_whole_batch() -> None:
     learn = learner(model := net(), opt_func=opt_func, lr=0.5, microbatch=3)
     learn.fit(1)
     assert same(weights(model), lbfgs_by_hand(net(), [], n_epoch=1, max_iter=4), tol=1e-10)
-
-
-def test_the_loss_of_a_closure_step_is_that_before_it() -> None:
-    losses = []
-    watcher = Callback(after_batch=lambda cb: losses.append(cb.loss.item()))
-    learn = learner(model := net(), watcher, opt_func=torch.optim.LBFGS, lr=0.5)
-    x, y = learn.dls.one_batch()
-    first = nn.functional.mse_loss(model(x), y).item()
-    learn.fit(1)
-    assert losses[0] == first
 
 
 @pytest.mark.parametrize('size', [None, 3])

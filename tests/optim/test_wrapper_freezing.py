@@ -245,15 +245,6 @@ def test_the_mode_that_a_callback_set_survives_a_validation_in_mid_fit() -> None
     assert changed == ['1.1.running_mean', '1.1.running_var', '1.1.num_batches_tracked']
 
 
-def test_freezing_alone_leaves_modes_as_they_are() -> None:
-    "Frozen norm layers collect statistics as in fastai, unless a callback sets them to evaluation mode."
-    learn = learner(train_bn=False)
-    learn.freeze()
-    before = learn.model[0][1].running_mean.clone()
-    learn.fit(1)
-    assert not torch.equal(learn.model[0][1].running_mean, before)
-
-
 # What is refused, or warned of
 
 
@@ -268,13 +259,6 @@ def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
         assert all(torch.equal(p, before[n]) for n, p in learn.model.named_parameters())
         learn.unfreeze()
         assert moved(learn) == ALL
-
-
-def test_with_everything_frozen_norm_layers_still_train() -> None:
-    learn = learner()
-    with pytest.warns(UserWarning, match='nothing but norm layers'):
-        learn.freeze_to(5)
-    assert moved(learn) == [*NORMS_0, *NORMS_1]
 
 
 def test_freezing_one_group_freezes_nothing_and_warns() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learnkit import SGD, Callback, OptimWrapper, Recorder, TrainEvalCallback
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import synth_learner
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Any:
@@ -55,23 +55,3 @@ def test_groups_made_with_one_rate_in_a_tensor_have_their_own_rates(opt_func: An
     learn = learner(opt_func=opt_func, lr=torch.tensor(0.125), splitter=lambda m: [[m.a], [m.b]])
     learn.fit(1, lr=[0.25, 0.5])
     assert [float(h['lr']) for h in learn.opt.hypers] == [0.25, 0.5]
-
-
-def test_rates_of_the_given_optimizer_stay_when_a_group_is_added() -> None:
-    model = RegModel()
-    learn = learner(model=model, opt_func=torch.optim.SGD([model.a], lr=0.05))
-    with pytest.warns(UserWarning, match=': b[.]'):
-        learn.fit(1)
-    learn.opt.add_param_group({'params': [model.b], 'lr': 0.25})
-    before = model.b.item()
-    learn.fit(1)
-    assert [h['lr'] for h in learn.opt.hypers] == [0.05, 0.25] and model.b.item() != before
-
-
-@pytest.mark.parametrize('inner', [False, True])
-def test_a_prediction_leaves_the_final_record_alone(inner: bool) -> None:
-    learn = learner()
-    learn.fit(1)
-    row = list(learn.final_record)
-    learn.get_preds(inner=inner)
-    assert list(learn.final_record) == row == list(learn.recorder.values[-1])

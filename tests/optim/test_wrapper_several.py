@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit import EMA, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
 from tests.helpers.comparing import same
 from tests.helpers.optimizing import data
@@ -72,14 +72,6 @@ def test_a_list_or_dict_of_optimizers_steps_them_all(form: Any) -> None:
     assert isinstance(learn.opt[0], torch.optim.SGD) and isinstance(learn.opt[1], torch.optim.Adam)
     if isinstance(learn.opt.opt, dict):
         assert isinstance(learn.opt['head'], torch.optim.Adam)
-
-
-def test_ready_optimizers_in_a_dict() -> None:
-    model = net()
-    body, head = pair(model, 0.02, 0.003)
-    learn = learner(model, {'body': body, 'head': head})
-    learn.fit(2)
-    assert same(weights(model), pair_by_hand(lr=0.02, head_lr=0.003))
 
 
 def test_each_keeps_the_rate_it_was_made_with() -> None:
@@ -276,60 +268,3 @@ def test_one_that_is_not_there_cannot_step(only: Any) -> None:
     with pytest.raises(OptimizerError, match="the optimizers are 'critic', 'generator'"):
         opt.step(only=only)
     assert same(weights(model), before) and opt.n_steps == 0
-
-
-def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
-    "A weight tied between two layers is one parameter that receives both gradients."
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            self.inner, self.outer = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-            self.outer.weight = self.inner.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.outer(torch.tanh(self.inner(x)))
-
-    batches = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(3)]
-    learn = Learner(
-        batches,
-        model := Tied(),
-        nn.MSELoss(),
-        opt_func=partial(torch.optim.SGD, lr=0.1),
-        cbs=TrainEvalCallback,
-        default_cbs=False,
-    )
-    learn.fit(2)
-    w = Tied().inner.weight.detach().clone().requires_grad_()
-    for x, y in batches * 2:
-        (grad,) = torch.autograd.grad(F.mse_loss(torch.tanh(x @ w.T) @ w.T, y), w)
-        w = (w - 0.1 * grad).detach().requires_grad_()
-    assert torch.allclose(model.inner.weight, w, atol=1e-6)
-    assert len(list(learn.opt.parameters())) == 1
-
-
-def test_a_callback_can_step_one_of_them_less_often() -> None:
-    "Zeroing gradients that one optimizer must not use leaves its parameters unchanged."
-    model = net()
-
-    def skip(cb: Any) -> None:
-        if cb.iter % 2:
-            for p in model[2].parameters():
-                p.grad = None
-
-    layers = lambda params, lr: [
-        torch.optim.SGD(layer.parameters(), lr=lr) for layer in (model[0], model[2])
-    ]
-    learn = learner(model, layers, Callback(before_step=skip))
-    learn.fit(1)
-    other = net()
-    for i, (x, y) in enumerate(data()):
-        F.mse_loss(other(x), y).backward()
-        with torch.no_grad():
-            for layer in (other[0], other[2])[: 1 + (i % 2 == 0)]:
-                for p in layer.parameters():
-                    p -= 0.1 * p.grad
-        other.zero_grad()
-    for a, b in zip(weights(model), weights(other), strict=True):
-        assert torch.allclose(a, b, atol=1e-14)

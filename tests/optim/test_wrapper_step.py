@@ -102,23 +102,6 @@ def test_a_scheduler_counts_the_steps() -> None:
     assert opt.param_groups[0]['lr'] == pytest.approx(0.01)
 
 
-def test_a_user_optimizer_that_torch_does_not_know() -> None:
-    class Halve(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            with torch.no_grad():
-                for g in self.param_groups:
-                    for p in g['params']:
-                        p.mul_(0.5)
-
-    p = parameter()
-    before = p.detach().clone()
-    take_steps(p, OptimWrapper(opt=Halve([p])))
-    assert torch.equal(p.detach(), before / 8)
-
-
 def test_a_step_wrapped_by_a_subclass_is_taken() -> None:
     "`functools.wraps` copies torch's mark and points past the wrapper."
     taken: list[int] = []
