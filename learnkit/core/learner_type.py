@@ -42,9 +42,6 @@ class LearnerLike(Protocol):
     evaluations: Any  # EvaluationSchedule
     passes: Any  # TrainingPasses
     loss_weights: Any  # LossWeights
-    running: (
-        tuple[Any, str, Any] | None
-    )  # callback and event of the running handler, and the outer one
     timings: Any  # Timings
     seams: Any  # Seams
     modes: Any  # Modes
