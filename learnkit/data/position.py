@@ -261,6 +261,7 @@ class LoaderPosition:
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
             elif 'loader' in self._own_state and not self._must_replay():
+                _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
