@@ -155,11 +155,7 @@ def test_a_closed_comm_leaves_no_connection_open() -> None:
 
         parts = Replicas()
         parts.wrapped = wrapped
-
-        class Holder:
-            _replica = wrapped
-
-        parts.release(Holder())
+        parts.release(make_learner())
         began = time.monotonic()
         if rank:
             world.leave()
