@@ -59,6 +59,7 @@ def train(
 
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)
+        warnings.filterwarnings('ignore', message='There is a state for a callback `break`')
         if other_number:
             warnings.filterwarnings('ignore', message='The checkpoint is of [12] process')
         seen: list[float] = []

@@ -156,11 +156,7 @@ def test_a_closed_comm_leaves_no_connection_open() -> None:
 
         parts = Replicas()
         parts.wrapped = wrapped
-
-        class Holder:
-            seams = Seams()
-
-        parts.release(Holder())
+        parts.release(make_learner())
         began = time.monotonic()
         if rank:
             world.leave()
