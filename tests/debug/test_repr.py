@@ -15,6 +15,7 @@ from torch import nn
 from learnkit import Callback, DataLoaders, Learner, Time, Timestamp
 from learnkit.callbacks.recorder import History
 from learnkit.core.html import definitions, never_raising, safe_call, table, truncate_rows
+from learnkit.core.time import format_time
 from learnkit.engine.timings import Timings
 from learnkit.testing import synth_learner
 
@@ -221,10 +222,9 @@ def test_what_there_is_not_yet() -> None:
 
 
 def test_times_are_written_out() -> None:
-    assert rows_of(Time('1200ba')) == [['1200ba', '1,200 batches']]
     expected = ['1 epoch', '1:30:00', '3 seconds', '25% of the run', '1 batch', '1 sample']
     times = ('1ep', '90m', '3sec', '0.25dur', '1ba', '1sp')
-    assert [rows_of(Time(t))[0][1] for t in times] == expected
+    assert [format_time(t.value, t.unit) for t in map(Time, times)] == expected
     now = Timestamp(ep=1, ba=2000, sec=0.25, dur=0.5)
     assert dict(rows_of(now)) == {
         'iter': '0 iterations',
