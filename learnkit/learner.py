@@ -213,7 +213,7 @@ class Learner(Loop):
         self.eval_every = eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar = True
-        self.opt = None
+        self.opt: Any = None
         self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)

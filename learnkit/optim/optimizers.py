@@ -346,12 +346,12 @@ def MuonAdamW(
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
-    options = {'lr': lr, 'weight_decay': wd}
-    muon = partial(torch.optim.Muon, momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
+    options: dict[str, Any] = {'lr': lr, 'weight_decay': wd}
+    muon: Any = partial(torch.optim.Muon, momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
     opt: dict[str, torch.optim.Optimizer] = {'muon': muon(parts['muon'])}
     if parts['adamw']:
         fused = all(map(can_fuse, iterate_params(parts['adamw'])))
-        adamw = partial(torch.optim.AdamW, betas=(adam_mom, sqr_mom), eps=eps, **options)
+        adamw: Any = partial(torch.optim.AdamW, betas=(adam_mom, sqr_mom), eps=eps, **options)
         opt = {'adamw': adamw(parts['adamw'], fused=fused), **opt}
     res = _wrap(opt)
     res.share_groups(*slots)
