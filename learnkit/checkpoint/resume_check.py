@@ -19,6 +19,7 @@ from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
+from learnkit.core.html import definitions, never_raising
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
@@ -76,6 +77,18 @@ class ResumeCheck:
                 *self.hints,
             ]
         )
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        result = {
+            'resumes': 'exactly, to the last bit' if self else 'not exactly',
+            'batches': self.n_batches,
+            'stopped after': self.stopped_after,
+            'SHA-256': f'{self.digest[:12]}...',
+            'differences': self.differences,
+            'hints': self.hints,
+        }
+        return definitions({name: value for name, value in result.items() if value != []})
 
 
 class _StopAt(Callback):

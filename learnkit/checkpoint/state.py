@@ -262,12 +262,15 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
 def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
+    n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
-    if loop['stopping'] or i == learn.n_epoch:
+    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
         return f'after epoch {i - 1}, its last.'
+    total = f' of {n}' if n else ''
     if r.at == 'epoch':
-        return f'with epoch {i}.'
-    return f'in epoch {i}, after {loop["n_drawn"]} batches.'
+        return f'with epoch {i}{total}.'
+    batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
+    return f'in epoch {i}{total}, after {batches} batches.'
 
 
 def _check_fits(learn: LearnerLike, r: ResumeState) -> None:

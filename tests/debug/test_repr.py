@@ -14,6 +14,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, Time, Timestamp
 from learnkit.callbacks.recorder import History
+from learnkit.checkpoint.resume_check import ResumeCheck
 from learnkit.core.html import definitions, never_raising, safe_call, table, truncate_rows
 from learnkit.core.time import format_time
 from learnkit.engine.timings import Timings
@@ -236,3 +237,16 @@ def test_times_are_written_out() -> None:
         'sec': '0.25 seconds',
         'dur': '50% of the run',
     }
+
+
+def test_a_resume_check_lists_what_differs() -> None:
+    exact = ResumeCheck(8, 4, 'ab' * 32)
+    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
+    assert dict(rows_of(exact)) == {
+        'resumes': 'exactly, to the last bit',
+        'batches': '8',
+        'stopped after': '4',
+        'SHA-256': 'abababababab...',
+    }
+    assert dict(rows_of(other))['differences'] == 'weight <a>'
+    assert dict(rows_of(other))['hints'] == 'a hint'
