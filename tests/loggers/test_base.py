@@ -23,7 +23,6 @@ from learnkit.loggers import (
     WandbLogger,
     read_log,
 )
-from learnkit.loggers.values import fetch
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 from tests.helpers.logging_fits import LogHalf, data, learner, plain_losses
 
@@ -333,14 +332,6 @@ def test_metrics_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger, metrics=ValueMetric(lambda: torch.ones(3), 'three'))
     learn.fit(1)
     assert not logged(tmp_path, 'three') and logged(tmp_path, 'valid_loss')
-
-
-def test_fetch_takes_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, 'tolist', lambda t: calls.append(t.shape) or tolist(t))
-    rows = fetch([{'a': torch.tensor(1.5), 'b': 2}, {'a': torch.tensor([2.5], requires_grad=True)}])
-    assert rows == [{'a': 1.5, 'b': 2}, {'a': 2.5}] and calls == [(2,)]
 
 
 def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from learnkit import (
     Callback,
@@ -19,7 +17,7 @@ from learnkit import (
     mae,
     mse,
 )
-from learnkit.loggers import CSVLogger, JSONLinesLogger, log_params, read_log
+from learnkit.loggers import CSVLogger, JSONLinesLogger, read_log
 from learnkit.testing import synth_learner
 from tests.helpers.logging_fits import LogHalf, data, learner
 
@@ -68,26 +66,6 @@ def test_what_is_in_the_log_is_kept_with_its_state(tmp_path: Path) -> None:
     learn.fit(1, cbs=Keep())
     assert {'hidden', 'valid_loss'} <= set(saved['in_log'])
     assert not logged(tmp_path, 'epoch/hidden')
-
-
-def test_params_come_with_the_configuration(tmp_path: Path) -> None:
-    learn = learner(tmp_path, CSVLogger)
-    log_params(learn, {'depth': 3, 'lr': 'mine'})  # nothing is open yet
-    learn.fit(1)
-    file = tmp_path / 'metrics.csv.params.json'
-    assert json.loads(file.read_text())['depth'] == 3
-    assert json.loads(file.read_text())['model'] == 'Linear'
-
-    class Late(Callback):
-        def after_train(self) -> None:
-            log_params(self.learn, {'width': torch.tensor(7)})
-
-    learn.fit(1, cbs=Late())
-    params = json.loads(file.read_text())
-    assert params['depth'] == 3
-    assert params['width'] == 7
-    assert params['lr'] == 'mine'
-    assert params['model'] == 'Linear'
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 from learnkit import Callback, OptionError
-from learnkit.core.errors import MissingExtraError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.grid import add_captions, arrange_images
-from learnkit.loggers.values import as_images, encode_png
+from learnkit.loggers.values import as_images
 from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
@@ -281,29 +279,6 @@ def test_a_batch_of_images_is_one_picture(tmp_path: Path, cls: Any, name: str) -
     assert file.name == 'pic-10-0.png' and torch.equal(read, expected)
 
 
-@pytest.mark.parametrize('channels', [1, 3, 4])
-def test_captions_are_above_their_images(channels: int) -> None:
-    pytest.importorskip('matplotlib')
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 40, channels), np.uint8)
-    names = ['$x_{$ <b>\N{CJK UNIFIED IDEOGRAPH-732B}', 'W' * 200, '']
-    captioned = add_captions(pixels, names)
-    assert captioned.shape == (3, 15 + 15, 120, channels)
-    assert np.array_equal(captioned[:, 15::3, ::3], pixels)  # enlarged three times
-    assert np.array_equal(captioned[:, 17::3, 2::3], pixels)
-    ink = (captioned[:, :15, :, 0] < 128).sum((1, 2))
-    assert ink[0] > 50 and ink[1] > 200 and ink[2] == 0
-    edges = captioned[:, :15, [0, -1]]
-    assert (edges[[0, 2]] == 255).all() and (captioned[2, :15] == 255).all()
-    # another text is another picture, and the same text the same one
-    again = add_captions(pixels, ['other', 'W' * 200, ''])
-    assert not np.array_equal(again[0, :15], captioned[0, :15])
-    assert np.array_equal(again[1:], captioned[1:])
-    two_lines = add_captions(pixels, ['a\nb', 'c', 'd\ne\nf\ng'])
-    assert two_lines.shape[1] == 3 * 15 + 15
-    wide = np.zeros((1, 4, 200, channels), np.uint8)
-    assert add_captions(wide, [3]).shape == (1, 19, 200, channels)
-
-
 @BOTH
 def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
     pytest.importorskip('matplotlib')
@@ -323,34 +298,6 @@ def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
     for bad in (['one'], 'ab'):
         with pytest.raises(OptionError, match='a list of 2'):
             arrange_images(pixels, bad)
-
-
-def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, 'PIL.Image', raising=False)
-    monkeypatch.setitem(sys.modules, 'PIL', None)
-    with pytest.raises(MissingExtraError, match='needs pillow: pip install pillow'):
-        encode_png(as_images(torch.rand(3, 2, 2))[0])
-
-
-def test_images_of_every_kind() -> None:
-    floats = torch.tensor([[0.0, 0.5, 1.0], [-3.0, 2.0, float('nan')]])
-    assert as_images(floats)[0, :, :, 0].tolist() == [[0, 128, 255], [0, 255, 0]]
-    assert as_images(floats > 0)[0, :, :, 0].tolist() == [[0, 255, 255], [0, 255, 0]]
-    assert (
-        as_images([torch.rand(3, 4, 4)] * 2).shape
-        == as_images(np.random.rand(2, 3, 4, 4)).shape
-        == (2, 4, 4, 3)
-    )
-    for bad in (
-        torch.rand(5),
-        torch.rand(2, 5, 4, 4),
-        torch.rand(0, 3, 4, 4),
-        'image',
-        torch.zeros(3, 3).long(),
-        [],
-    ):
-        with pytest.raises(OptionError, match='mages are'):
-            as_images(bad)
 
 
 @pytest.mark.parametrize(

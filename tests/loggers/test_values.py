@@ -1,0 +1,49 @@
+"""Conversion of values and images for loggers."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from learnkit import OptionError
+from learnkit.core.errors import MissingExtraError
+from learnkit.loggers.values import as_images, encode_png, fetch
+
+
+def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, 'PIL.Image', raising=False)
+    monkeypatch.setitem(sys.modules, 'PIL', None)
+    with pytest.raises(MissingExtraError, match='needs pillow: pip install pillow'):
+        encode_png(as_images(torch.rand(3, 2, 2))[0])
+
+
+def test_images_of_every_kind() -> None:
+    floats = torch.tensor([[0.0, 0.5, 1.0], [-3.0, 2.0, float('nan')]])
+    assert as_images(floats)[0, :, :, 0].tolist() == [[0, 128, 255], [0, 255, 0]]
+    assert as_images(floats > 0)[0, :, :, 0].tolist() == [[0, 255, 255], [0, 255, 0]]
+    assert (
+        as_images([torch.rand(3, 4, 4)] * 2).shape
+        == as_images(np.random.rand(2, 3, 4, 4)).shape
+        == (2, 4, 4, 3)
+    )
+    for bad in (
+        torch.rand(5),
+        torch.rand(2, 5, 4, 4),
+        torch.rand(0, 3, 4, 4),
+        'image',
+        torch.zeros(3, 3).long(),
+        [],
+    ):
+        with pytest.raises(OptionError, match='mages are'):
+            as_images(bad)
+
+
+def test_fetch_takes_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda t: calls.append(t.shape) or tolist(t))
+    rows = fetch([{'a': torch.tensor(1.5), 'b': 2}, {'a': torch.tensor([2.5], requires_grad=True)}])
+    assert rows == [{'a': 1.5, 'b': 2}, {'a': 2.5}] and calls == [(2,)]

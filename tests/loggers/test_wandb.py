@@ -1,0 +1,100 @@
+"""What only W&B has: images, text, configuration, runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learnkit import Callback, OptionError
+from learnkit.loggers import (
+    WandbLogger,
+)
+from tests.helpers.log_services import (
+    GRID,
+    PIXELS,
+    fail,
+    show,
+    wandb_points,
+    wandb_records,
+)
+from tests.helpers.logging_fits import LogHalf, learner, run_and_resume
+
+
+def test_wandb_images_text_and_configuration(tmp_path: Path) -> None:
+    pytest.importorskip('wandb')
+    image = pytest.importorskip('PIL.Image')
+    with learner(tmp_path, WandbLogger('mine', tags=['a']), Callback(after_epoch=show)) as learn:
+        learn.fit(1)
+    ((step, pic),) = wandb_points(tmp_path, 'pic')
+    (files,) = tmp_path.glob('wandb/offline-run-*/files')
+    assert step == 10
+    read = np.array(image.open(files / pic['filenames'][0]))
+    assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
+    ((step, pic),) = wandb_points(tmp_path, 'grid')
+    assert step == 10 and len(pic['filenames']) == 1
+    read = np.array(image.open(files / pic['filenames'][0]))
+    assert np.array_equal(read, GRID.permute(1, 2, 0).numpy())
+    assert 'hello' in (files / wandb_points(tmp_path, 'note')[0][1]['path']).read_text()
+    config = {
+        u.key: json.loads(u.value_json) for r in wandb_records(tmp_path) for u in r.config.update
+    }
+    assert config['model'] == 'Linear' and config['batch_size'] == 4
+    run = next(r.run for r in wandb_records(tmp_path) if r.HasField('run'))
+    assert run.project == 'mine' and list(run.tags) == ['a']
+
+
+def test_wandb_text_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, logged = pytest.importorskip('wandb'), list[Any]()
+    monkeypatch.setattr(wandb, 'Html', str)
+    cb = WandbLogger()
+    cb._handle = SimpleNamespace(log=lambda values, step: logged.append(values))
+    cb.log_text(1, 'note', 'a < b & <script>')
+    assert logged == [{'note': '<pre>a &lt; b &amp; &lt;script&gt;</pre>'}]
+
+
+def test_wandb_run_keeps_its_id_and_reports_a_failure(tmp_path: Path) -> None:
+    pytest.importorskip('wandb')
+    run_and_resume(tmp_path, lambda: WandbLogger(id='run7'))
+    learn = learner(tmp_path, LogHalf, WandbLogger(id='run7'), Callback(before_step=fail))
+    with pytest.raises(RuntimeError, match='no more'), learn:
+        learn.fit(1)
+    ids = {r.run.run_id for r in wandb_records(tmp_path) if r.HasField('run')}
+    exits = [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField('exit')]
+    assert ids == {'run7'} and exits == [0, 0, 1]
+
+
+def test_wandb_run_can_be_taken_over(tmp_path: Path) -> None:
+    pytest.importorskip('wandb')
+    first, second = (learner(tmp_path, WandbLogger(id='run8', every='5ba')) for _ in range(2))
+    first.fit(1)
+    second.fit(1)
+    first.fit(1)
+    first.close()
+    second.close()
+    assert [s for s, _ in wandb_points(tmp_path, 'loss')] == [5, 10, 15, 20, 25, 30]
+
+
+def test_wandb_mode_is_checked() -> None:
+    pytest.importorskip('wandb')
+    with pytest.raises(OptionError, match='mode='):
+        WandbLogger(mode='off')
+
+
+def test_wandb_mode_comes_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip('wandb')
+    monkeypatch.delenv('WANDB_MODE', raising=False)
+    assert WandbLogger().mode == 'offline'
+    for given, mode in (('online', 'online'), ('disabled', 'disabled'), ('dryrun', 'offline')):
+        monkeypatch.setenv('WANDB_MODE', given)
+        assert WandbLogger().mode == mode
+        assert WandbLogger(mode='shared').mode == 'shared'
+    monkeypatch.setenv('WANDB_MODE', 'off')
+    with pytest.raises(OptionError, match="WANDB_MODE='off'"):
+        WandbLogger()
