@@ -89,7 +89,6 @@ _ROWS = (
         'Logging, history and progress',
         'Loggers for files and services, the recorded history, the progress bar, and plots while training.',
         'loggers.base loggers.console loggers.files loggers.tensorboard loggers.wandb loggers.mlflow loggers.api '
-        'loggers.aim loggers.comet '
         'callbacks.recorder callbacks.history callbacks.progress callbacks.live_plot',
     ),
     (

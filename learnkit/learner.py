@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
-    from learnkit.debug.explain import Handlers, Trace
+    from learnkit.debug.trace import Handlers, Trace
     from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
@@ -213,7 +213,7 @@ class Learner(Loop):
         self.eval_every = eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar = True
-        self.opt = None
+        self.opt: Any = None
         self._exit_stacks: list[ExitStack] = []  # one for each open `with learn:`
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
         self.own_lrs: tuple[Any, Any] = (None, None)
@@ -950,7 +950,7 @@ class Learner(Loop):
         receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
         or file is named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing else: an
         existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder, numbered in the
-        order of the data. Each rank writes a separate `.npy` file; `learnkit.inference.sinks.read_rows` joins them.
+        order of the data. With several ranks, the sink is a folder or a function.
 
         Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
         `OptionError` for a sink that cannot store the requested entries.
@@ -1570,7 +1570,7 @@ class Learner(Loop):
         >>> [h.function for h in synth_learner().explain('after_epoch')]
         ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
         """
-        from learnkit.debug.explain import explain
+        from learnkit.debug.trace import explain
 
         return explain(self, event_name)
 
@@ -1581,7 +1581,7 @@ class Learner(Loop):
         >>> synth_learner().metric_names()
         {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
         """
-        from learnkit.debug.explain import list_metric_names
+        from learnkit.debug.trace import list_metric_names
 
         return list_metric_names(self)
 
@@ -1600,7 +1600,7 @@ class Learner(Loop):
         >>> print(next(c for c in changes if c.what == 'xb'))
         epoch 0, batch 0, before_batch: Callback changed xb
         """
-        from learnkit.debug.explain import trace
+        from learnkit.debug.trace import trace
 
         return trace(self)
 

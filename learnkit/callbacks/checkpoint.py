@@ -36,7 +36,7 @@ from learnkit.checkpoint.weights import (
     find_trainable,
     leave_out_frozen_weights,
 )
-from learnkit.core.dtensor import gather_full_state, mesh_of
+from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.model import name_of
@@ -74,8 +74,7 @@ class Checkpoint(Callback):
     synchronously.
 
     If the weights are sharded (strategy 'fsdp'), each rank writes its shards by `torch.distributed.checkpoint` to a
-    folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False`
-    gathers the shards into one file.
+    folder next to the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it.
 
     `trainable_only=True` leaves out the weights that were frozen in all fits with this callback, such as the base
     model of LoRA; a weight that something else changes during a fit is kept. The file has their digests (SHA-256,
@@ -120,7 +119,6 @@ class Checkpoint(Callback):
         mode: str | None = None,  # 'min' or 'max'; None: by the column's name
         background: bool = True,  # whether a background thread writes the file
         preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
-        sharded: bool = True,  # whether each rank writes its shards of sharded tensors
         trainable_only: bool = False,  # whether to leave out weights that are frozen from the start
     ) -> None:
         try:
@@ -142,7 +140,6 @@ class Checkpoint(Callback):
         self.mode = mode
         self.background = background
         self.preemption = preemption
-        self.sharded = sharded
         self.trainable_only = trainable_only
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
@@ -400,9 +397,7 @@ class Checkpoint(Callback):
         state = collect_state(learn, point)
         if self.trainable_only and learn.world.is_first:
             state = leave_out_frozen_weights(learn.model, state, self._trained, self._digests)
-        if not self.sharded:
-            state = gather_full_state(state)
-        elif mesh_of(learn.model) is not None:
+        if mesh_of(learn.model) is not None:
             state = self._separate_shards(state)
         elif not learn.world.is_first:
             return state

@@ -21,7 +21,6 @@ INTERVAL_S = 1.0  # least number of seconds between two plots
 SHARE = 50  # the time between two plots is at least this many times as long as a plot takes
 SKIP = 5  # number of first steps to leave out, whose losses are much higher
 MAX_POINTS = 1000  # largest number of points of the training loss
-GREY = '#808080'  # readable on white and on black
 
 Points = list[list[float]]  # [step, loss] each
 
@@ -162,12 +161,8 @@ class LossGraph:
         draw_losses(self.ax, thin_losses(losses), valid)
         if self.n_steps and not is_over:
             self.ax.set_xlim(0, max(self.n_steps, len(losses)))
-        width, height = (int(inches * 96) for inches in self.fig.get_size_inches())
-        image = encode_figure(self.fig, dpi=144, transparent=True)
-        self.area.show(
-            {'image/png': image, 'text/plain': describe_losses(losses, valid)},
-            {'image/png': {'width': width, 'height': height}},
-        )
+        image = encode_figure(self.fig)
+        self.area.show({'image/png': image, 'text/plain': describe_losses(losses, valid)})
         return is_first
 
 
@@ -194,19 +189,15 @@ class MasterBar:
 
 
 def draw_losses(ax: Any, points: Points, valid: dict[str, Points]) -> None:
-    "Clear the axes and draw the losses, readable on light and dark pages."
+    "Clear the axes and draw the losses."
     ax.clear()
     steps = [step for step, _ in points]
     losses = [loss for _, loss in points]
     ax.plot(steps, losses, color=color(0), label='train')
     for i, (name, valid_points) in enumerate(valid.items(), 1):
         ax.plot(*zip(*valid_points, strict=True), 'o-', markersize=3, color=color(i), label=name)
-    ax.set_xlabel('step', color=GREY)
-    ax.set_ylabel('loss', color=GREY)
-    ax.tick_params(which='both', color=GREY, labelcolor=GREY)
-    for side, spine in ax.spines.items():
-        spine.set(color=GREY, visible=side in ('left', 'bottom'))
-    ax.legend(loc='upper right', frameon=False, labelcolor=GREY)
+    ax.set(xlabel='step', ylabel='loss')
+    ax.legend(loc='upper right')
 
 
 def thin_losses(losses: list[float]) -> Points:

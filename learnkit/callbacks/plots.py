@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -15,7 +15,7 @@ from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.metrics.base import AvgSmoothLoss, Metric, is_scalar
 
-__all__ = ['Plots', 'draw_epochs', 'epochs_of']
+__all__ = ['Plots', 'draw_epochs']
 
 Point = tuple[int, float]  # epoch and value
 
@@ -99,8 +99,9 @@ class Plots:
         >>> [ax.get_ylabel() for ax in learn.recorder.plot_metrics()]
         ['loss']
         """
-        epochs, starts = epochs_of(self.history)
-        panels = self._make_panels(names, epochs)
+        panels = self._make_panels(names)
+        pairs = enumerate(pairwise(self.history), 1)
+        starts = [epoch for epoch, (before, row) in pairs if before['fit'] != row['fit']]
         if ax is not None:
             lines = {}
             for metric, metric_lines in panels.items():
@@ -117,15 +118,14 @@ class Plots:
             panel.set_ylabel(metric)
         return axs
 
-    def _make_panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
+    def _make_panels(self, names: Any) -> dict[str, dict[str, list[Point]]]:
         "Return the points of each metric by the loader that they were measured on."
         loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
         requested = set(L(names))
         known: set[str] = set()
         panels: dict[str, dict[str, list[Point]]] = {}
         for column in dict.fromkeys(name for row in self.history for name in row):
-            rows = zip(epochs, self.history, strict=True)
-            values = [(epoch, row.get(column)) for epoch, row in rows]
+            values = [(epoch, row.get(column)) for epoch, row in enumerate(self.history)]
             points = [(epoch, float(v)) for epoch, v in values if is_scalar(v)]
             if column in ('fit', 'epoch', 'time') or not points:
                 continue
@@ -178,25 +178,6 @@ class Plots:
         if search is None:
             raise MetricError('There is no search to draw: call `learn.lr_find()` first.')
         return search.plot(skip_end, suggestions, nms, ax)
-
-
-def epochs_of(
-    history: list[dict[str, Any]],  # one row per epoch, with `fit` and `epoch`
-) -> tuple[list[int], list[int]]:  # epoch number of each row; first epochs of later fits
-    """Number the epochs of all fits; a fit whose numbers overlap the fits before continues them.
-
-    >>> epochs_of([{'fit': 0, 'epoch': 0}, {'fit': 0, 'epoch': 1}, {'fit': 1, 'epoch': 0}, {'fit': 2, 'epoch': 3}])
-    ([0, 1, 2, 3], [2, 3])
-    """
-    positions: list[int] = []
-    starts: list[int] = []
-    for _, rows in groupby(history, lambda row: row['fit']):
-        numbers = [row['epoch'] for row in rows]
-        shift = max(0, positions[-1] + 1 - numbers[0]) if positions else 0
-        if positions:
-            starts.append(numbers[0] + shift)
-        positions += [n + shift for n in numbers]
-    return positions, starts
 
 
 def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:

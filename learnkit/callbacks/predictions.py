@@ -17,8 +17,6 @@ from learnkit.engine.dispatch import as_list
 
 __all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
 
-_PASSED_ON = {'ds_idx', 'dl', 'act', 'inner', 'reorder', 'cbs'}  # arguments passed to `get_preds`
-
 
 class FetchPredsCallback(Callback):
     """Predict after each validation of a fit, and keep the result of `get_preds` in `preds`.
@@ -197,8 +195,7 @@ def mc_dropout_preds(
 
     Memory is needed for three predictions, whatever `n` (Welford 1962).
 
-    Raises `OptionError` for an `n` below 2, for other options, and if the predictions are not one
-    tensor.
+    Raises `OptionError` for an `n` below 2, and if the predictions are not one tensor.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
@@ -207,12 +204,6 @@ def mc_dropout_preds(
     True
     """
     check_count('n', n, 2)
-    others = sorted(kwargs.keys() - _PASSED_ON)
-    if others:
-        raise OptionError(
-            f'mc_dropout_preds takes {", ".join(sorted(_PASSED_ON))}, not {", ".join(others)}: it has '
-            'predictions and targets alone. For the rest: `learn.get_preds`.'
-        )
     cbs = [*as_list(kwargs.pop('cbs', None)), MCDropoutCallback()]
     mean = torch.zeros(())
     squares = torch.zeros(())

@@ -12,7 +12,7 @@ from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import local_shards, total_norm
 from learnkit.core.errors import OptionError
 from learnkit.core.model import BufferCopy, copy_buffers, restore_buffers
-from learnkit.core.validation import check_count, is_number
+from learnkit.core.validation import is_number
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 
@@ -25,15 +25,13 @@ class SAM(Callback):
     """Step with the gradient at `w + e`, where `e` has length `rho` along the gradient `g` at weights `w`.
 
     `e = rho * g / |g|` (Foret et al., "Sharpness-aware minimization for efficiently improving
-    generalization", 2021, eq. 2); adaptive, `e = rho * w^2 g / |w g|` (Kwon et al., "ASAM", 2021,
-    eq. 8, with `T = |w|`). Every such step costs a second forward and backward pass over the same
+    generalization", 2021, eq. 2). Every step costs a second forward and backward pass over the same
     batch, with its events, in microbatches if these are used; dropout draws new masks. Afterwards
     the weights and the model's buffers (running statistics) are restored exactly, and `pred` and
     `loss`, which are recorded and measured, belong to the first pass. Clipping acts on the
     second gradient.
 
-    Checkpointed: the number of steps, which `interval` counts, of each optimizer that
-    `optimize(only=)` names.
+    No state.
 
     Raises `OptionError` for invalid options, and before training: with `GradientAccumulation` (the
     second pass would see the last batch only), with an optimizer that needs a closure, and for a
@@ -52,15 +50,10 @@ class SAM(Callback):
     def __init__(
         self,
         rho: float = 0.05,  # norm of the perturbation
-        adaptive: bool = False,  # scale by each weight (ASAM; `rho` 10 to 40 times as large)
-        interval: int = 1,  # number of steps per SAM step; the others are ordinary
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
         self.rho = float(rho)
-        self.adaptive = adaptive
-        self.interval = check_count('interval', interval)
-        self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._buffers: list[BufferCopy] = []  # buffers before the second pass
@@ -86,11 +79,8 @@ class SAM(Callback):
 
     def before_step(self) -> None:
         learn = self.learn
-        turn = learn.turn or ''
-        n = self._n.get(turn, 0)
-        self._n[turn] = n + 1
         params = [p for p in learn.step_parameters if p.grad is not None]
-        if n % self.interval or not params:
+        if not params:
             return
         if learn.own_loop.call is not None and learn.own_loop.call.compute is None:
             raise make_repeat_error('SAM')
@@ -116,14 +106,8 @@ class SAM(Callback):
         "Move the weights by `rho` along the gradient."
         weights = local_shards(params)
         grads = local_shards(p.grad for p in params)
-        if not self.adaptive:
-            direction = grads
-            norm = total_norm(p.grad for p in params)
-        else:
-            scaled = list(torch._foreach_mul(torch._foreach_abs(weights), grads))
-            norm = total_norm(params, mine=scaled)
-            direction = list(torch._foreach_mul(torch._foreach_mul(weights, weights), grads))
-        torch._foreach_add_(weights, torch._foreach_mul(direction, self.rho / (norm + EPS)))
+        norm = total_norm(p.grad for p in params)
+        torch._foreach_add_(weights, torch._foreach_mul(grads, self.rho / (norm + EPS)))
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -135,12 +119,3 @@ class SAM(Callback):
 
     def cleanup(self) -> None:
         self._restore()
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return the number of steps so far, by optimizer."
-        named = {turn: n for turn, n in self._n.items() if turn}
-        return {'n': self._n.get('', 0), **({'turns': named} if named else {})}
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of steps."
-        self._n = {'': sd['n'], **sd.get('turns', {})}

@@ -56,7 +56,7 @@ class FixedStopper(Callback):
 
     def before_fit(self) -> None:
         "Cancel a fit that starts at or after the time."
-        check_counted(self.learn, self.at, 'at')
+        check_counted(self.learn, self.at)
         if self.learn.resumed or not self._is_over():
             return  # a resumed fit has not loaded its time yet
         print_line(self, f'FixedStopper: {self.at} are over, and nothing is trained.')

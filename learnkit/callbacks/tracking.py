@@ -21,7 +21,7 @@ from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_takes
-from learnkit.engine.counters import counts_tokens
+from learnkit.engine.counters import check_countable
 from learnkit.engine.portable_paths import from_portable_path, to_portable_path
 from learnkit.metrics.direction import MetricProperties, as_comparison
 
@@ -192,19 +192,12 @@ def _warn_of_rule(name: str) -> None:
 def check_counted(
     learn: LearnerLike,  # the Learner, in a fit
     time: Time,  # time to wait for
-    option: str,  # name of the option
 ) -> None:
     "Raise `TimeError` for a unit that this fit does not count, since the time would never come."
-    if time.unit == 'sp':
-        learn.counters.in_samples = f'{option}={str(time)!r}'  # the first batch checks it
-    if time.unit == 'tok' and not counts_tokens(learn):
-        raise TimeError(
-            f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or count them: '
-            '`Learner(..., token_func=lambda xb, yb: ...)`.'
-        )
+    check_countable(learn, time)
     if time.unit == 'iter' and learn.epochs_per_iteration is None:
         raise TimeError(
-            f'{option}={str(time)!r}: this fit has no iterations. Use another unit, or group its epochs: '
+            f'{str(time)!r}: this fit has no iterations. Use another unit, or group its epochs: '
             '`fit(..., iteration=2)`.'
         )
 
@@ -236,7 +229,7 @@ class _Patient(TrackerCallback):
     def before_fit(self) -> None:
         "Start waiting."
         super().before_fit()
-        check_counted(self.learn, as_time(self.patience, 'ep'), 'patience')
+        check_counted(self.learn, as_time(self.patience, 'ep'))
         self._restart_wait()
 
     def after_comparison(self) -> None:

@@ -304,13 +304,10 @@ def _view_bytes(t: Tensor) -> Tensor:
 def _describe_values(a: Any, b: Any) -> str:
     if type(a) is type(b):
         return f'{_shorten(a)} and {_shorten(b)}'
-    return f'{_describe_value(a)} and {_describe_value(b)}'
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return _describe_tensor(value)
-    return f'{_shorten(value)} ({type(value).__name__})'
+    return ' and '.join(
+        _describe_tensor(v) if isinstance(v, Tensor) else f'{_shorten(v)} ({type(v).__name__})'
+        for v in (a, b)
+    )
 
 
 def _shorten(value: Any) -> str:

@@ -103,14 +103,9 @@ class MissingData(DataLoaders):
     def __init__(
         self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any
     ) -> None:
-        self.train: Any = MissingLoader()
-        self.evaluation = []
-        self.others = []
-        self.n_inp = n_inp
-        self.n_iter = None
-        self.path = path
+        super().__init__([None], device=device, path=path, n_inp=n_inp)
+        self.train = MissingLoader()
         self.vocab = vocab
-        self._device = None if device is None else torch.device(device)
 
     def __repr__(self) -> str:
         return 'No data'

@@ -42,21 +42,11 @@ FORMAT = 2  # version of the layout of files
 _ATOMS = (type(None), bool, int, float, str)
 # dtypes of all supported versions of the library; others are stored as bytes
 _DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
+    getattr(torch, name)
+    for name in (
+        'float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 bool '
+        'int64 int32 int16 int8 uint64 uint32 uint16 uint8'
+    ).split()
 }
 
 State = dict[str, Any]
@@ -353,17 +343,15 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _check_format(found: int, path: Path) -> None:
-    if found > FORMAT:
-        raise CheckpointError(
-            f'{path} has format {found}, and this version of learnkit reads format {FORMAT}: '
-            'update learnkit.'
-        )
+    if found == FORMAT:
+        return
+    fix = 'update learnkit'
     if found < FORMAT:
-        raise CheckpointError(
-            f'{path} was written by an older learnkit: it has format {found}, and this version reads '
-            f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
-            'by `learn.save` and load them here by `learn.load`.'
+        fix = (
+            'it was written by an older learnkit. Resume it with that version, or save its weights there by '
+            '`learn.save` and load them here by `learn.load`'
         )
+    raise CheckpointError(f'{path} has format {found}, and this version reads {FORMAT}: {fix}.')
 
 
 def _make_damaged_error(path: Path, what: str) -> DamagedError:

@@ -19,7 +19,6 @@ from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
-from learnkit.core.html import definitions, never_raising
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
@@ -35,6 +34,7 @@ from learnkit.engine.snapshot import restored
 
 __all__ = ['ResumeCheck', 'check_resume']
 
+LOADER_PARTS = ('dataset', 'sampler', 'batch_sampler')
 MAX_LENGTH = 100  # of a list or dict in a loader that is compared
 # suggested fixes for attributes that no checkpoint holds
 BY_CALLBACK = 'let a callback keep it'
@@ -76,18 +76,6 @@ class ResumeCheck:
                 *self.hints,
             ]
         )
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        result = {
-            'resumes': 'exactly, to the last bit' if self else 'not exactly',
-            'batches': self.n_batches,
-            'stopped after': self.stopped_after,
-            'SHA-256': f'{self.digest[:12]}...',
-            'differences': self.differences,
-            'hints': self.hints,
-        }
-        return definitions({name: value for name, value in result.items() if value != []})
 
 
 class _StopAt(Callback):
@@ -204,37 +192,36 @@ def list_hints(cb: Any) -> list[str]:
 
 
 def digest_attributes(learn: LearnerLike) -> Digests:
-    "Return digests of attributes that no checkpoint holds, by the attribute's owner and name, and the suggested fix."
+    "Return digests of public attributes that no checkpoint holds, by owner and name, and the suggested fix."
     found = {}
-    for name, m in bare_model(learn.model).named_modules():
-        for key, value in iterate_attributes(m, vars(nn.Module())):
-            found[f'{type(m).__name__}{f" ({name})" * bool(name)}', key, 'make it a buffer'] = value
-    for key, value in iterate_attributes(learn, (*STATE, *COUNTERS)):
-        found[type(learn).__name__, key, BY_CALLBACK] = value
-    for cb in learn.cbs:
-        if not has_own_state(cb) or type(cb).__module__.startswith('learnkit.'):
-            continue
-        for key, value in iterate_attributes(cb, ()):
-            found[type(cb).__name__, key, BY_STATE] = value
-    dl = learn.dls.train
-    parts = [getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')]
-    for owner in (dl, *parts):
-        for key, value in iterate_attributes(owner, (), short=True):
-            found[type(owner).__name__, key, BY_DATA] = value
+    for owner, thing, excluded, fix in _list_owners(learn):
+        for name, value in getattr(thing, '__dict__', {}).items():
+            # the data themselves are too long to compare
+            is_data = fix == BY_DATA and not _is_short(value)
+            if name.startswith('_') or name in excluded or is_data:
+                continue
+            with suppress(OptionError):
+                found[owner, name, fix] = digest(value)
     return found
 
 
-def iterate_attributes(
-    owner: Any, excluded: Container[str], short: bool = False
-) -> Iterator[tuple[str, str]]:
-    "Yield the names and digests of public attributes that are plain data; with `short`, only short containers."
-    for name, value in getattr(owner, '__dict__', {}).items():
-        if name.startswith('_') or name in excluded:
-            continue
-        if short and not (isinstance(value, (list, dict)) and len(value) <= MAX_LENGTH):
-            continue
-        with suppress(OptionError):
-            yield name, digest(value)
+def _list_owners(learn: LearnerLike) -> Iterator[tuple[str, Any, Container[str], str]]:
+    "Yield what may have such attributes: its name, itself, names that do not count, and the suggested fix."
+    own_attributes = vars(nn.Module())
+    for name, m in bare_model(learn.model).named_modules():
+        owner = f'{type(m).__name__} ({name})' if name else type(m).__name__
+        yield owner, m, own_attributes, 'make it a buffer'
+    yield type(learn).__name__, learn, (*STATE, *COUNTERS), BY_CALLBACK
+    for cb in learn.cbs:
+        if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.'):
+            yield type(cb).__name__, cb, (), BY_STATE
+    dl = learn.dls.train
+    for part in (dl, *(getattr(dl, name, None) for name in LOADER_PARTS)):
+        yield type(part).__name__, part, (), BY_DATA
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, (list, dict)) and len(value) <= MAX_LENGTH
 
 
 def _seed_from_entropy() -> None:

@@ -239,7 +239,7 @@ def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
 def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
     loop = r.loop
-    n = r.loop['n_epoch']
+    n = loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
     if n != learn.n_epoch and not was_over:
         warn_user(
@@ -248,31 +248,26 @@ def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
         )
     if loop['stopping'] and n and learn.n_epoch and learn.n_epoch > n:
         warn_user(
-            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends '
-            'there, too. To train on, restore it with `learn.load_checkpoint_state(state)`, and '
-            'fit without `resume`.'
+            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends there, too. To train '
+            'on, restore it with `learn.load_checkpoint_state(state)`, and fit without `resume`.'
         )
     n_processes = len(r.state.get('processes', [{}]))
     if r.at != 'epoch' and n_processes != learn.world.size:
         warn_user(
-            f'The checkpoint is of {n_processes} process{"es" * (n_processes > 1)}, this run has '
-            f'{learn.world.size}: the metrics of this epoch so far are the first '
-            "process's."
+            f'The checkpoint is of {n_processes} processes, this run has {learn.world.size}: the metrics of this epoch '
+            "so far are the first process's."
         )
 
 
 def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop = r.loop
-    n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
-    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
+    if loop['stopping'] or i == learn.n_epoch:
         return f'after epoch {i - 1}, its last.'
-    total = f' of {n}' if n else ''
     if r.at == 'epoch':
-        return f'with epoch {i}{total}.'
-    batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
-    return f'in epoch {i}{total}, after {batches} batches.'
+        return f'with epoch {i}.'
+    return f'in epoch {i}, after {loop["n_drawn"]} batches.'
 
 
 def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
@@ -437,16 +432,14 @@ def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> N
         if name not in own:
             continue
         buffer = own[name]
-        if buffer is None:
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
             own[name] = value.to(model_device(modules[path], None), copy=True)
-        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            own[name] = value.to(buffer.device, copy=True)
         elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
             buffer.copy_(value)
 
 
 def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
-    "Return a gradient in a form that a file can hold; a sparse gradient becomes a dict of indices and values."
+    "Return a gradient in a form that a file can hold; a sparse gradient becomes the arguments that rebuild it."
     if not grad.is_sparse:
         return grad
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
@@ -455,9 +448,7 @@ def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
 def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
     if isinstance(grad, Tensor):
         return grad
-    return torch.sparse_coo_tensor(
-        grad['indices'], grad['values'], grad['size'], check_invariants=True
-    )
+    return torch.sparse_coo_tensor(**grad, check_invariants=True)
 
 
 def copy_to_host(state: Any, buffers: dict[Any, Tensor] | None = None) -> Any:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
-from threading import Thread
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,16 +20,13 @@ from learnkit.core.errors import DistributedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-__all__ = ['Comm', 'SINGLE_RANK', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as', 'rendezvous']
+__all__ = ['Comm', 'SINGLE_RANK', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as']
 
 T = TypeVar('T')
 Address = tuple[str, int]
 
 # numbers that ranks exchange while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
-
-# interval at which a waiting rank checks the store for a failed rank
-STORE_INTERVAL = timedelta(seconds=0.5)
 
 # stores stay open, because the same processes may join again at the same address
 _stores: dict[Address, Store] = {}
@@ -62,7 +55,6 @@ class Comm:
     # True if `join_ranks` created the default group, so that `leave` destroys it
     is_ours: bool = False
     is_broken: bool = False  # True after a run has failed, when ranks may be at different steps
-    variables: tuple[str, ...] = ()  # environment variables set by `join_ranks`
     n_steps: int = 0  # optimizer steps of this run, equal on all ranks
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _maxima: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
@@ -137,7 +129,7 @@ class Comm:
         work = dist.all_reduce(total, group=self.control, async_op=True)
 
         def wait() -> Tensor:
-            self._wait(work)
+            work.wait()
             return total
 
         return wait
@@ -182,40 +174,6 @@ class Comm:
                 raise DistributedError(f'Process {rank} of {self.size} has failed: {message}')
         return result  # type: ignore[return-value]  # set if there was no error
 
-    def _wait(self, work: Any) -> None:
-        """Wait for an asynchronous collective; raise torch's error if it fails, or if another rank has failed.
-
-        A failed rank keeps a connection open while another of its collectives runs. Without the check of the store,
-        a rank that waits on this connection would not return before the timeout."""
-        end = monotonic() + self.timeout_s
-        while monotonic() < end:
-            try:
-                work.wait(STORE_INTERVAL)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                if self._has_failed_rank():
-                    raise dist.DistBackendError(
-                        'A collective of another rank has failed.'
-                    ) from None
-        work.wait()
-
-    def _has_failed_rank(self) -> bool:
-        """Return True if the store records that a rank has failed.
-
-        A thread queries the store, because the store does not answer if the rank that hosts it is stopped."""
-        answers: list[bool] = []
-
-        def query_store() -> None:
-            with suppress(RuntimeError):  # torch raises it if the connection to the store is lost
-                answers.append(self.store is not None and self.store.check(['failed']))
-
-        thread = Thread(target=query_store, daemon=True)
-        thread.start()
-        thread.join(STORE_INTERVAL.total_seconds())
-        return any(answers)
-
     # -- numbers exchanged during the next batch ---------------------------------------------------
 
     def post(
@@ -223,9 +181,7 @@ class Comm:
         slot: str,  # one of `SLOTS`
         value: float,  # value of this rank
     ) -> float:
-        """Post a number for the next `exchange`, and return the slot's maximum over ranks as of the last `exchange`.
-
-        The result is equal on all ranks. The method does not wait. With one rank, it returns `value`."""
+        "Post a number for the next `exchange`; return the maximum over ranks of the last one, or the value alone."
         if self.size == 1:
             return value
         i = SLOTS.index(slot)
@@ -236,14 +192,8 @@ class Comm:
         "Return the maximum over ranks of a slot, as of the last `exchange`."
         return self._maxima[SLOTS.index(slot)]
 
-    def set(
-        self,
-        slot: str,
-        value: float,  # value, equal on every rank
-    ) -> None:
-        "Set a slot without communication."
-        if self.size == 1:
-            return
+    def set(self, slot: str, value: float) -> None:
+        "Set a slot without communication, to a value that is equal on every rank."
         i = SLOTS.index(slot)
         self._posted[i] = self._maxima[i] = value
 
@@ -252,18 +202,11 @@ class Comm:
         sends: bool = True,  # also start to send the posted numbers
     ) -> None:
         "Receive the numbers of the previous exchange, and start to send the posted numbers. Called after a batch."
-        if self.size == 1:
-            return
         self._receive()
-        if not sends:
+        if not sends or self.size == 1:
             return
         t = torch.tensor(self._list_numbers(), dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
-
-    @property
-    def is_exchanging(self) -> bool:
-        "True while an exchange is in flight; equal on all ranks."
-        return self._pending is not None
 
     def sync(
         self,
@@ -297,7 +240,7 @@ class Comm:
             return
         work, t = self._pending
         self._pending = None
-        self._wait(work)
+        work.wait()
         self._agree_on(t.tolist())
 
     def _agree_on(self, maxima: list[float]) -> None:
@@ -314,8 +257,6 @@ class Comm:
 
     def leave(self) -> None:
         "Destroy the control group, and the default group if `join_ranks` created it. Another call does nothing."
-        for name in self.variables:
-            os.environ.pop(name, None)
         group = self.control
         self.control = None
         self._pending = None
@@ -411,65 +352,45 @@ def join_ranks(
     # import now: its functions bind an existing default group as a default argument and keep it alive (torch 2.13)
     import torch.distributed.nn  # noqa: F401
 
-    has_group = dist.is_initialized()
-    launched = {} if has_group else launched_as()
-    if not has_group and not launched:
+    launched = {} if dist.is_initialized() else launched_as()
+    if not dist.is_initialized() and not launched:
         return SINGLE_RANK
-
-    # variables to set, because srun does not set them
-    variables = tuple(name for name in launched if name not in os.environ)
-    control = _make_control_group(launched, variables, timeout_s, backend)
+    control = _make_groups(launched, backend, timedelta(seconds=timeout_s))
     store = dist.PrefixStore(
         f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store()
     )
-    local_rank = int(os.environ.get('LOCAL_RANK', dist.get_rank()))
-    return Comm(
-        dist.get_rank(),
-        dist.get_world_size(),
-        local_rank,
-        timeout_s,
-        control,
-        store,
-        is_ours=not has_group,
-        variables=variables,
-    )
+    rank = dist.get_rank()
+    local_rank = int({**os.environ, **launched}.get('LOCAL_RANK', rank))
+    size = dist.get_world_size()
+    return Comm(rank, size, local_rank, timeout_s, control, store, is_ours=bool(launched))
 
 
-def _make_control_group(
+def _make_groups(
     launched: Mapping[str, str],  # variables of this process; empty if the default group exists
-    variables: tuple[str, ...],  # environment variables to remove after an error
-    timeout_s: float,
     backend: str | None,
+    timeout: timedelta,
 ) -> ProcessGroup:
     "Join the launched ranks, if there are any, and return a group of all ranks on the hosts."
-    timeout = timedelta(seconds=timeout_s)
-    if launched:
-        _prepare_to_join(launched, timeout_s)
     try:
         if launched:
             _init_default_group(launched, backend, timeout)
         return dist.new_group(backend='gloo', timeout=timeout)
     except (RuntimeError, ValueError) as e:
-        for name in variables:
-            os.environ.pop(name, None)
         if launched and dist.is_initialized():
             dist.destroy_process_group()
-        raise _make_join_error(launched, e) from e
-
-
-def _prepare_to_join(launched: Mapping[str, str], timeout_s: float) -> None:
-    "Wait for rank 0, and set the environment variables and the GPU of this process."
-    if launched['RANK'] != '0':
-        _await_first(launched, timeout_s)
-    os.environ.update(launched)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
+        where = '{MASTER_ADDR}:{MASTER_PORT}'.format_map(launched) if launched else 'their group'
+        raise DistributedError(
+            f'Process {launched.get("RANK", "")} of {launched.get("WORLD_SIZE", "")} cannot join the others at '
+            f'{where}: {str(e).rstrip(".")}. Were all started, with the same WORLD_SIZE, and is the port free?'
+        ) from e
 
 
 def _init_default_group(
     launched: Mapping[str, str], backend: str | None, timeout: timedelta
 ) -> None:
     "Create the default process group of the launched ranks."
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(launched['LOCAL_RANK']) % torch.cuda.device_count())
     dist.init_process_group(
         backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'),
         timeout=timeout,
@@ -479,43 +400,12 @@ def _init_default_group(
     )
 
 
-def _make_join_error(launched: Mapping[str, str], e: Exception) -> DistributedError:
-    "Return the error of a rank that cannot join an existing group, or the launched ranks."
-    if not launched:
-        return DistributedError(f'The processes of this group cannot make one for the hosts: {e}')
-    return DistributedError(
-        f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot join the others at '
-        f'{launched["MASTER_ADDR"]}:{launched["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all '
-        'started, with the same WORLD_SIZE, and is the port free?'
-    )
-
-
-def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
-    "Wait until rank 0 or its launcher accepts a connection, because torch would wait longer than the timeout."
-    address = _address(launched)
-    end = monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(address, timeout=max(0.1, min(1.0, end - monotonic()))).close()
-            return
-        except OSError as e:
-            if monotonic() > end:
-                raise DistributedError(
-                    f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot reach the first one at '
-                    f'{address[0]}:{address[1]} within {timeout_s:g} s: {e}.'
-                ) from None
-        sleep(0.02)
-
-
-def rendezvous(
-    launched: Mapping[str, str],  # variables of this process by torchrun's names
-    timeout: timedelta,  # maximum time to wait for other ranks
-) -> Store:
+def rendezvous(launched: Mapping[str, str], timeout: timedelta) -> Store:
     """Return the store through which the ranks join, with an unused prefix.
 
     A used prefix would have keys of an earlier group: torchrun's store outlives restarted processes, and the store of
     rank 0 outlives a process group, after which the same processes may join again."""
-    address = _address(launched)
+    address = launched['MASTER_ADDR'], int(launched['MASTER_PORT'])
     if address not in _stores:
         is_host = launched['RANK'] == '0' and not has_agent_store()
         _stores[address] = dist.TCPStore(*address, None, is_host, timeout, wait_for_workers=False)
@@ -532,7 +422,3 @@ def has_agent_store() -> bool:
 def has_joined() -> bool:
     "Return True if this process has joined the ranks of a launcher, now or earlier."
     return bool(_stores)
-
-
-def _address(launched: Mapping[str, str]) -> Address:
-    return launched['MASTER_ADDR'], int(launched['MASTER_PORT'])

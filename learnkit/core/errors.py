@@ -380,7 +380,7 @@ class ScheduleError(OptionError):
     >>> from learnkit.callbacks.schedule import SchedCos, combine_scheds
     >>> combine_scheds([0.5, 0.6], [SchedCos(0, 1), SchedCos(1, 0)])
     Traceback (most recent call last):
-    learnkit.core.errors.ScheduleError: pcts=[0.5, 0.6] sum to 1.1: the shares of a whole sum to 1.
+    learnkit.core.errors.ScheduleError: pcts=[0.5, 0.6] sum to 1.1: shares of a whole are 0 or more, and sum to 1.
     """
 
 
@@ -427,7 +427,7 @@ class DamagedError(CheckpointError):
     ...     _ = path.write_bytes(b'the first half of a file')
     ...     try: synth_learner().fit(1, resume=path)
     ...     except DamagedError as e: print(str(e).replace(folder, '.'))
-    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file. ...
+    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file (...). Nothing was loaded. ...
     """
 
 

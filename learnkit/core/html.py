@@ -99,15 +99,12 @@ def html_row(
     cells: Iterable[str],  # contents of the cells
     sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
     style: str = '',  # CSS of each cell
-    last_style: str = '',  # additional CSS of the last cell
 ) -> str:
     "Return a row of a table."
     cells = list(cells)
     sides = [*sides, *[''] * (len(cells) - len(sides))]
-    styles = [style] * (len(cells) - 1) + [';'.join(filter(None, (style, last_style)))]
     html_cells = [
-        _make_cell(tag, escape(cell), side, css)
-        for cell, side, css in zip(cells, sides, styles, strict=False)
+        _make_cell(tag, escape(cell), side, style) for cell, side in zip(cells, sides, strict=False)
     ]
     return f'<tr>{"".join(html_cells)}</tr>'
 
@@ -200,15 +197,14 @@ class DisplayHandle:
     def show(
         self,
         data: dict[str, Any],  # data by MIME type: 'text/html', 'text/plain', 'image/png'
-        metadata: dict[str, Any] | None = None,  # metadata by MIME type, such as an image's width
     ) -> None:
         "Show data, replacing the previous content."
         from IPython.display import display
 
         if self.handle:
-            self.handle.update(data, raw=True, metadata=metadata or {})
+            self.handle.update(data, raw=True)
         else:
-            self.handle = display(data, raw=True, metadata=metadata or {}, display_id=True)
+            self.handle = display(data, raw=True, display_id=True)
 
 
 def in_notebook() -> bool:

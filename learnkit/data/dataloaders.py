@@ -671,20 +671,15 @@ def check_device(device: torch.device | str) -> torch.device:
         raise LoaderError(
             f"device={device!r}: torch knows no such device. Write 'cuda', 'cuda:1', 'mps' or 'cpu'."
         ) from e
+    n = None
     if checked.type == 'cuda':
         n = torch.cuda.device_count()
-        if not torch.backends.cuda.is_built():
-            reason = 'this torch is built without CUDA'
-        elif not n:
-            reason = 'torch finds no GPU'
-        else:
-            reason = f'there are {n} GPUs, from 0 on' if (checked.index or 0) >= n else ''
-    else:
-        is_missing = checked.type == 'mps' and not torch.backends.mps.is_available()
-        reason = 'torch finds no GPU of Apple' if is_missing else ''
-    if reason:
+    elif checked.type == 'mps':
+        n = int(torch.backends.mps.is_available())
+    if n is not None and (checked.index or 0) >= n:
         raise LoaderError(
-            f"device='{checked}': {reason}. Leave `device` out to take what there is, or give 'cpu'."
+            f"device='{checked}': torch {torch.__version__} finds {n} such devices, counted from 0. Leave `device` "
+            "out to take what there is, or give 'cpu'."
         )
     return checked
 

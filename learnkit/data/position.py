@@ -4,8 +4,8 @@ A position holds the generator states at the start of the epoch and the number o
 is restored depends on the loader:
 
 - A `TensorLoader`, list or tuple starts at the batch.
-- torch's DataLoader skips consumed samples by index. Samples are fetched again only if worker processes draw random
-  numbers while fetching, so that the workers' generators reach their former states.
+- torch's DataLoader without workers skips consumed samples by index. With workers, consumed samples are fetched
+  again, because the workers' random generators have to reach their former states.
 - A loader with `state_dict` and `load_state_dict` resumes from its own state.
 - Any other iterable is iterated from the start of the epoch to the batch. An iterator is iterated from its own
   start."""
@@ -36,10 +36,8 @@ from learnkit.data.shard import Shard
 from learnkit.data.torch_loader import (
     ResumedSampler,
     belongs_to_sampler,
-    fetching_is_random,
     forget_workers,
     get_index_sampler,
-    is_worker_failure,
     rebuild_with_sampler,
     start_lists,
     workers_run,
@@ -209,30 +207,22 @@ class LoaderPosition:
         if not dl.in_order and dl.num_workers:
             _warn_of_order()
             return
+        if dl.persistent_workers:
+            _warn_of_persistent_workers()
         parts = find_own_parts(_unshard(dl))
         samplers = [type(part).__name__ for path, part in parts if belongs_to_sampler(path)]
-        if not samplers and not dl.persistent_workers:
+        if not samplers:
             return
-        current = capture_rng()
         with _preserved(dl):
-            try:
-                after_first, drawn = _skip(self._restart_index_lists(), n_drawn)
-                _, drawn_again = _skip(self._restart_index_lists(), n_drawn)
-            except Exception as e:  # a sampler that can be iterated once may raise anything
-                if is_worker_failure(e):
-                    raise
-                drawn = [0]
-                drawn_again = []
-            if dl.num_workers and not isinstance(dl, Shard) and drawn_again:
-                _warn_of_shared_draws('sampler', after_first, current)
+            drawn, drawn_again = (
+                list(islice(self._restart_index_lists(), n_drawn)) for _ in range(2)
+            )
         if not are_equal(drawn, drawn_again, others=True):
             warn_user(
                 f'The sampler of the training loader ({", ".join(dict.fromkeys(samplers))}) gives other indices when '
                 'the order of an epoch is drawn again: a run that is resumed from a checkpoint will train on other '
                 'batches. Let it keep its counts as numbers, and its random generators, in attributes.'
             )
-        elif dl.persistent_workers and fetching_is_random(_unshard(dl), drawn):
-            _warn_of_persistent_workers()
 
     # -- resuming from a position ------------------------------------------------------------------
 
@@ -247,10 +237,6 @@ class LoaderPosition:
         _restore_own_state(dl, self._own_state)
         if not workers_ran or workers_run(dl):
             return
-        with _preserved(dl):
-            indices = list(islice(get_index_sampler(dl), 1)) if _has_index_lists(dl) else []
-        if indices and fetching_is_random(_unshard(dl), indices):
-            _warn_of_persistent_workers()
         # starting workers draws a seed, which an uninterrupted run draws only in its first epoch
         with _preserved(dl):
             iter(dl)
@@ -273,7 +259,7 @@ class LoaderPosition:
             if _is_tensor_loader(dl):
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
-            elif 'loader' in self._own_state and not self._state_needs_replay():
+            elif 'loader' in self._own_state and not self._must_replay():
                 dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
@@ -287,17 +273,15 @@ class LoaderPosition:
         dl = self.dl
         if not dl.in_order and dl.num_workers:
             _warn_of_order()
-        lists = self._restart_index_lists()
-        after_first, drawn = _skip(lists, n)
-        if self._must_replay(drawn):
+        if self._must_replay() and not self._workers_ran:
             return self._replay(n, current)
 
+        lists = self._restart_index_lists()
+        _skip(lists, n)
         _restore_own_state(dl, self._own_state)
         sampler = ResumedSampler(lists, get_index_sampler(dl))
         batches = iter(rebuild_with_sampler(dl, sampler))
         sampler.lists = None
-        if dl.num_workers and not isinstance(dl, Shard):
-            _warn_of_shared_draws('sampler', after_first, current)
         if dl.persistent_workers:
             dl._iterator = batches  # its workers serve the following epochs
         return batches
@@ -314,24 +298,18 @@ class LoaderPosition:
             restore_rng(first)
         return lists
 
-    def _must_replay(self, drawn: list[Any]) -> bool:
-        "Return True if consumed samples have to be fetched again, judged by the indices of a few batches."
+    def _must_replay(self) -> bool:
+        "Return True if workers have to fetch consumed samples again, so that their generators advance."
         dl = self.dl
-        if not drawn:
-            return not self._workers_ran
-        if not (self.workers or self.n_workers) or not fetching_is_random(_unshard(dl), drawn):
+        if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
             return False
         if self.workers != self.n_workers:
             warn_user(
-                f'The checkpoint was taken with num_workers={self.workers}, now it is {self.n_workers}. Samples are '
-                'fetched with random numbers, which each worker draws for itself: they will differ from an '
-                'uninterrupted run.'
+                f'The checkpoint was taken with num_workers={self.workers}, now it is {self.n_workers}. Samples that '
+                'are fetched with random numbers will differ from an uninterrupted run.'
             )
-        elif self._workers_ran:
-            _warn_of_persistent_workers()
-        else:
-            return True
-        return False
+            return False
+        return self.n_workers > 0
 
     def _replay(self, n: int, current: State) -> Iterator[Any]:
         "Iterate from the start of the epoch and discard the consumed batches."
@@ -340,21 +318,11 @@ class LoaderPosition:
         batches = iter(dl)
         if self.first is not None:
             restore_rng(self.first)
-        after_first, _ = _skip(batches, n)
+        after_first = _skip(batches, n)
         if isinstance(getattr(dl, 'dataset', None), IterableDataset):
-            _warn_of_shared_draws('data set', after_first, current)
+            _warn_of_shared_draws(after_first, current)
         _restore_own_state(dl, self._own_state)
         return batches
-
-    def _state_needs_replay(self) -> bool:
-        "Return True if a loader's own state is not enough: a `state_dict` does not hold the workers' generators."
-        dl = self.dl
-        if not self.workers or not isinstance(dl, DataLoader):
-            return False
-        if isinstance(dl.dataset, IterableDataset):
-            return False
-        with _preserved(dl):
-            return self._must_replay(list(islice(get_index_sampler(dl), 4)))
 
 
 # -- kinds of loaders ------------------------------------------------------------------------------
@@ -531,11 +499,10 @@ def _preserved(dl: Any) -> Iterator[None]:
 
 
 def _warn_of_shared_draws(
-    owner: str,  # 'sampler' or 'data set'
     after_first: State | None,  # global generators after the first skipped entry
     current: State,  # global generators of the resumed run
 ) -> None:
-    "Warn if a sampler or data set draws from a global generator during the epoch, and other code does too."
+    "Warn if a data set draws from a global generator during the epoch, and other code does too."
     if after_first is None:
         return
     after_last = capture_rng()
@@ -543,9 +510,8 @@ def _warn_of_shared_draws(
     shared = [k for k in moved if k in current and not are_equal(after_last[k], current[k])]
     if shared:
         warn_user(
-            f'The {owner} of the training loader keeps drawing from the global generator of '
-            f'{" and ".join(shared)}, and so does other code: what comes next may differ from an '
-            'uninterrupted run. Give it its own generator.'
+            f'The data set of the training loader keeps drawing from the global generator of {" and ".join(shared)}, '
+            'and so does other code: what comes next may differ from an uninterrupted run. Give it its own generator.'
         )
 
 
@@ -559,32 +525,26 @@ def _warn_of_order() -> None:
 
 def _warn_of_persistent_workers() -> None:
     warn_user(
-        'Samples are fetched with random numbers by persistent workers, whose generators run on from epoch to '
-        'epoch and cannot be restored: the numbers will differ from an uninterrupted run. Exact: '
-        'persistent_workers=False.'
+        'The random generators of persistent workers run on from epoch to epoch and cannot be restored: samples that '
+        'are fetched with random numbers will differ after a resume. Exact: persistent_workers=False.'
     )
 
 
 # -- skipping --------------------------------------------------------------------------------------
 
 
-def _skip(it: Iterator[Any], n: int) -> tuple[State | None, list[Any]]:
-    "Draw `n` entries; return the states of the global generators after the first, and up to four entries."
+def _skip(it: Iterator[Any], n: int) -> State | None:
+    "Draw `n` entries; return the states of the global generators after the first."
     after_first = None
-    drawn = []
-    step = -(-n // 4)
     for i in range(n):
-        entry = next(it, _END)
-        if entry is _END:
+        if next(it, _END) is _END:
             raise CheckpointError(
                 f'The training loader ended after {i} batches, and the checkpoint was taken after '
                 f'{n}: its data have changed. Give the data that it had.'
             )
         if i == 0:
             after_first = capture_rng()
-        if i % step == 0:
-            drawn.append(entry)
-    return after_first, drawn
+    return after_first
 
 
 # -- the state of a loader -------------------------------------------------------------------------

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from traceback import walk_tb
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from learnkit.core.batch import are_equal
-from learnkit.core.random import RNGState, capture_rng, own_generators, preserved_rng
+from learnkit.core.random import preserved_rng
 
 __all__ = [
     'rebuild',
@@ -24,8 +21,6 @@ __all__ = [
     'torch_in_order',
     'belongs_to_sampler',
     'workers_run',
-    'fetching_is_random',
-    'is_worker_failure',
     'end_workers',
     'forget_workers',
 ]
@@ -164,87 +159,13 @@ def belongs_to_sampler(
     return name.startswith(('generator', 'sampler', 'batch_sampler'))
 
 
-def fetching_is_random(
-    dl: DataLoader[Any],
-    batch_indices: list[Any],  # indices of a few batches
-) -> bool:
-    """Return True if fetching samples of these batches moves a random generator, or gives other samples each time.
-
-    A separate worker process fetches a few samples, so that this process opens no file."""
-    if not all(map(belongs_to_sampler, own_generators(dl))):
-        return True
-    few_samples = [list(indices)[:4] for indices in batch_indices] if dl.batch_sampler else []
-    for indices in filter(None, (few_samples, batch_indices)):
-        try:
-            return _fetches_differ(dl, indices)
-        except Exception as e:
-            if is_worker_failure(e):
-                break
-            # a few samples may not make a batch; whole batches can be fetched, or the training fails
-    return False
-
-
-def _fetches_differ(dl: DataLoader[Any], batch_indices: list[Any]) -> bool:
-    "Return True if a worker moves a generator, or gets other samples for the first batch when it is fetched again."
-    watched = rebuild_with_sampler(
-        dl,
-        [batch_indices[0], *batch_indices],
-        num_workers=1,
-        persistent_workers=False,
-        pin_memory=False,
-        collate_fn=_GeneratorWatch(dl.collate_fn),
-    )
-    return any(watched)
-
-
-def is_worker_failure(e: Exception) -> bool:
-    """Return True for torch's error of a worker that died or hangs.
-
-    A signal handler of torch raises it for a worker that was killed, at any line of the main thread."""
-    return isinstance(e, RuntimeError) and str(e).startswith('DataLoader')
-
-
-def end_workers(
-    dl: Any,  # the loader
-    e: BaseException,  # error raised while drawing from the loader
-) -> None:
+def end_workers(batches: Any) -> None:
     "Terminate the workers of a failed pass; without this call torch waits 5 s for each hanging worker."
-    for frame, _ in walk_tb(e.__traceback__):
-        batches = frame.f_locals.get('self')
-        if not isinstance(batches, _MultiProcessingDataLoaderIter):
-            continue
-        for worker in batches._workers:
-            worker.terminate()
-        batches._shutdown_workers()
-        break
-    forget_workers(dl)
+    for worker in getattr(batches, '_workers', ()):
+        worker.terminate()
 
 
 def forget_workers(dl: Any) -> None:
     "Make the next pass start new persistent workers, because the current ones may be dead."
     if getattr(dl, 'persistent_workers', False):
         dl._iterator = None
-
-
-class _GeneratorWatch:
-    """Collate function that returns True if a global generator has moved since the last call.
-
-    The second batch has the samples of the first: True, too, if it differs, because the data set counts.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-        self.state: RNGState | None = None
-        self.batches: list[Any] = []
-
-    def __call__(self, samples: Any) -> bool:
-        batch = self.collate(samples)
-        before = self.state
-        self.state = capture_rng()
-        if len(self.batches) < 2:
-            self.batches.append(batch)
-        if before is None:
-            return False
-        first, second = self.batches
-        # objects of other types, such as images, are taken as equal
-        return not (are_equal(before, self.state) and are_equal(first, second, others=True))

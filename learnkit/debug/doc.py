@@ -114,7 +114,7 @@ def _join(*parts: str) -> Doc:
 def _describe_object(found: Any) -> Doc:
     "Return signature and docstring of a function or a class."
     text = inspect.getdoc(unwrap_partial(found)) or ''
-    if isinstance(found, property):
+    if isinstance(found, property) and found.fget is not None:
         return _join(found.fget.__qualname__, text)
     return _join(_format_signature(found), text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from html import escape
@@ -36,8 +36,6 @@ __all__ = ['write_report']
 
 PANEL = (4.8, 3.2)  # size of a plot in inches
 DPI = 130
-MAX_CLASSES = 30  # rows of the table of classes
-MAX_CONFUSED = 12  # rows of the table of confused classes
 MAX_POINTS = 5000  # points of the plot of predicted numbers
 
 # the Content-Security-Policy keeps the browser from loading anything: no scripts, no frames, no URLs
@@ -158,16 +156,14 @@ class _Page:
         if recorder is None or not recorder.losses:
             return ''
         rows = [
-            (name, len(values), values[0], min(values), max(values), values[-1])
+            (name, _format_number(min(values)), _format_number(max(values)))
             for name, values in recorder.hps.items()
             if values
         ]
-        head = ['last fit', 'steps', 'first', 'least', 'largest', 'last']
-        cells = [(name, str(n), *map(_format_number, values)) for name, n, *values in rows]
-        figures = _scroll(table(head, cells))
-        changed = [name for name, _, _, least, largest, _ in rows if least != largest]
+        cells = _scroll(table(['last fit', 'least', 'largest'], rows))
+        changed = [name for name, least, largest in rows if least != largest]
         plots = self._try('Plots of the schedule', lambda: _plot_schedule(recorder, changed)) or ''
-        return f'<div class="plots">{plots}</div>{figures}'
+        return f'<div class="plots">{plots}</div>{cells}'
 
     def _render_predictions(self) -> str:
         "Return the confusion matrix or the predicted numbers, and the samples with the largest losses."
@@ -178,10 +174,10 @@ class _Page:
         figures = ''
         if isinstance(interp, ClassificationInterpretation):
             plot = self._try('Confusion matrix', lambda: _plot(interp.plot_confusion_matrix)) or ''
-            figures = f'{plot}<div>{_tabulate_classes(interp)}</div>'
+            figures = f'{plot}<div>{_format_hits(interp)}</div>'
         elif _are_numbers(interp):
             plot = self._try('Plot of predictions', lambda: _plot(lambda: _plot_numbers(interp)))
-            figures = f'{plot or ""}<div>{_tabulate_numbers(interp)}</div>'
+            figures = f'{plot or ""}<div>{_format_errors(interp)}</div>'
         top = partial(interp.plot_top_losses, self.top_k)
         shown = self._try('Top losses', lambda: _show_samples(top)) or ''
         return (
@@ -245,41 +241,22 @@ def _plot_numbers(interp: Interpretation) -> Any:
     return ax
 
 
-def _tabulate_numbers(interp: Interpretation) -> str:
-    "Return a table of the errors of predicted numbers, over all outputs."
+def _format_errors(interp: Interpretation) -> str:
+    "Return the errors of predicted numbers over all outputs."
     preds, targs = (o.flatten().double() for o in (interp.preds, interp.targs))
     errors = preds - targs
-    rows = [
-        ('mean absolute error', _format_number(errors.abs().mean().item())),
-        ('root mean square error', _format_number(errors.square().mean().sqrt().item())),
-        ('standard deviation of the targets', _format_number(targs.std(correction=0).item())),
-    ]
-    return _scroll(table(['over all outputs', 'value'], rows))
+    mean, root = errors.abs().mean().item(), errors.square().mean().sqrt().item()
+    return (
+        f'<p>Over all outputs: mean absolute error {_format_number(mean)}, '
+        f'root mean square error {_format_number(root)}</p>'
+    )
 
 
-def _tabulate_classes(interp: ClassificationInterpretation) -> str:
+def _format_hits(interp: ClassificationInterpretation) -> str:
     matrix = interp.confusion_matrix()
-    right = matrix.diagonal()
-    actual = matrix.sum(1)
-    predicted = matrix.sum(0)
-    rows = [
-        (str(name), str(n), _format_share(hits, n), _format_share(hits, m))
-        for name, hits, n, m in zip(interp.vocab, right, actual, predicted, strict=True)
-    ]
-    classes = table(['class', 'samples', 'recall', 'precision'], rows, max_rows=MAX_CLASSES)
-    share = _format_share(right.sum(), matrix.sum())
-    total = f'<p>{right.sum():,} of {matrix.sum():,} right: <b>{share}</b></p>'
-    confused = [
-        (str(actual_name), str(name), str(n)) for actual_name, name, n in interp.most_confused()
-    ]
-    pairs = ''
-    if confused:
-        pairs = table(['actual', 'predicted', 'samples'], confused[:MAX_CONFUSED])
-    return f'{total}{_scroll(classes)}{_scroll(pairs)}'
-
-
-def _format_share(part: int, whole: int) -> str:
-    return f'{part / whole:.2%}' if whole else ''
+    right, n = matrix.diagonal().sum(), matrix.sum()
+    share = f': <b>{right / n:.2%}</b>' if n else ''
+    return f'<p>{right:,} of {n:,} right{share}</p>'
 
 
 def _render_settings(learn: LearnerLike) -> str:
@@ -323,23 +300,13 @@ def _format_number(value: float) -> str:
 
 
 def _plot_history(recorder: Recorder) -> str:
+    "Return the curves of the loss and of all metrics, if any were recorded."
     html = ''
     if recorder.losses:
         html += _plot(lambda: recorder.plot_loss(ax=new_axes(figsize=PANEL)[0]))
-    for name in _find_panel_names(recorder):
-        html += _plot(partial(recorder.plot_metrics, name, figsize=PANEL))
+    with suppress(MetricError):
+        html += _plot(lambda: recorder.plot_metrics()[0])
     return html
-
-
-def _find_panel_names(recorder: Recorder) -> list[str]:
-    "Return the names of the metrics that were recorded."
-    if not recorder.history:
-        return []
-    with _temporary_figures():
-        try:
-            return [ax.get_ylabel() for ax in recorder.plot_metrics()]
-        except MetricError:
-            return []
 
 
 def _plot_schedule(recorder: Recorder, names: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
-from learnkit.distributed.batch_share import AveragedPass, BatchShare, RescaledPass, Weights
+from learnkit.distributed.batch_share import BatchShare, Weights
 from learnkit.distributed.compare import (
     check_alike,
     check_bare,
@@ -29,7 +29,7 @@ from learnkit.distributed.compare import (
     list_lengths,
     totals_differ,
 )
-from learnkit.distributed.ddp import Replicas, average, can_rescale, is_too_big
+from learnkit.distributed.ddp import Replicas, average, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.parallel import Parallelism
 from learnkit.distributed.shard_spec import ShardSpec, check_option
@@ -37,7 +37,6 @@ from learnkit.distributed.shards import FirstBatches, check_lengths, list_sample
 from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.counters import sample_count, token_count
-from learnkit.engine.own_loop import list_overrides
 from learnkit.engine.run import clear_pass
 from learnkit.engine.strategy import SingleProcess
 
@@ -116,12 +115,9 @@ class DistributedTraining(Callback):
         self.batch = BatchShare()
         self._has_evaluation_samples = True  # the batch of an evaluation has samples of this rank
         self._interval = 1  # batches between agreements
-        self._allows_rescaling = False  # gradients can be rescaled after a backward pass
         self._needs_catch_up = False  # a resumed fit must compute as if it had never stopped
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
-        # all callbacks in order, and those with a method `will_step`
-        self._step_deciders: tuple[list[Any], list[Any]] = [], []
 
     def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return False for all events in a single process, and for `after_pred` in training."
@@ -248,7 +244,6 @@ class DistributedTraining(Callback):
             self.failures.leave()
             del self.failures
             self.parallelism = None
-            self._step_deciders = [], []
             for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world = SINGLE_RANK
@@ -265,12 +260,12 @@ class DistributedTraining(Callback):
         """
         failures = self.failures
         world = self.learn.world
+        self.batch = BatchShare()
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
         if self.parallelism is not None:
             self.parallelism.release(self.learn)
-        self.batch = BatchShare()
         world.leave()
         failures.linger()
         return error
@@ -294,10 +289,6 @@ class DistributedTraining(Callback):
 
     def before_train(self) -> None:
         self.parallelism.prepare(self.learn)
-        overrides = list_overrides(self.learn)
-        self._allows_rescaling = '_backward' not in overrides and can_rescale(
-            self.parallelism.trained
-        )
         own = set(self.learn.model.parameters())
         self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
         self.batch.local = True  # a resumed epoch may have restored gradients of this rank
@@ -332,7 +323,7 @@ class DistributedTraining(Callback):
         batch.tokens_before = learn.counters.tokens
         batch.tokens = None
         batch.n_steps = learn.finished('st')
-        batch.weights = batch.guess = None
+        batch.weights = None
         if not self._needs_catch_up:
             return
         self._needs_catch_up = False
@@ -362,48 +353,18 @@ class DistributedTraining(Callback):
         batch = self.batch
         if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
-        batch.syncs = not learn.own_loop.calls_modules and self._will_step()
-        batch.local = not batch.syncs or self.parallelism.message is not None
-        batch.guess = None
-        if not learn.microbatch and has_weights(learn):
-            if batch.share is not None and self._can_rescale():
-                batch.guess = float(learn.strategy.own_weight(learn)), batch.share[1]
-            if batch.guess is None or self.parallelism.message is None:
-                self.sum_weights()
-        return self.parallelism.begin_pass(learn, batch.syncs)
-
-    def backward_context(self) -> AbstractContextManager[None] | None:
-        "Return a context that averages gradients, or divides them by the sum of weights that arrives in the pass."
-        batch = self.batch
-        message = self.parallelism.message
-        if batch.syncs and message is not None:
-            return AveragedPass(message, batch)
-        if batch.guess is None:
-            return None
-        return RescaledPass(self.parallelism.trained, batch.guess[1], self.sum_weights())
-
-    def _can_rescale(self) -> bool:
-        "Return True if only the backward pass needs the sum of the weights, on all ranks alike."
-        batch = self.batch
-        return (
-            batch.weights is None
-            and batch.syncs
-            and not self._step_deciders[1]  # gradient accumulation divides the loss by all weights
-            and not self._extra_params
-            and self._allows_rescaling
-        )
+        if batch.weights is None and has_weights(learn) and not learn.microbatch:
+            self.sum_weights()
+        averages = not learn.own_loop.calls_modules and self._will_step()
+        batch.local = not averages
+        return self.parallelism.begin_pass(learn, averages)
 
     def _will_step(self) -> bool:
         learn = self.learn
         if learn.microbatch and not learn.microbatches.is_last:
             return False
-        cbs, deciders = self._step_deciders
-        current_cbs = learn.callbacks.list_ordered()
-        if cbs is not current_cbs:
-            methods = [declared(cb, 'will_step') for cb in current_cbs]
-            deciders = [method for method in methods if method is not None]
-            self._step_deciders = current_cbs, deciders
-        return all(will_step() for will_step in deciders)
+        deciders = [declared(cb, 'will_step') for cb in learn.callbacks.list_ordered()]
+        return all(will_step() for will_step in deciders if will_step is not None)
 
     def after_pred(self) -> None:
         "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
@@ -416,7 +377,6 @@ class DistributedTraining(Callback):
         "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
         if self.learn.training:
             self.batch.local = True
-            self.batch.syncs = False
 
     def after_cancel_batch(self) -> None:
         self.after_cancel_backward()
@@ -462,9 +422,12 @@ class DistributedTraining(Callback):
 
     def batch_checkpoint(self) -> None:
         world = self.learn.world
-        sends = self.learn.counters.batches % self._interval == 0
-        if sends or world.is_exchanging:  # the values of the previous exchange
-            self._agree(partial(world.exchange, sends))
+        n = self.learn.counters.batches % self._interval
+        if n in (
+            0,
+            1 % self._interval,
+        ):  # one batch after an exchange has begun, its values are received
+            self._agree(partial(world.exchange, n == 0))
 
     def epoch_checkpoint(self) -> None:
         total = (
@@ -525,9 +488,7 @@ class GradientMean(Callback):
         batch.n_steps = None
         if batch.local:
             team.parallelism.average_gradients(learn)
-        # a custom loop may bypass the wrapper that reduces gradients
-        batch.local = True
-        batch.syncs = False
+        batch.local = True  # a custom loop may bypass the wrapper that reduces gradients
         if team._extra_params:
             stepping = set(learn.step_parameters)
             average(p for p in team._extra_params if p in stepping)

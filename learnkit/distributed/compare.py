@@ -16,7 +16,7 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.ddp import broadcast_tensors, gather_if_different
+from learnkit.distributed.ddp import broadcast_tensors
 
 __all__ = [
     'check_alike',
@@ -44,22 +44,22 @@ def check_bare(model: nn.Module) -> None:
 
 
 def list_lengths(dls: Any) -> dict[str, str]:
-    "Return descriptions of the lengths of the loaders, by name."
+    "Return descriptions of the numbers of batches and samples of the loaders, by name."
     loaders = [('train', dls.train), *evaluation_loaders(dls)]
-    return {f'{name} loader': describe_length(dl) for name, dl in loaders}
+    return {
+        f'{name} loader': f'{n_batches(dl)} batches of {describe_samples(dl)}'
+        for name, dl in loaders
+    }
 
 
-def describe_length(dl: Any) -> str:
-    "Describe the numbers of batches and samples of a loader, and the choice of samples of a Subset."
+def describe_samples(dl: Any) -> str:
+    "Describe the number of samples of a loader's data set, and the choice of samples of a Subset."
     dataset = getattr(dl, 'dataset', None)
-    n = getattr(dl, 'n', None) if isinstance(dl, TensorLoader) else n_batches(dataset)
-    if n is None:
-        return f'{n_batches(dl)} batches'
+    n = dl.n if isinstance(dl, TensorLoader) else n_batches(dataset)
     indices = getattr(dataset, 'indices', None)  # of a Subset, as `random_split` returns it
-    choice = ''
-    if isinstance(indices, (list, range, Tensor)):
-        choice = f' (choice {crc32(np.asarray(indices).tobytes())})'
-    return f'{n_batches(dl)} batches of {n} samples{choice}'
+    if not isinstance(indices, (list, range, Tensor)):
+        return f'{n} samples'
+    return f'{n} samples (choice {crc32(np.asarray(indices).tobytes())})'
 
 
 def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
@@ -117,6 +117,15 @@ def check_alike(
         broadcast_tensors(state.values(), world.control)
 
 
+def gather_if_different(
+    own: dict[str, str],  # descriptions by name
+    world: Comm,
+) -> list[dict[str, str]]:
+    "Return the descriptions of all ranks in rank order; an empty list if they are equal."
+    checksums = world.gather(crc32(repr(own).encode()))
+    return [] if len(set(checksums)) == 1 else world.gather(own)
+
+
 @torch.no_grad()
 def compute_totals(tensors: Iterable[Tensor]) -> tuple[float, float]:
     "Return the sum of all numbers and the sum of their magnitudes, to compare the weights of ranks."
@@ -130,10 +139,7 @@ def compute_totals(tensors: Iterable[Tensor]) -> tuple[float, float]:
 
 def _sum_up(t: Tensor) -> Tensor:
     "Return the sum of a tensor's numbers and the sum of their magnitudes, shape (2,)."
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    elif not t.is_floating_point():
-        t = t.double()
+    t = torch.view_as_real(t) if t.is_complex() else t.double()
     magnitude = torch.linalg.vector_norm(t, 1, dtype=torch.float64)
     return torch.stack([t.sum(dtype=torch.float64), magnitude])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
@@ -25,7 +24,6 @@ SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
 # substrings of gloo's error messages, because gloo has no exception class
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
-MAX_TRACEBACK = 16_000  # maximum number of characters of a traceback
 ADVICE = (
     'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in '
     'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let '
@@ -36,9 +34,8 @@ ADVICE = (
 class Failures:
     """Exchange of failures between the ranks of one `Comm`.
 
-    Keys of the store: `failed`, once a rank has failed, which `Comm` looks for while it waits; `error`, the first
-    error of all ranks; `lost/RANK`, the place where a collective of a rank has failed; `left/RANK`, if a rank has
-    left; `read/RANK`, once a rank has found the cause of its failure."""
+    Keys of the store: `error`, the first error of all ranks; `lost/RANK`, the place where a collective of a rank has
+    failed; `left/RANK`, if a rank has left; `read/RANK`, once a rank has found the cause of its failure."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -90,27 +87,18 @@ class Failures:
         ranks = range(1, self.comm.size)
         keys = [f'read/{rank}' for rank in ranks if rank not in self._silent_ranks]
         end = monotonic() + PATIENCE_S
-        while keys and monotonic() < end and not self.store.check(keys):
+        store: Any = self.comm.store
+        while keys and monotonic() < end and not store.check(keys):
             sleep(0.02)
 
-    @property
-    def store(self) -> Any:
-        "Key-value store of the process group."
-        return self.comm.store
-
     def _set(self, key: str, text: str = '') -> None:
-        self.store.set(f'{key}/{self.comm.rank}', text)
-
-    def _set_lost(self, here: str) -> None:
-        "Publish where a collective of this rank has failed."
-        self._set('lost', here)
-        self.store.set('failed', '')
+        store: Any = self.comm.store
+        store.set(f'{key}/{self.comm.rank}', text)
 
     def _publish(self, text: str) -> str:
         "Publish an error, and return the error that was published first."
-        error = self.store.compare_set('error', '', text)
-        self.store.set('failed', '')
-        return str(error.decode())
+        store: Any = self.comm.store
+        return str(store.compare_set('error', '', text).decode())
 
     def _ask(self, f: Callable[[], Any]) -> Any:
         "Return the result of a function of the store; None if the store does not answer, now or before."
@@ -130,17 +118,14 @@ class Failures:
 
     def _describe(self, e: BaseException, learn: LearnerLike) -> str:
         report = ''.join(traceback.format_exception(e)).rstrip()
-        if len(report) > MAX_TRACEBACK:
-            half = MAX_TRACEBACK // 2
-            report = f'{report[:half]}\n...\n{report[-half:]}'
         summary = ''.join(traceback.format_exception_only(type(e), e)).split('\n')[0]
         place = describe_place(e, learn)
         return f'Process {self.comm.rank} of {self.comm.size} failed {place}: {summary}\n{report}'
 
     def _find_cause(self, e: BaseException, learn: LearnerLike) -> str:
         "Return a message with the rank that made a collective of this rank fail, and the reason."
-        here = f'{describe_place(e, learn)}{describe_line(e)}'
-        self._ask(lambda: self._set_lost(here))
+        here = describe_place(e, learn)
+        self._ask(lambda: self._set('lost', here))
         # closed connections end the collectives of ranks that wait for this rank
         traceback.clear_frames(e.__traceback__)
         # in a thread, because gloo waits for collectives that still run, perhaps with a rank that waits for this report
@@ -157,7 +142,7 @@ class Failures:
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
         "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."
-        store = self.store
+        store: Any = self.comm.store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         end = monotonic() + SETTLE_S
         while True:
@@ -188,26 +173,13 @@ class Failures:
             return (
                 f'{who} hangs, or was stopped, for {self.comm.timeout_s:g} s: {waiting}. {ADVICE}'
             )
-        return f'{who} has ended without a message: {waiting}. Was it killed, perhaps as memory ran out?'
+        return f'{who} does not answer: {waiting}. Was it killed, perhaps as memory ran out?'
 
 
 def describe_place(e: BaseException, learn: LearnerLike) -> str:
     "Describe the event, epoch and batch in which an error was raised."
     notes = [note for note in getattr(e, '__notes__', ()) if note.startswith('in ')]
     return notes[0] if notes else f'in {learn.phase} ({format_place(learn)})'
-
-
-def describe_line(e: BaseException) -> str:
-    "Describe the innermost line of an error's traceback that is not in torch or `Comm`."
-    frames = [
-        f
-        for f in traceback.extract_tb(e.__traceback__)
-        if 'torch' not in Path(f.filename).parts and Path(f.filename).name != 'comm.py'
-    ]
-    if not frames:
-        return ''
-    last = frames[-1]
-    return f', in {last.name} at {Path(last.filename).name}:{last.lineno} `{last.line}`'
 
 
 def is_lost(e: BaseException | None) -> bool:

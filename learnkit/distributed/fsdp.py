@@ -17,7 +17,6 @@ from learnkit.core.dtensor import (
     distribute_like,
     full_tensor,
     gather_full_state,
-    is_dtensor,
     open_hosts,
     reshard,
 )
@@ -32,7 +31,7 @@ from learnkit.optim.wrapper import OptimWrapper
 __all__ = ['Sharded']
 
 Wrap = type | tuple[type, ...] | Callable[[nn.Module], bool] | None
-OPTIONS = ('policy', 'wrap', 'reshard_after_forward', 'offload', 'sync_pieces')
+OPTIONS = ('policy', 'wrap', 'offload')
 
 
 class Sharded(Parallelism):
@@ -44,8 +43,7 @@ class Sharded(Parallelism):
     rest of the model is one more unit.
 
     An evaluation calls the sharded model, so that all ranks must evaluate the same number of batches. Gradients are
-    reduced after every backward pass, also of microbatches and accumulated batches, so that no full gradient is kept;
-    `sync_pieces=False` reduces gradients once per batch.
+    reduced after every backward pass, also of microbatches and accumulated batches, so that no full gradient is kept.
 
     Raises `OptionError` for unknown options, `ModelError` for a model that cannot be sharded, and `DistributedError`
     before training for callbacks and optimizers that need full weights.
@@ -61,9 +59,7 @@ class Sharded(Parallelism):
         self,
         policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
         wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
-        reshard_after_forward: bool | None = None,  # free weights until backward; None: torch's
         offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
-        sync_pieces: bool = True,  # reduce gradients after each microbatch (False: after the last)
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -73,24 +69,13 @@ class Sharded(Parallelism):
                 f"{name}: the options of strategy 'fsdp' are "
                 f'{", ".join(OPTIONS)}.{did_you_mean(name, OPTIONS)}'
             )
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
         self.policies = make_policies(policy)
-        self.offload = make_offload_policy(offload)
-        if reshard_after_forward not in (None, True, False):
-            raise OptionError(
-                f'reshard_after_forward={reshard_after_forward!r}: give True, False, or None.'
-            )
-        if not (
-            wrap is None or callable(wrap) or (isinstance(wrap, tuple) and all(map(callable, wrap)))
-        ):
-            raise OptionError(
-                f'wrap={wrap!r}: give a class of modules, a tuple of them, or a function of a module.'
-            )
+        self.offload = CPUOffloadPolicy() if offload is True else offload or None
         self.wrap = wrap
-        self.reshard_after_forward = reshard_after_forward
-        self.sync_pieces = sync_pieces
         self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
         self._device = torch.device('cpu')  # device of the user's model before `enter`
-        self._learn: Any = None
         self._handled: BaseException | None = None  # exception being handled during `enter`
         self._units: list[Any] = []  # sharded modules, the whole model last
 
@@ -110,7 +95,6 @@ class Sharded(Parallelism):
                 f'copied: {e}'
             ) from e
         self._shard(copy, learn)
-        self._learn = learn
         self.original = original
         self._handled = sys.exception()
         self._replace_model(learn, copy)
@@ -123,10 +107,7 @@ class Sharded(Parallelism):
         mesh = init_device_mesh(device.type, (learn.world.size,))
         open_hosts(mesh, learn.world.control)
         inner, outer = self.policies
-        options: dict[str, Any] = {
-            'mesh': mesh,
-            'reshard_after_forward': self.reshard_after_forward,
-        }
+        options: dict[str, Any] = {'mesh': mesh}
         if self.offload is not None:
             options['offload_policy'] = self.offload
         self._units = [*find_units(model, self.wrap), model]
@@ -136,8 +117,6 @@ class Sharded(Parallelism):
             fully_shard(m, **options, **policy_options)
         model.register_forward_hook(self._reshard)
         model.register_forward_pre_hook(self._broadcast_buffers)
-        if not self.sync_pieces:
-            model.register_forward_pre_hook(self._choose_sync)
 
     def _reshard(self, *_: Any) -> None:
         "Free the full weights after a forward pass without gradients, which no backward pass follows."
@@ -171,7 +150,6 @@ class Sharded(Parallelism):
         original = self.original
         sharded = learn.model
         self.original = None
-        self._learn = None
         reshard(sharded)
         if self._has_failed(learn):
             return self._restore_untrained(learn, original.to(self._device))
@@ -202,7 +180,6 @@ class Sharded(Parallelism):
     def prepare(self, learn: LearnerLike) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
         reshard(learn.model)
-        self.trained = [p for p in learn.model.parameters() if p.requires_grad]
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
             raise DistributedError(
                 f"{learn.opt!r} needs all weights as one vector, which strategy 'fsdp' does not "
@@ -224,11 +201,6 @@ class Sharded(Parallelism):
         "Broadcast the first rank's buffers before a training pass, as DistributedDataParallel does."
         if torch.is_grad_enabled():
             broadcast_tensors(model.buffers())
-
-    def _choose_sync(self, *_: Any) -> None:
-        "Reduce gradients only in the last microbatch of a batch."
-        learn = self._learn
-        learn.model.set_requires_gradient_sync(not learn.microbatch or learn.microbatches.is_last)
 
     def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
         "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
@@ -259,23 +231,11 @@ def make_policies(policy: Any) -> tuple[Any, Any]:
     return half(), half(output_dtype=torch.float32)
 
 
-def make_offload_policy(offload: Any) -> Any:
-    "Return the policy that keeps shards in host memory; None for False."
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if isinstance(offload, CPUOffloadPolicy):
-        return offload
-    if not isinstance(offload, bool):
-        raise OptionError(f"offload={offload!r}: give True or False, or torch's CPUOffloadPolicy.")
-    return CPUOffloadPolicy() if offload else None
-
-
 # -- the model -------------------------------------------------------------------------------------
 
 
 def check_can_be_sharded(model: nn.Module) -> None:
     "Raise `ModelError` for a model that cannot be sharded."
-    tensors = [*model.parameters(), *model.buffers()]
     name = type(model).__name__
     wrappers = wrappers_of(model)
     if wrappers:
@@ -285,16 +245,10 @@ def check_can_be_sharded(model: nn.Module) -> None:
         )
     if not has_weights(model):
         raise ModelError(f'{name} has no parameters to shard.')
-    if any(map(is_lazy, tensors)):
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise ModelError(
             f'{name} has parameters without a size yet: let one batch through it first.'
         )
-    if any(t.is_meta for t in tensors):
-        raise ModelError(
-            f"{name} is on the device 'meta', where its weights have no values: make it on the CPU."
-        )
-    if any(map(is_dtensor, tensors)):
-        raise ModelError(f'{name} is sharded already.')
 
 
 def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
@@ -306,14 +260,11 @@ def find_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
         return isinstance(m, wrap) if isinstance(wrap, (type, tuple)) else wrap(m)
 
     units = [m for m in model.modules() if m is not model and has_weights(m) and is_selected(m)]
+    units = [m for m in units if not shares_weights(m, model)]
     if not units:
-        raise OptionError(f'wrap={wrap!r}: {type(model).__name__} has no such module inside.')
-    for m in units:
-        if shares_weights(m, model):
-            raise OptionError(
-                f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot '
-                'be sharded on its own. Leave it out of `wrap`.'
-            )
+        raise OptionError(
+            f'wrap={wrap!r}: {type(model).__name__} has no such module inside with weights of its own.'
+        )
     return units[::-1]
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import getclosurevars, isfunction
 from io import TextIOWrapper
 from math import inf
@@ -114,14 +114,11 @@ def _check_gpus(learn: LearnerLike, team: DistributedTraining, nproc: int) -> No
     if device is None or device.type != 'cuda' or team.backend == 'gloo':
         return
     n = torch.cuda.device_count()
-    if nproc <= n:
-        return
-    if n == 1:
+    if nproc > n:
         raise DistributedError(
-            f'nproc={nproc}, and there is {n} GPU: each process needs its own. Give '
-            f"nproc={n}; or backend='gloo', with which they share."
+            f"nproc={nproc}, and there is {n} GPU(s): each process needs its own. Give nproc={n}; or backend='gloo', "
+            'with which they share.'
         )
-    raise DistributedError(f'nproc={nproc}, and there are {n} GPUs: each process needs its own.')
 
 
 # -- payload for the processes ---------------------------------------------------------------------
@@ -141,32 +138,29 @@ def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path:
         'rng': rng,
         'own_lrs': learn.own_lrs[0] is learn.lr,
     }
-    unpicklable = _find_unpicklable(payload.items(), learn, set())
-    if unpicklable is not None:
-        name, value, error = unpicklable
-        raise DistributedError(
-            f'{name} ({type(value).__name__}) cannot be sent to another process: {error}. Make it in '
-            'the function that is launched, or where it is first used.'
-        )
+    _check_parts(learn, fn)
     # `torch.save` preserves shared memory of tensors
     torch.save(payload, path, pickle_module=cloudpickle, pickle_protocol=5)
 
 
-def _find_unpicklable(
-    parts: Iterable[tuple[str, Any]],  # names and values
-    learn: LearnerLike,
-    seen: set[int],  # ids of the values that contain the parts
-) -> tuple[str, Any, str] | None:
-    "Return the name, the value and the error of the innermost part that cannot be pickled, or None."
-    for name, value in parts:
-        if id(value) in seen:
-            continue
+def _check_parts(learn: LearnerLike, fn: Any) -> None:
+    "Raise `DistributedError` for a part of the Learner or the function that cannot be pickled, with its name."
+    parts = {f'learn.{k}': getattr(learn, k) for k in ('model', 'loss_func', 'opt_func', 'opt')}
+    parts |= {'learn.dls.train': learn.dls.train, 'learn.dls': learn.dls}
+    parts |= {
+        f'learn.{cb.name}.{k}': v for cb in learn.cbs for k, v in vars(cb).items() if k != 'learn'
+    }
+    if isfunction(fn):
+        outer = getclosurevars(fn)
+        used = {**outer.globals, **outer.nonlocals}
+        parts |= {f'`{k}` of fn': v for k, v in used.items()}
+    for name, value in {**parts, 'learn': learn, 'fn': fn}.items():
         error = _find_pickle_error(value, learn)
         if error is not None:
-            inner_parts = _list_parts(name, value)
-            inner = _find_unpicklable(inner_parts, learn, {*seen, id(value)})
-            return inner or (name, value, error)
-    return None
+            raise DistributedError(
+                f'{name} ({type(value).__name__}) cannot be sent to another process: {error}. Make it in '
+                'the function that is launched, or where it is first used.'
+            )
 
 
 def _find_pickle_error(value: Any, learn: LearnerLike) -> str | None:
@@ -184,26 +178,6 @@ def _find_pickle_error(value: Any, learn: LearnerLike) -> str | None:
     except Exception as e:
         return str(e) or type(e).__name__
     return None
-
-
-def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    "Yield the parts of a value, with expressions that a user would write for them."
-    if isinstance(value, Mapping):
-        yield from ((f'{name}[{k!r}]', v) for k, v in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f'{name}[{i}]', v) for i, v in enumerate(value))
-    elif isfunction(value):
-        outer = getclosurevars(value)
-        outer_values = {**outer.globals, **outer.nonlocals}
-        yield from ((f'`{k}` of {name}', v) for k, v in outer_values.items())
-    elif isinstance(value, torch.nn.Module):
-        yield from ((f'{name}.{k}', m) for k, m in value.named_children())
-    attributes = ['__self__', 'func', 'args', 'keywords']  # of methods, and of partials
-    if name == 'learn':
-        attributes = ['dls', 'model', 'loss_func', 'opt_func', 'opt']
-        yield from ((f'learn.{cb.name}', cb) for cb in value.cbs)
-    yield from ((f'{name}.{k}', getattr(value, k)) for k in attributes if hasattr(value, k))
-    yield from ((f'{name}.{k}', v) for k, v in getattr(value, '__dict__', {}).items())
 
 
 # -- in the process that launches ------------------------------------------------------------------
@@ -307,9 +281,9 @@ class Workers:
             )
         for rank, code in enumerate(codes):
             if code:
+                how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
                 return DistributedError(
-                    f'Process {rank} of {self.n} {describe_exit(code)}.\n'
-                    f'{"".join(self._last_lines[rank])}'
+                    f'Process {rank} of {self.n} has ended with {how}.\n{"".join(self._last_lines[rank])}'
                 )
         slow = ', '.join(str(rank) for rank, code in enumerate(codes) if code is None)
         return DistributedError(
@@ -354,10 +328,7 @@ def environment(
     port: int,  # port on which rank 0 listens
 ) -> dict[str, str]:
     "Return the environment variables of a process as set by torchrun; OMP_NUM_THREADS divides the cores."
-    if hasattr(os, 'sched_getaffinity'):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = os.process_cpu_count() if hasattr(os, 'process_cpu_count') else os.cpu_count()
     ranks = {
         'RANK': rank,
         'LOCAL_RANK': rank,
@@ -369,7 +340,7 @@ def environment(
     }
     # the rank and store of a launcher that has started this process must not be inherited
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
-    defaults = {'OMP_NUM_THREADS': str(max(1, cores // n))}
+    defaults = {'OMP_NUM_THREADS': str(max(1, (cores or 1) // n))}
     if sys.platform == 'linux':
         defaults['GLOO_SOCKET_IFNAME'] = 'lo'
     return {
@@ -379,15 +350,6 @@ def environment(
         'PYTHONUNBUFFERED': '1',
         'PYTHONIOENCODING': 'utf-8',
     }
-
-
-def describe_exit(code: int) -> str:
-    "Describe how a process has ended, by its exit code."
-    if code > 0:
-        return f'has ended with exit code {code}'
-    name = signal.Signals(-code).name
-    guess = ', by the system for want of memory perhaps' if name == 'SIGKILL' else ''
-    return f'was ended by {name}{guess}'
 
 
 # -- in a launched process -------------------------------------------------------------------------
@@ -408,16 +370,13 @@ def serve(
 
 
 def _write_report(rank: int, e: BaseException, folder: Path) -> None:
-    "Write an error to the folder, with its traceback from the first frame outside of this file."
-    tb = e.__traceback__
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
+    "Write an error to the folder, with its traceback."
     report = {
         'rank': rank,
         'type': type(e).__name__,
         'message': str(e),
         'time': time(),
-        'traceback': ''.join(traceback.format_exception(e.with_traceback(tb))),
+        'traceback': ''.join(traceback.format_exception(e)),
     }
     temporary = folder / f'failed{rank}.tmp'
     temporary.write_text(json.dumps(report), 'utf-8')

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
 from learnkit.core.learner_type import LearnerLike
 
 __all__ = ['Parallelism']
@@ -25,11 +23,6 @@ class Parallelism:
     # True if `average_gradients` averages what no backward pass has averaged
     averages_late: bool = True
     has_synced: bool = False  # True once gradients were averaged in a pass with this model
-    # a `GradientMessage` that averages all gradients; None: torch averages them
-    message: Any = None
-
-    def __init__(self) -> None:
-        self.trained: list[nn.Parameter] = []  # parameters that required gradients in `prepare`
 
     def enter(self, learn: LearnerLike) -> None:
         "Change the Learner's model when the callback is added."

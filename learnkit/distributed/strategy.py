@@ -57,6 +57,7 @@ class SeveralProcesses(SingleProcess):
     def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
+            self.team.batch.weights = None  # a sum that is awaited would keep the connections open
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 
@@ -80,19 +81,10 @@ class SeveralProcesses(SingleProcess):
 
     def batch_loss(self, learn: LearnerLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
-        loss = weighted_loss(learn.loss.detach(), self.exact_share(learn))
+        loss = weighted_loss(learn.loss.detach(), self.gradient_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
     def gradient_share(self, learn: LearnerLike) -> Any:
-        """Return the factor of this rank's loss in a backward pass.
-
-        It may be a guess if gradients are rescaled after the pass, when the sum of the weights has arrived."""
-        if self.team.batch.guess is None:
-            return self.exact_share(learn)
-        own, expected = self.team.batch.guess
-        return own * learn.world.size / expected
-
-    def exact_share(self, learn: LearnerLike) -> Any:
         """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
 
         Waits for the sum of the ranks' weights, if the loss is not a mean over samples."""

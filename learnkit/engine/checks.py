@@ -23,11 +23,11 @@ from learnkit.core.validation import (
     warn_of_order,
     warn_user,
 )
-from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
 from learnkit.losses import BCELossFlat, BCEWithLogitsLossFlat, CrossEntropyLossFlat
-from learnkit.metrics.averages import AvgMetric, dry_run
+from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric
 from learnkit.optim import optimizers
 from learnkit.optim.wrapper import OptimWrapper
@@ -202,7 +202,10 @@ def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) 
     with preserved_rng():
         for m in train:
             values[m.name] = _try_metric(m, learn)
+        n_batches_of_each = [n_batches(dl) for _, dl in evaluation_loaders(learn.dls)]
         for m in valid:
+            if isinstance(m, AvgMetric) and any(n != 1 for n in n_batches_of_each):
+                warn_unless_mean(m, learn)
             try:
                 values[m.name] = _try_metric(m, learn)
             except MetricError:

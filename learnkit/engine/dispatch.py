@@ -10,7 +10,6 @@ from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from operator import attrgetter, itemgetter
 from threading import RLock
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -45,7 +44,8 @@ __all__ = [
     'list_running',
 ]
 
-_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
+_HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
+_HANDLER_NAMES = _HANDLED | ALIASES.keys()
 # callbacks that a Learner has by default
 _DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
 
@@ -92,10 +92,14 @@ class CallbackSet:
     def __contains__(self, cb: object) -> bool:
         return id(cb) in self.switches
 
-    def refresh(self) -> None:
+    def refresh(
+        self,
+        classes: bool = False,  # forget what is known of classes, which may have new handlers
+    ) -> None:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
-        self.kinds.clear()
+        if classes:
+            self.kinds.clear()
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
@@ -550,25 +554,38 @@ class HandlerTable(dict[str, list[Entry]]):
         super().__init__()
         self.callbacks = callbacks
         self.training = training
+        self._receivers: dict[str, list[Any]] = {}  # callbacks that may have a handler, by event
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in EVENTS or name in CONTEXTS.values() else canonical_event(name)
+        event = name if name in _HANDLED else canonical_event(name)
+        if not self._receivers:
+            self._find_receivers()
         callbacks = self.callbacks
         found: list[tuple[int, Entry]] = []
-        spellings = event, _ALIAS_OF.get(event)
-        for cb in callbacks.list_ordered():
-            kind = callbacks.kinds.get(type(cb)) or callbacks.describe(type(cb))
-            is_own = not vars(cb).keys().isdisjoint(spellings)
-            if kind.events is not None and event not in kind.events and not is_own:
-                continue
+        for cb in self._receivers.get(event, ()):
             handler = self._get_handler(cb, event)
             if handler:
+                kind = callbacks.kinds[type(cb)]
                 place = (event in kind.runs_last) - (event in kind.runs_first)
                 found.append((place, (handler, callbacks.switches[id(cb)], cb)))
         if any(place for place, _ in found):
             found.sort(key=itemgetter(0))
         self[name] = [entry for _, entry in found]
         return self[name]
+
+    def clear(self) -> None:
+        "Forget all handlers."
+        super().clear()
+        self._receivers.clear()
+
+    def _find_receivers(self) -> None:
+        "Find the callbacks that may have a handler of each event, in order."
+        kinds = self.callbacks.kinds
+        for cb in self.callbacks.list_ordered():
+            kind = kinds.get(type(cb)) or self.callbacks.describe(type(cb))
+            own = (ALIASES.get(name, name) for name in vars(cb).keys() & _HANDLER_NAMES)
+            for event in _HANDLED if kind.events is None else {*kind.events, *own}:
+                self._receivers.setdefault(event, []).append(cb)
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
@@ -744,17 +761,13 @@ def as_list(o: Any) -> list[Any]:
 
 
 def _is_redefined(old: type, new: type) -> bool:
-    """Return True if `new` is a later definition of the class `old`.
+    """Return True if `new` is a later definition of the class `old`, as in a notebook cell that runs again.
 
-    Two classes of one name that the same function has made share code objects, and are not redefinitions.
+    Classes that a function defines may be several of one name.
     """
-    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
-        return False
-    return not (_get_code_ids(old) & _get_code_ids(new))
-
-
-def _get_code_ids(cls: type) -> set[int]:
-    return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
+    is_local = '<locals>' in new.__qualname__
+    is_same_name = (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+    return old is not new and is_same_name and not is_local
 
 
 def format_place(learn: LearnerLike) -> str:

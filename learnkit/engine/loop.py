@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fastcore.basics import noop
 
-from learnkit.core.batch import form_of, to_device
+from learnkit.core.batch import BatchForm, form_of, to_device
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelBatchException,
@@ -59,11 +59,11 @@ class Loop(CallbackHost):
         self.modes = Modes()
         self.training = self.fitting = False
         self.phase = self.dl_name = 'train'
-        self.n_epoch = 1
+        self.n_epoch: int | None = 1
         self.epoch = self.iter = self.train_iter = 0
         self.n_iter = None
         self.pct_train = 0.0
-        self.batch_device = None  # device of the last loader's batches
+        self.batch_device: torch.device | None = None  # device of the last loader's batches
         self._end_cleanup()
 
     run = property(attrgetter('_run'), refuse_run, doc='State of the current run.')
@@ -139,7 +139,7 @@ class Loop(CallbackHost):
     def draw_batches(self) -> Iterator[tuple[int, Any]]:
         "Yield the batches of `self.dl` with their numbers; fire `before_draw` and `after_draw` around each draw."
         self.batch_device = model_device(self.model, self.dls)
-        self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
+        self.batch_form: BatchForm | None = form_of(self.dls, self.loader_name or self.dl_name)
         source = self.seams.source
         numbers, batches = source.batches(self)
         try:
@@ -288,7 +288,7 @@ class Loop(CallbackHost):
         "Release the batch and its results."
         self.dl = self.batch = None
         self.batch_form = None  # how batches of the current loader are split
-        self.loader_name = None  # name of the loader in `dls`, if `dl_name` differs
+        self.loader_name: str | None = None  # name of the loader in `dls`, if `dl_name` differs
         self.xb = self.yb = (None,)
         self.pred = self.loss = None
         self.__dict__.pop('loss_grad', None)

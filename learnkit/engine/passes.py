@@ -15,7 +15,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length, n_batches
 from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
-from learnkit.data.torch_loader import end_workers
+from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
 from learnkit.engine.optimizer import cover_params, warn_of_late_params
 
@@ -71,7 +71,8 @@ def draw(learn: LearnerLike, batches: Iterator[Any]) -> Iterator[Any]:
                     timings.switch(learn)
     except Exception as e:
         add_note(e, f'in {learn.phase} ({format_place(learn)})')
-        end_workers(learn.dl, e)
+        end_workers(batches)
+        forget_workers(learn.dl)
         learn.callbacks.notify('on_draw_failed')
         raise
     finally:

@@ -119,7 +119,7 @@ def open_run(
                 counters.fit_began = began
             if run.depth == 1:
                 learn.whole_batches = WholeBatches() if takes_batches(learn.model) else None
-                learn.callbacks.refresh()  # classes may have new handlers
+                learn.callbacks.refresh(classes=True)
                 learn._open_for_use()
             try:
                 yield

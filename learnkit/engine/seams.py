@@ -102,13 +102,12 @@ def fit_seams(
 ) -> Iterator[None]:
     "Let the features of a Learner take their seams for a fit."
     seams = learn.seams
+    batch = seams.batch
     before: dict[str, Any] = {}
     try:
         if is_resumed:
             before |= seams.take('resume', source=ResumedRun(learn.passes))
-        elif (
-            'source' not in seams.holders
-        ):  # a fit with another source cannot be resumed within an epoch
+        elif 'source' not in seams.holders:  # with another source, no fit resumes within an epoch
             before |= seams.take('checkpoints', source=learn.passes)
         if learn.opt.needs_closure:
             before |= seams.take(repr(learn.opt), step=learn.closure)
@@ -120,3 +119,4 @@ def fit_seams(
         yield
     finally:
         seams.give_back(before)
+        seams.batch = batch  # without the check of the first batch, which a fit may not reach

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, BinaryIO
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from fastcore.basics import noop
-from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from learnkit.core.batch import describe
@@ -26,7 +24,7 @@ from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.files import as_local_path
 from learnkit.core.plain import ATOMS, as_atom
 
-__all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
+__all__ = ['check_sink', 'open_sink', 'save_plain']
 
 
 def check_sink(sink: Any, names: tuple[str, ...], world: Comm) -> None:
@@ -42,15 +40,12 @@ def _check_on_rank(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     if _is_folder(sink):
         _check_free(Path(sink), True)
         return
-    if _is_path(sink):
-        _check_free(_rank_path(Path(sink), world), False)
-        if world.size > 1:
-            _check_free(_index_path(Path(sink)), False)
-    if isinstance(sink, np.ndarray) and world.size > 1:
+    if world.size > 1 and (_is_path(sink) or isinstance(sink, np.ndarray)):
         raise OptionError(
-            'An array takes the predictions of one process, and here are several: give the path of a '
-            '.npy file, and read it with `read_rows`.'
+            'An array or a .npy file takes the predictions of one process, and here are several: give a folder.'
         )
+    if _is_path(sink):
+        _check_free(Path(sink), False)
     if not isinstance(sink, np.ndarray) and not _is_path(sink):
         raise OptionError(
             f'sink={describe(sink)}: give a folder, the path of a .npy file, a numpy array or memory '
@@ -117,7 +112,7 @@ def open_sink(
 
     A folder receives one file per batch; a `.npy` file receives the rows of the predictions. Both are named
     `<name>.part` until they are complete, and are readable at any time. Several ranks write into one folder, with files
-    numbered in the order of the data. As for `.npy` files, each rank writes a separate file; `read_rows` joins them.
+    numbered in the order of the data.
     """
     if world.size == 1:
         number = partial(next, count())  # cancelled batches leave no gap
@@ -132,38 +127,18 @@ def open_sink(
                 part / f'{number() * world.size + world.rank:06}.pt',
             )
     else:
-        with _open_npy(Path(sink), world, number) as add:
+        with _open_npy(Path(sink)) as add:
             yield partial(_add_preds, names, add)
 
 
 @contextmanager
-def _open_npy(
-    sink: Path, world: Comm, number: Callable[[], int]
-) -> Iterator[Callable[[np.ndarray], None]]:
-    "Yield a function that appends rows to this rank's `.part` file, and rename the file at the end."
-    path = _rank_path(sink, world)
+def _open_npy(path: Path) -> Iterator[Callable[[np.ndarray], None]]:
+    "Yield a function that appends rows to the `.part` file, and rename the file at the end."
     part = _part_path(path)
-    index = []
-    # fail on every rank before the first prediction if a disk is not writable
-    world.run_on_all(partial(_create_empty, part))
+    part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, 'wb') as file:
-        rows = _NpyFile(file)
-
-        def add(array: np.ndarray) -> None:
-            n_before = rows.n
-            rows.add(array)
-            index.append((number(), world.rank, rows.n - n_before))
-
-        yield add
-    indices = world.gather(index)  # waits until all ranks have written
-    world.run_on_all(partial(os.replace, part, path))
-    if world.size > 1:
-        world.run_on_all(partial(_write_index, sink, world, indices))
-
-
-def _create_empty(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b'')
+        yield _NpyFile(file).add
+    os.replace(part, path)
 
 
 @contextmanager
@@ -189,53 +164,6 @@ def _open_folder(path: Path, world: Comm) -> Iterator[Path]:
     world.barrier()  # wait until all ranks have written
     world.run_on_all(finish if world.is_first else noop)
     world.run_on_all(finish if world.local_rank == 0 else noop)
-
-
-def _rank_path(path: Path, world: Comm) -> Path:
-    return path if world.size == 1 else path.with_name(f'{path.stem}.rank{world.rank}.npy')
-
-
-def _index_path(path: Path) -> Path:
-    return path.with_name(f'{path.stem}.index.json')
-
-
-def _write_index(path: Path, world: Comm, indices: list[list[tuple[int, int, int]]]) -> None:
-    "Write the index: the file and number of rows of each batch, in the order of the data."
-    if not world.is_first:
-        return
-    files = [f'{path.stem}.rank{rank}.npy' for rank in range(world.size)]
-    rows = [[rank, n] for _, rank, n in sorted(chain(*indices))]
-    _index_path(path).write_text(json.dumps({'files': files, 'rows': rows}), 'utf-8')
-
-
-def read_rows(
-    path: str | Path,  # the `sink` of `get_preds`, ending in `.npy`
-) -> np.ndarray:
-    """Return predictions that were written to a `.npy` file, in the order of the data.
-
-    The file of a single process is memory-mapped. Several ranks write one file each (`preds.rank0.npy`) and an index
-    (`preds.index.json`); their rows are joined in memory.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     np.save(f'{folder}/preds.npy', [[1.], [2.]])
-    ...     read_rows(f'{folder}/preds.npy').tolist()
-    [[1.0], [2.0]]
-    """
-    path = Path(path)
-    if path.exists():
-        return open_memmap(path, mode='r')
-    index = json.loads(_index_path(path).read_text('utf-8'))
-    arrays = {
-        rank: open_memmap(path.with_name(index['files'][rank]), mode='r')
-        for rank, _ in index['rows']
-    }
-    starts = dict.fromkeys(arrays, 0)
-    parts = []
-    for rank, n in index['rows']:
-        parts.append(arrays[rank][starts[rank] : starts[rank] + n])
-        starts[rank] += n
-    return np.concatenate(parts)
 
 
 def _add_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any) -> None:

@@ -1,6 +1,3 @@
-from .aim import (
-    AimLogger as AimLogger,
-)
 from .api import (
     log_images as log_images,
     log_params as log_params,
@@ -8,9 +5,6 @@ from .api import (
 )
 from .base import (
     Logger as Logger,
-)
-from .comet import (
-    CometLogger as CometLogger,
 )
 from .console import (
     ConsoleLogger as ConsoleLogger,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +23,6 @@ from learnkit.loggers.values import (
     encode_rows,
     fetch,
     name_writer,
-    writer_of,
 )
 from learnkit.metrics.base import Mean, is_scalar
 
@@ -236,7 +234,7 @@ class Logger(Callback):
             )
         if not shown:
             self._logged_columns.add(name)
-        writer = writer_of(sys._getframe(1))
+        writer = learn.running[0] if learn.running is not None else None
         values, _ = self._find_row()
         mean = values.get(name)
         self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import PurePath
-from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,12 @@ from learnkit.core.optional import import_library
 from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
-from learnkit.engine.dispatch import CallbackHost
-from learnkit.engine.run import call_each
 from learnkit.metrics.base import Mean
 
 __all__ = [
     'fetch',
     'encode_rows',
     'decode_rows',
-    'writer_of',
     'name_writer',
     'configuration',
     'as_images',
@@ -112,27 +108,13 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 # -- writers ---------------------------------------------------------------------------------------
 
-# code objects that call handlers of the callback in their local variable `cb`
-_DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
 
-
-def writer_of(
-    frame: FrameType,  # frame of `learn.log`
-) -> Any:
-    "Return the callback whose handler called `learn.log`; without a callback, return the code that called it."
-    frame = frame.f_back or frame
-    caller: FrameType | None = frame
-    while caller is not None:
-        if caller.f_code in _DISPATCH:
-            return caller.f_locals['cb']
-        caller = caller.f_back
-    return frame.f_code
-
-
-def name_writer(writer: Any) -> str:
-    "Return the name of a writer for messages: class and key of a callback, or a function."
-    if isinstance(writer, CodeType):
-        return f'`{writer.co_qualname}`'
+def name_writer(
+    writer: Any,  # callback that logged a value; None: code outside of callbacks
+) -> str:
+    "Return the name of a writer for messages: class and key of a callback."
+    if writer is None:
+        return 'code that is no callback'
     keys = writer.learn.callbacks.keys if writer.learn is not None else {}
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 

@@ -43,6 +43,7 @@ __all__ = [
     'metrics_of_model',
     'whole_set_metric',
     'measures_batches',
+    'warn_unless_mean',
 ]
 
 PHASES = ('train', 'valid', 'both')
@@ -56,8 +57,8 @@ class AvgMetric(Mean, Metric):
 
     A fit also calls `func` with copies of its first training batch, to find errors before anything has changed. A batch
     is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
-    `func`, a batch is weighted by its number of targets that are not ignored. The first of several batches is compared
-    with its halves: a warning names a score, such as F1, whose mean over batches is not the score of the data set.
+    `func`, a batch is weighted by its number of targets that are not ignored. The fit also compares the value of that
+    batch with the mean of its halves: a warning names a score, such as F1, which is not a mean over batches.
     Raises `MetricError` if `func` is not callable, and for a result that is neither a number nor a dict of numbers.
 
     >>> mse = torch.nn.functional.mse_loss
@@ -77,13 +78,12 @@ class AvgMetric(Mean, Metric):
         self._name = name
         self.on = check_on(on)
         self._count = denominator_of(func).count
-        self._check = _warn_unless_mean  # for the first batch; then `noop`
+        # a validation checks functions of torchmetrics only, which have no side effects
+        self._check = warn_unless_mean if _is_of_torchmetrics(func) else noop
 
     def accumulate(self, learn: LearnerLike) -> None:
         if self._check is not noop and getattr(learn, 'n_iter', 1) != 1:
-            if type(self) is AvgMetric and learn.weight_func is None:
-                self._check(self, learn.pred, learn.yb)
-            self._check = noop
+            self._check(self, learn)
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
     def _weight(self, learn: LearnerLike) -> Any:
@@ -148,8 +148,12 @@ class AvgMetric(Mean, Metric):
         return self._name or _func_name(self.func)
 
 
-def _warn_unless_mean(metric: AvgMetric, pred: Any, yb: tuple[Any, ...]) -> None:
+def warn_unless_mean(metric: AvgMetric, learn: LearnerLike) -> None:
     "Warn if the value of a batch is not the mean of the values of its halves, so that batches cannot be averaged."
+    metric._check = noop  # once
+    pred, yb = learn.pred, learn.yb
+    if type(metric) is not AvgMetric or learn.weight_func is not None:
+        return
     if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
         return
     whole = AvgMetric(metric.func)
@@ -167,16 +171,18 @@ def _warn_unless_mean(metric: AvgMetric, pred: Any, yb: tuple[Any, ...]) -> None
         return  # a function of whole batches, or an error that the caller raises
     if _are_close(whole.value, halves.value):
         return
-    func = unwrap_partial(metric.func)
-    is_torchmetrics = str(getattr(func, '__module__', '')).startswith('torchmetrics.')
-    cure = (
-        f'`{snake2camel(func.__name__)}` of torchmetrics' if is_torchmetrics else '`AccumMetric(f)`'
-    )
+    name = getattr(unwrap_partial(metric.func), '__name__', '')
+    is_torchmetrics = _is_of_torchmetrics(metric.func)
+    cure = f'`{snake2camel(name)}` of torchmetrics' if is_torchmetrics else '`AccumMetric(f)`'
     warn_user(
         f'{metric.name} of a batch is {whole.value}, and the mean of its halves is {halves.value}: the mean over '
         f'batches is not its value of the data set. Compute it once over all samples, with {cure}, or give '
         '`Learner(weight_func=)` if it is a mean over something else than samples.'
     )
+
+
+def _is_of_torchmetrics(func: Any) -> bool:
+    return str(getattr(unwrap_partial(func), '__module__', '')).startswith('torchmetrics.')
 
 
 def _are_close(value: Any, mean: Any) -> bool:
@@ -505,23 +511,13 @@ def _suggest_metric(name: Any) -> str:
 
 def _check_not_sklearn(f: Any) -> None:
     "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
-    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] != 'sklearn':
-        return
-    name = _func_name(f)
-    ours = {
-        'f1': 'F1Score',
-        'precision': 'Precision',
-        'recall': 'Recall',
-        'jaccard': 'Jaccard',
-        'roc_auc': 'RocAuc',
-        'accuracy': 'accuracy',
-        'r2': 'R2Score',
-    }.get(name.removesuffix('_score'))
-    use = f'`metrics={ours}` of learnkit, or ' if ours else ''
-    raise MetricError(
-        f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use {use}"
-        f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers.'
-    )
+    if str(getattr(unwrap_partial(f), '__module__', '')).partition('.')[0] == 'sklearn':
+        name = _func_name(f)
+        raise MetricError(
+            f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use "
+            f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers, or a class such as '
+            '`F1Score`.'
+        )
 
 
 def _make_unique(m: Metric, names: set[str]) -> Metric:

@@ -152,8 +152,6 @@ class AvgSmoothLoss(Metric):
         self._mean = 0.0  # v_t
         self._n_counted = 0  # t: steps of nonzero weight
         self._mark = 0, 0.0, 0  # a step, v_t and t
-        # losses, weights and smoothed losses of the last checkpoint
-        self._saved = _Column(), _Column(), _Column()
 
     def accumulate(
         self,
@@ -274,16 +272,12 @@ class AvgSmoothLoss(Metric):
         self._steps.losses[n:] = losses
         self._smooth[n:] = []
         self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
-        for column in self._saved:
-            column.truncate(n)
         self._catch_up()
 
     def state_dict(self) -> dict[str, Any]:
         self._finish()
         columns = self._steps.losses, self._steps.weights, self._smooth
-        raw, weights, smooth = (
-            column.extend(values) for column, values in zip(self._saved, columns, strict=True)
-        )
+        raw, weights, smooth = (torch.tensor(column, dtype=torch.float64) for column in columns)
         return {
             'beta': self.beta,
             'mean': self._mean,
@@ -363,22 +357,6 @@ class LossTransfer:
         if self._pending:
             self._send()
         self._land(0)
-
-
-class _Column:
-    "Float64 tensor of a growing list, to which only new values are appended."
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(0, dtype=torch.float64)
-
-    def extend(self, values: list[float]) -> Tensor:
-        new = values[len(self.tensor) :]
-        if new:
-            self.tensor = torch.cat([self.tensor, torch.tensor(new, dtype=torch.float64)])
-        return self.tensor
-
-    def truncate(self, n: int) -> None:
-        self.tensor = self.tensor[:n]
 
 
 class _Copy:

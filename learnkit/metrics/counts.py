@@ -22,12 +22,13 @@ __all__ = [
     'check_average',
     'check_two_classes',
     'count_classes',
+    'count_each',
     'flatten_classes',
     'flatten_labels',
 ]
 
 AVERAGES = ('macro', 'micro', 'weighted')
-MAX_COMPARED = 64  # up to this number of classes, comparing values with each class is faster
+MAX_COMPARED = 64  # up to this number of classes, comparing with each class is faster on a device
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 
 
@@ -173,14 +174,21 @@ def count_classes(
     best = torch.where(targ == IGNORED, n, best)
     targ = torch.where((targ >= 0) & (targ < n), targ, n).long()
     hits = torch.where(best == targ, targ, n)
-    return torch.stack([_count_each(classes, n + 1) for classes in (hits, best, targ)])
+    return count_each(torch.stack([hits, best, targ]), n + 1, targ.is_cpu)
 
 
-def _count_each(values: Tensor, n: int) -> Tensor:
-    "Return how often each number below `n` occurs, without a transfer to the host as in `torch.bincount`."
-    if n <= MAX_COMPARED:
-        return (values == torch.arange(n, device=values.device)[:, None]).sum(1)
-    return values.new_zeros(n).index_add_(0, values, torch.ones_like(values))
+def count_each(values: Tensor, n: int, on_host: bool) -> Tensor:
+    "Return how often each number below `n` occurs in each row, without waiting for a device."
+    n_rows = len(values)
+    if not on_host and n <= MAX_COMPARED:
+        classes = torch.arange(n, device=values.device)
+        return torch.stack([(values == c).sum(1) for c in classes], 1)
+    rows = torch.arange(0, n_rows * n, n, device=values.device)
+    cells = (values + rows[:, None]).flatten()
+    if on_host:
+        return cells.bincount(minlength=n_rows * n).view(n_rows, n)
+    # `bincount` would wait for the device
+    return cells.new_zeros(n_rows * n).index_add_(0, cells, torch.ones_like(cells)).view(n_rows, n)
 
 
 def check_average(average: str | None, known: tuple[str, ...] = AVERAGES) -> None:

@@ -14,7 +14,6 @@ from learnkit import (
     EMA,
     SGD,
     Adam,
-    BatchError,
     Callback,
     CancelBatchException,
     CancelEpochException,
@@ -104,15 +103,6 @@ def test_one_sample_that_fits_and_one_that_does_not() -> None:
     assert learn.opt is None and not learn.run.depth
 
 
-def test_other_errors_are_raised() -> None:
-    model = Hungry(3, ValueError)
-    with pytest.raises(ValueError, match='raised by a test'):
-        learner(model).find_batch_size()
-    model = Hungry(3, RuntimeError)
-    with pytest.raises(RuntimeError, match='raised by a test'):
-        learner(model).find_batch_size()
-
-
 def test_everything_is_restored_and_training_continues_alike() -> None:
     ends = []
     for finds in (False, True):
@@ -158,25 +148,6 @@ def test_accumulation_and_microbatches_do_not_act(tmp_path: Path) -> None:
         assert all(grad is not None for grad in kept)  # as in a fit that accumulates
         assert learn.microbatch == option.get('microbatch')
     assert not list(tmp_path.iterdir())
-
-
-def test_batches_of_dicts_and_lists() -> None:
-    class Ids(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.EmbeddingBag(10, 2)
-
-        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-            assert ids.shape == mask.shape
-            return self.body(ids)
-
-    batch = {
-        'ids': torch.arange(6).view(3, 2),
-        'mask': torch.ones(3, 2),
-        'labels': torch.tensor([0, 1, 1]),
-    }
-    learn = Learner([batch], Ids(), nn.CrossEntropyLoss(), opt_func=SGD)
-    assert learn.find_batch_size(max_size=20, exact=True) == 20
 
 
 def test_where_it_cannot_be_called() -> None:
@@ -234,12 +205,6 @@ def test_a_callback_that_cancels_the_steps_is_an_error(event: str, error: type[E
     with pytest.raises(FitError, match='no training step'):
         learn.find_batch_size(64)
     assert learn.opt is None and learn.time.ba == 0 and learn.model.a.item() == before
-
-
-def test_a_batch_without_samples_is_an_error() -> None:
-    empty = torch.zeros(0, 1)
-    with pytest.raises(BatchError, match='no samples'):
-        synth_learner(dls=[(empty, empty)]).find_batch_size()
 
 
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='needs /proc')

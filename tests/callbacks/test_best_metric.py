@@ -105,16 +105,6 @@ def test_the_best_score_is_printed_at_the_end(capsys: pytest.CaptureFixture[str]
     ) in capsys.readouterr().out
 
 
-def test_fits_start_over_unless_configured_otherwise() -> None:
-    for reset in (True, False):
-        learn = learner(BestMetric(reset_on_fit=reset))
-        learn.fit(4)
-        first = learn.best_metric.best
-        learn.model.a.data.fill_(9.0)
-        learn.fit(1, lr=0.0)
-        assert (learn.best_metric.best > first) == reset
-
-
 def test_the_state_is_resumed() -> None:
     learn, other = learner(BestMetric()), learner(BestMetric())
     learn.fit(3)

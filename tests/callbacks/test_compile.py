@@ -234,13 +234,6 @@ def test_what_is_there_after_a_batch() -> None:
     assert len({float(loss) for loss in seen}) == 18
 
 
-def test_no_method_of_the_learner_is_replaced() -> None:
-    learn = learner()
-    before = set(vars(learn))
-    compiled(learn)
-    assert set(vars(learn)) - before == {'whole_step'}
-
-
 def test_an_override_that_never_reaches_the_compiled_step_is_named() -> None:
     class Own(Learner):
         def _do_one_batch(self) -> None:
@@ -303,16 +296,6 @@ def test_handlers_may_come_and_go_at_any_batch() -> None:
     learn, backend = compiled(learner(cbs=every))
     learn.fit(1)
     assert backend.calls == 2  # batches 1 and 2
-
-
-def test_validation_alone_may_have_handlers() -> None:
-    seen: list[str] = []
-    cb = Callback(after_pred=lambda cb: seen.append(cb.dl_name))
-    cb.run_train = False
-    learn, backend = compiled(learner(cbs=cb))
-    learn.dls = DataLoaders(learn.dls.train, learn.dls.train)
-    learn.fit(1)
-    assert backend.calls == 9 and seen == ['valid'] * 10
 
 
 class OwnStep(Learner):
@@ -533,17 +516,6 @@ def test_ordinary_steps_in_between_are_counted() -> None:
     assert backend.calls >= 18
 
 
-def test_a_new_optimizer_and_a_new_fit() -> None:
-    plain, (learn, backend) = learner(opt_func=Adam), compiled(learner(opt_func=Adam))
-    for one in (plain, learn):
-        one.fit(1)
-        one.fit(1, reset_opt=True)
-    assert distance(plain, learn) < 1e-6
-    assert backend.calls == 18
-    assert backend.graphs == 1
-    assert learn.time.st == 20
-
-
 # -------------------------------------------------------------------------------- models and losses
 
 
@@ -601,27 +573,6 @@ def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
     plain, learn, backend = fit_both(make)
     assert distance(plain, learn) < 1e-6
     assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
-
-
-def test_transformers_models_are_compiled_or_the_reason_is_given() -> None:
-    transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        vocab_size=30,
-        max_position_embeddings=8,
-    )
-    batch = {'input_ids': torch.randint(0, 30, (4, 6)), 'labels': torch.tensor([0, 1, 1, 0])}
-
-    def make() -> Any:
-        make_model = partial(transformers.BertForSequenceClassification, config)
-        return learner(make_model, None, batches=[batch] * 4)
-
-    plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6
-    assert backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
 
 
 class Moody(nn.Module):
@@ -769,11 +720,6 @@ def test_compiling_the_model_keeps_keys_and_survives_new_callbacks() -> None:
     plain.fit(1)
     plain.fit(1, cbs=[Clip(), TrainEvalCallback()])
     assert distance(plain, learn) < 1e-6
-
-
-def test_a_compiled_model_in_a_compiled_step() -> None:
-    plain, learn, backend = fit_both(lambda: learner().compile(backend='eager'))
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
 def test_many_learners_do_not_use_up_each_others_limit() -> None:

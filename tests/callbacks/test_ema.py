@@ -94,15 +94,6 @@ def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int
     assert same(state(model), state(raw))
 
 
-def test_training_is_the_same_with_it() -> None:
-    models = []
-    for cbs in ((), (EMA(0.5),)):
-        learn = learner(net(), *cbs)
-        learn.fit(2)
-        models.append(state(learn.model))
-    assert same(*models)
-
-
 def test_it_counts_steps_and_no_batches() -> None:
     learn = learner(net(), EMA(0.5), GradientAccumulation(16))
     learn.fit(2)
@@ -155,16 +146,6 @@ def test_half_life_warmup_and_start() -> None:
     assert run(EMA(0.5, start=2, warmup=None))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)
     assert run(EMA(0.5, start='0.5dur', warmup=None))[-1] == pytest.approx((3 + 4) / 2)
     assert run(EMA(0.5, warmup=None))[-1] == pytest.approx(1 / 16 + 2 / 8 + 3 / 4 + 4 / 2)
-
-
-def test_before_it_begins_evaluation_uses_the_weights() -> None:
-    learn = learner(net(), EMA(start='5ep'))
-    learn.fit(1)
-    plain = learner(net())
-    plain.fit(1)
-    assert learn.history[-1]['valid_loss'] == plain.history[-1]['valid_loss']
-    with pytest.raises(WeightsError, match=r'no average .* 5ep'):
-        learn.ema.copy_to()
 
 
 EXITS: list[type[BaseException]] = [

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, FitError, Learner, SaveModelCallback
+from learnkit import Callback, FitError, Learner
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.predictions import MCDropoutCallback
 from learnkit.inference.gather import GatherPredsCallback
@@ -38,19 +38,6 @@ def state(learn: Learner) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in learn.model.state_dict().items()}
 
 
-def test_loaded_weights_stay_when_the_average_was_in_the_model(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    saved = state(learn)
-    learn.save('w', with_opt=False)
-    learn.fit(1)
-    with learn.ema.applied():
-        learn.load('w', with_opt=False)
-    assert same(state(learn), saved) and not learn.ema.has_begun
-    learn.fit(1)
-    assert learn.ema.has_begun and learn.ema._raw is None
-
-
 @pytest.mark.parametrize('event', ['before_batch', 'after_validate'])
 def test_weights_that_are_loaded_in_an_evaluation_stay(event: str, tmp_path: Path) -> None:
     learn = learner(tmp_path)
@@ -74,21 +61,6 @@ def test_what_an_incomplete_file_does_not_have_stays_too(tmp_path: Path) -> None
     with learn.ema.applied():
         learn.load(tmp_path / 'part.pth', strict=False)
     assert same(state(learn), {**own, '0.bias': torch.zeros(6)})
-
-
-def test_it_restarts_in_the_middle_of_an_evaluation() -> None:
-    learn, held = learner(), []
-    learn.fit(1)
-
-    def restart(cb: Any) -> None:
-        if not cb.training and not cb.iter:
-            held.append(state(cb.learn))
-            cb.ema.restart()
-            held.append(state(cb.learn))
-
-    own = state(learn)
-    learn.validate(cbs=Callback(before_batch=restart))
-    assert same(held[1], own) and not same(held[0], own) and same(state(learn), own)
 
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'before_step'])
@@ -130,20 +102,6 @@ def test_one_that_fails_inside_an_evaluation_leaves_it_the_average() -> None:
 
     learn.validate(cbs=Callback(before_batch=evaluate))
     assert held == [True] * 3 and learn.ema._raw is None
-
-
-def test_the_best_is_saved_after_one_that_fails(tmp_path: Path) -> None:
-    learn = learner(tmp_path, SaveModelCallback())
-
-    def fail(cb: Any) -> None:
-        raise RuntimeError('no such file')
-
-    def evaluate(cb: Any) -> None:
-        with pytest.raises(RuntimeError, match='no such file'):
-            cb.learn.get_preds(cbs=Callback(after_pred=fail))
-
-    learn.fit(2, cbs=Callback(after_epoch=evaluate))
-    assert same(torch.load(learn.save_model.last_saved_path, weights_only=True), state(learn))
 
 
 def test_dropout_and_gathering_end_with_a_nested_evaluation_that_fails() -> None:

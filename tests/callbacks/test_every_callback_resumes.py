@@ -33,7 +33,7 @@ NOT_KEPT = {
     'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
 }
 # they take seconds
-ONE_PLACE = 'AimLogger CometLogger MlflowLogger WandbLogger ExportForInference'.split()
+ONE_PLACE = 'MlflowLogger WandbLogger ExportForInference'.split()
 
 
 class Watch(Callback):

@@ -13,7 +13,6 @@ from torch import nn
 from learnkit import Callback, Recorder
 from learnkit.callbacks.lr_finder import (
     LRFinder,
-    LRSearch,
     SuggestionMethod,
     minimum,
     slide,
@@ -59,19 +58,6 @@ def test_suggestions_match_fastai(f: Any, as_type: Any) -> None:
     )
     assert (lr, *point) == pytest.approx((FASTAI[f][0], *FASTAI[f][1]), rel=1e-6)
     assert getattr(SuggestionMethod, f.__name__.capitalize()) is f
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # fastai's own
-def test_suggestions_of_random_curves_match_fastai() -> None:
-    theirs: Any = pytest.importorskip('fastai.callback.schedule')
-    rng = np.random.default_rng(0)
-    for n in (20, 37, 90):
-        x = np.linspace(0, 1, n)
-        lrs = torch.tensor(1e-7 * 1e8**x)
-        losses = torch.tensor(3 - 2 * np.exp(-(((x - 0.6) / 0.2) ** 2)) + rng.normal(0, 0.1, n))
-        for f in FASTAI:
-            a, b = f(lrs, losses, 100), getattr(theirs, f.__name__)(lrs, losses, 100)
-            assert (a[0], *a[1]) == pytest.approx((float(b[0]), *map(float, b[1])), rel=1e-12)
 
 
 def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
@@ -248,8 +234,3 @@ def test_plots() -> None:
     assert mine.lines[1].get_xdata()[0] == 1e-3
     learn.lr_find(num_it=40, ax=mine)
     assert len(plt.get_fignums()) == 2
-
-
-def test_a_search_is_plain_data() -> None:
-    search = LRSearch([1e-3, 1e-2], [2.0, 1.0], 2)
-    assert search.points == {} and search == LRSearch([1e-3, 1e-2], [2.0, 1.0], 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import Callback, CancelBatchException, CancelFitException, Learner, Recorder
+from learnkit import Callback, Learner
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
 from learnkit.engine.events import EVENTS
 from tests.helpers.comparing import same
@@ -78,15 +77,6 @@ def test_bf16_is_a_plain_autocast_loop_bit_for_bit() -> None:
     assert same(state(learn.model), state(model))
     expected = [loss.item() for loss in losses]
     assert [row['valid_loss'] for row in learn.history] == pytest.approx(expected, rel=1e-6)
-
-
-def test_bf16_differs_from_float32_and_still_learns() -> None:
-    plain, half = learner(), learner().to_bf16()
-    plain.fit(10)
-    half.fit(10)
-    assert not same(state(plain.model), state(half.model))
-    first, last = half.history[0]['train_loss'], half.history[-1]['train_loss']
-    assert last < 0.8 * first and last == pytest.approx(plain.history[-1]['train_loss'], rel=0.05)
 
 
 def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_float32() -> None:
@@ -254,17 +244,6 @@ def test_autocast_is_left_when_the_model_or_the_loss_raises(where: str) -> None:
     assert not is_on()
 
 
-@pytest.mark.parametrize('cancel', [CancelBatchException, CancelFitException])
-def test_autocast_is_left_when_a_batch_is_cancelled(cancel: type[Exception]) -> None:
-    def fail(cb: Callback) -> None:
-        raise cancel
-
-    learner(
-        MixedPrecision('bf16'), Callback(after_pred=fail), Callback(before_train=lambda cb: is_on())
-    ).fit(1)
-    assert not is_on()
-
-
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'after_batch'])
 def test_a_validation_in_the_middle_of_training_changes_nothing(event: str) -> None:
     plain = learner(MixedPrecision('bf16'))
@@ -323,25 +302,6 @@ def test_an_optimizer_with_closure_works_in_bf16() -> None:
     learn = learner(MixedPrecision('bf16'), opt_func=torch.optim.LBFGS, lr=0.1)
     learn.fit(1)
     assert learn.opt.n_steps == 4 and learn.history[0]['train_loss'] > 0
-
-
-def test_a_copy_of_a_learner_trains_separately() -> None:
-    learn = learner(MixedPrecision('fp16'))
-    learn.fit(1)
-    other = copy.deepcopy(learn)
-    other.fit(1)
-    assert other.mixed_precision.learn is other
-    assert other.mixed_precision.scaler is not learn.mixed_precision.scaler
-    learn.fit(1)
-    assert same(state(learn.model), state(other.model))
-
-
-def test_it_watches_and_changes_nothing_in_the_recorder() -> None:
-    plain, half = learner(), learner(MixedPrecision('bf16'))
-    for learn in (plain, half):
-        learn.fit(1)
-    assert [*plain.history[0]] == [*half.history[0]] and len(half.recorder.lrs) == 4
-    assert any(isinstance(cb, Recorder) for cb in half.cbs)
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

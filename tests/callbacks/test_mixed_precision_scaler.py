@@ -17,10 +17,7 @@ from learnkit import (
     Callback,
     CancelBackwardException,
     CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
     CancelStepException,
-    CancelTrainException,
     Learner,
     ModelError,
     OptimizerError,
@@ -208,17 +205,6 @@ def test_microbatches_are_each_scaled_and_unscaled_together() -> None:
     assert hand.equals(learn) and learn.mixed_precision.n_skipped > 0
 
 
-def test_the_reported_loss_is_never_scaled() -> None:
-    hand, losses = Loop(), []
-    expected = [hand.loss(*b).item() for b in data()]
-    note = {
-        e: lambda cb: losses.append(cb.loss.item())
-        for e in ('after_loss', 'after_backward', 'after_batch')
-    }
-    learner(MixedPrecision('fp16', **SCALER), Callback(**note), lr=0.0).fit(1)
-    assert losses == [loss for loss in expected for _ in range(3)]
-
-
 # -- what others cancel ----------------------------------------------------------------------------
 
 
@@ -290,53 +276,6 @@ def test_gradients_that_were_unscaled_and_kept_are_scaled_again_with_the_next(ev
     )
     learn.fit(1)
     assert hand.equals(learn) and learn.mixed_precision.n_skipped == 0
-
-
-CANCELS = {
-    e: c
-    for c, e in ((CancelBackwardException, 'before_backward'), (CancelStepException, 'before_step'))
-}
-ANYWHERE = [
-    (CancelBatchException, e)
-    for e in (
-        'before_batch before_pred after_pred after_loss before_backward after_backward '
-        'before_step after_step'
-    ).split()
-]
-ODD = [
-    *((c, e) for e, c in CANCELS.items()),
-    *ANYWHERE,
-    *(
-        (c, e)
-        for c in (CancelTrainException, CancelEpochException, CancelFitException)
-        for e in ('before_backward', 'after_backward', 'before_step', 'after_step')
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ('order', 'microbatch'),
-    [
-        (0, 5),
-        (8, None),
-        (20, 5),
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, None), (8, 5), (20, None))),
-    ],
-)
-@pytest.mark.parametrize(('error', 'event'), ODD, ids=lambda o: getattr(o, '__name__', o))
-def test_no_sequence_makes_the_scaler_raise(
-    error: type[Exception], event: str, order: float, microbatch: int | None
-) -> None:
-    learn = learner(
-        MixedPrecision('fp16', **SCALER),
-        cancelling(event, order, error),
-        Accumulate(2),
-        Clip,
-        microbatch=microbatch,
-    )
-    learn.fit(2)
-    learn.fit(1)
-    assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
 @pytest.mark.parametrize(

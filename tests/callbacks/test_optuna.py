@@ -132,17 +132,6 @@ class PruneAll(optuna.pruners.BasePruner):  # type: ignore[misc]  # optuna may b
         return True
 
 
-def test_a_pruned_learner_trains_again() -> None:
-    study = optuna.create_study(pruner=PruneAll())
-    learn = learner(0.01)
-    for fits in (1, 2):
-        with pytest.raises(optuna.TrialPruned):
-            learn.fit(3, cbs=OptunaPruning(study.ask()))
-        assert len(learn.history) == fits
-    learn.fit(2)
-    assert len(learn.history) == 4
-
-
 def test_a_fit_within_a_with_block_ends_the_block() -> None:
     study = optuna.create_study(pruner=PruneAll())
     learn = learner(0.01, OptunaPruning(study.ask()))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, accuracy, mae
-from learnkit.callbacks.plots import epochs_of
 from learnkit.core.errors import MetricError, OptionError
 from learnkit.core.plotting import COLORS, AxesList, color, new_axes
 from learnkit.testing import synth_learner
@@ -70,10 +69,9 @@ def test_all_fits_are_drawn_and_marked_where_they_begin() -> None:
     fit(learn, 1)
     fit(learn, 5, start_epoch=4)
     ax, _ = learn.recorder.plot_metrics()
-    assert drawn(ax) == {'train': ([0, 1, 2, 4], column(learn, 'train_loss'))}
-    assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 3.5]
+    assert drawn(ax) == {'train': ([0, 1, 2, 3], column(learn, 'train_loss'))}
+    assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 2.5]
     assert ax.get_xlabel() == 'epoch (of all fits)' and ax.get_legend() is None
-    assert epochs_of([]) == ([], [])
 
 
 def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:

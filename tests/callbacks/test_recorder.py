@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -250,16 +249,6 @@ def test_metrics_of_other_kinds_are_combined_with_functions() -> None:
     assert row['avg_smooth_loss'] == pytest.approx(expected, rel=1e-5)
     assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
     assert row['loss'] == pytest.approx(row['valid_loss'])
-
-
-def test_metrics_start_over_with_each_pass() -> None:
-    model = linear()
-    learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=mae)
-    learn.fit(3)
-    first, *rest = [row['mae'] for row in learn.history]
-    assert rest == [first, first]
-    learn.validate()
-    assert learn.validate()[1] == first
 
 
 def test_metrics_can_be_changed_between_fits() -> None:
@@ -522,14 +511,6 @@ def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:
     assert hps['mom'] == pytest.approx([i / 10 for i in range(10)]) and hps['wd'] == [0.0] * 10
 
 
-def test_hyper_parameters_of_adam_and_of_the_last_group() -> None:
-    dls = (TRAIN, VALID)
-    learn = learner(dls, opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]])
-    learn.fit(1, lr=[1e-4, 1e-3])
-    assert learn.recorder.lrs == [1e-3] * 5 and learn.recorder.hps['mom'] == [0.9] * 5
-    assert learn.recorder.hps['sqr_mom'] == [0.999] * 5
-
-
 def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
     def schedule(cb: Any) -> None:
         cb.opt.set_hyper('lr', 0.5**cb.train_iter)
@@ -613,14 +594,6 @@ def test_history_as_a_data_frame() -> None:
     assert df['mae'].tolist() == [r['mae'] for r in learn.history]
 
 
-def test_without_validation_these_columns_are_absent() -> None:
-    learn = learner(DataLoaders(TRAIN), metrics=mae)
-    learn.fit(1)
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time']
-    assert list(learn.rows[0])[:1] == [0]
-    assert len(learn.rows[0]) == 3
-
-
 def test_values_can_be_written_by_a_later_callback() -> None:
     class Overwrite(Callback):
         order = 51
@@ -693,12 +666,3 @@ def test_plot_sched_draws_what_changed() -> None:
     assert axs[1].get_lines()[0].get_ydata().tolist() == pytest.approx([i / 10 for i in range(10)])
     [ax] = learn.recorder.plot_sched('wd', figsize=(3, 2))
     assert ax.get_ylabel() == 'wd' and ax.figure.get_size_inches().tolist() == [3, 2]
-
-
-def test_smoothing_by_a_user_function() -> None:
-    learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
-    learn.fit(1)
-    expected = smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5)
-    assert [v.item() for v in learn.recorder.losses] == pytest.approx(expected, rel=1e-5)
-    assert learn.recorder.smooth_loss.beta == 0.5
-    assert all(a != b for a, b in pairwise(learn.recorder.losses))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from typing import Any
 
@@ -245,17 +244,6 @@ def test_the_guards_error_comes_again_and_anomaly_detection_names_the_operation(
     assert not torch.is_anomaly_enabled()
 
 
-def test_in_the_fit_alone_it_is_enough(capsys: Any) -> None:
-    learn = learner()
-    with pytest.raises(Boom):
-        learn.fit(1, cbs=[Replay(), fail_at('after_loss', 0, 2)])
-    assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
-    learn.logger = print
-    with pytest.raises(Boom):
-        learn.replay()
-    assert capsys.readouterr().out.startswith('Repeating batch 2 of epoch 0 (train)')
-
-
 def test_a_failure_outside_of_a_batch_is_reported(capsys: Any) -> None:
     learn = learner(Replay())
     with pytest.raises(Boom):
@@ -310,17 +298,3 @@ def test_a_batch_that_was_cancelled_is_cancelled_again() -> None:
     learn.fit(1)
     learn.replay()
     assert learn.iter == 2 and learn.run.depth == 0 and learn.run.levels == ()
-
-
-def test_training_is_not_changed_by_it() -> None:
-    a, b = learner(Replay()), learner()
-    torch.manual_seed(7)
-    a.fit(1)
-    a.replay()
-    a.fit(1)
-    torch.manual_seed(7)
-    b.fit(1)
-    b.fit(1)
-    for p, q in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
-        assert torch.equal(p, q)
-    assert math.isfinite(a.recorder.losses[-1])

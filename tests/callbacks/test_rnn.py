@@ -91,13 +91,6 @@ def test_the_loss_gets_the_output_and_the_callback_the_rest() -> None:
     assert preds.shape == (2, 5, 2)
 
 
-def test_the_model_is_reset_before_training_and_validation_and_after_the_fit() -> None:
-    learn = learner(batches(1), model := Recurrent(), ModelResetter, RNNCallback)
-    learn.fit(2)
-    # the first is the loop's own, before the fit
-    assert model.resets[1:] == ['train', 'eval', 'train', 'eval', 'eval']
-
-
 def test_models_that_are_not_recurrent() -> None:
     def check(model: nn.Module) -> None:
         learner(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from learnkit.callbacks.schedule import (
     SchedLin,
     SchedNo,
     SchedPoly,
-    annealer,
     combine_scheds,
     combined_cos,
 )
@@ -35,11 +33,6 @@ FORMS = {  # value at position p, from 0.5 to 2
     SchedExp: lambda p: 0.5 * 4**p,
     partial(SchedPoly, power=3): lambda p: 0.5 + 1.5 * p**3,
 }
-
-
-@annealer
-def SchedSteps(start: float, end: float, pos: float, n: int = 2) -> float:
-    return start + math.floor(pos * n) * (end - start) / n
 
 
 def learner(n_train: int = 10, **kwargs: Any) -> Any:
@@ -65,23 +58,6 @@ def test_annealing_follows_its_formula(make: Any) -> None:
     np.testing.assert_allclose(make(0.5, 2.0)(positions), [f(p) for p in positions], rtol=1e-12)
     found = torch.as_tensor(make(0.5, 2.0)(torch.linspace(0, 1, 7))).expand(7)
     torch.testing.assert_close(found, torch.tensor([f(p) for p in positions], dtype=torch.float32))
-
-
-SCHEDULES = [
-    *(make(0.5, 2.0) for make in FORMS),
-    SchedSteps(1.0, 3.0, n=4),
-    SchedCos([1.0, 2.0], [3.0, 4.0]),
-    combined_cos(0.3, 0.1, 1.0, 0.0),
-    combine_scheds([0.5, 0.5], [SchedSteps(0.0, 1.0)] * 2),
-]
-
-
-@pytest.mark.parametrize('g', SCHEDULES)
-def test_schedules_pickle_and_copy(g: Any) -> None:
-    for other in (pickle.loads(pickle.dumps(g)), copy.deepcopy(g)):
-        for p in (0.0, 0.3, 1.0):
-            np.testing.assert_array_equal(other(p), g(p))
-        assert repr(other) == repr(g)
 
 
 def test_rounding_errors_are_accepted_and_other_positions_refused() -> None:
@@ -152,14 +128,6 @@ def test_combined_cos_matches_fastai() -> None:
 def test_invalid_shares_are_refused(pcts: Any, n: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         combine_scheds(pcts, [SchedNo(1, 1)] * n)
-
-
-def test_pieces_that_are_not_functions() -> None:
-    number: Any = 0.1
-    with pytest.raises(ScheduleError, match='function of the position'):
-        combine_scheds([1.0], [number])
-    with pytest.raises(ScheduleError, match=r'schedule of lr is 0\.1'):
-        ParamScheduler({'lr': number})
 
 
 # ----------------------------------------------------------------------------------- ParamScheduler

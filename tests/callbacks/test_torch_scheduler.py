@@ -128,7 +128,7 @@ def test_its_state_continues_in_another_learner(name: str) -> None:
             file.seek(0)
             states.append(torch.load(file, weights_only=True))
 
-    learner().fit(2, cbs=[first, used, late(save)])
+    learner().fit(2, cbs=[first, used, Callback(batch_checkpoint=save)])
 
     second = LRScheduler(MAKERS[name], by='batch')
 
@@ -144,22 +144,6 @@ def test_its_state_continues_in_another_learner(name: str) -> None:
     rest.values = []
     learner().fit(2, cbs=[third, rest])  # a state that came before the fit is for the fit
     assert rest.values[:6] == used.values[4:]
-
-
-def late(f: Any) -> Callback:
-    cb = Callback(after_batch=f)
-    cb.order = 61
-    return cb
-
-
-def test_a_scheduler_added_after_the_last_batch_of_an_epoch_begins_with_the_next_epoch() -> None:
-    def add(cb: Any) -> None:
-        if cb.training and cb.train_iter == 2:
-            learn.add_cb(LRScheduler(MAKERS['exponential'], by='batch'))
-
-    used, learn = Used(), learner(2)
-    learn.fit(2, cbs=[late(add), used])
-    assert [lr for ((lr, _),) in used.values] == [0.5, 0.5, 0.5, 0.25]
 
 
 def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:

@@ -113,11 +113,6 @@ def test_a_value_may_be_a_tensor_or_missing_and_must_be_a_number() -> None:
         run(TrackerCallback(), ['low'])
 
 
-def test_nan_first_poisons_nothing() -> None:
-    seen = run(TrackerCallback(), [NAN, 3.0, NAN, 2.0]).look.seen
-    assert seen == [(math.inf, False), (3.0, True), (3.0, False), (2.0, True)]
-
-
 def test_which_way_is_better_follows_the_name() -> None:
     def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
         return -(pred - targ).abs().mean()
@@ -403,20 +398,6 @@ def test_every_epoch_needs_no_validation(tmp_path: Path) -> None:
     learn.logger = noop
     learn.fit(2)
     assert len(os.listdir(tmp_path / 'models')) == 2
-
-
-def test_a_temporary_callback_is_found_by_name_and_speaks_above_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found: list[Any] = []
-    learn = synth_learner(path=tmp_path)
-    cbs = [
-        SaveModelCallback(),
-        Callback(after_fit=lambda cb: found.append(cb.learn.save_model.best)),
-    ]
-    learn.fit(1, cbs=cbs)
-    assert found == [learn.history[-1]['valid_loss']]
-    assert 'Better model found at epoch 0 with valid_loss value:' in capsys.readouterr().out
 
 
 def test_the_best_weights_are_those_that_were_evaluated(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from learnkit.callbacks.training import (
 )
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
-from learnkit.testing import RegModel, synth_dls, synth_learner
+from learnkit.testing import RegModel, synth_learner
 
 
 def quiet(*cbs: Any, **kwargs: Any) -> Learner:
@@ -52,31 +52,6 @@ def test_start_epoch_at_the_end_leaves_the_weights() -> None:
     assert (learn.model.a.item(), learn.model.b.item()) == start and learn.history == []
     with pytest.raises(FitError, match='start_epoch=3'):
         learn.fit(2, start_epoch=3)
-
-
-def test_two_halves_with_start_epoch_are_a_whole() -> None:
-    batches = list(synth_dls(n_train=4).train)
-    ends = []
-    for fits in ([(4, 0)], [(2, 0), (4, 2)]):
-        torch.manual_seed(6)
-        learn = Learner(
-            batches, RegModel(), nn.MSELoss(), lr=0.05, cbs=TrainEvalCallback, default_cbs=False
-        )
-        for n, start in fits:
-            learn.fit(n, start_epoch=start)
-        ends.append(torch.cat([learn.model.a, learn.model.b]).detach())
-    assert torch.equal(*ends)
-
-
-def test_a_skipped_epoch_fires_its_cancel_and_no_batch() -> None:
-    seen: list[str] = []
-    events = 'before_epoch', 'after_cancel_epoch', 'after_epoch', 'before_train'
-    learn = quiet(Callback(**{e: lambda cb, e=e: seen.append(e) for e in events}))
-    learn.fit(2, cbs=SkipToEpoch(1))
-    expected = (
-        'before_epoch after_cancel_epoch after_epoch before_epoch before_train after_epoch'.split()
-    )
-    assert seen == expected
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:

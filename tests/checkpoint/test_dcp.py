@@ -151,19 +151,6 @@ def test_weights_of_a_checkpoint_load(written):
     assert max_difference(state_values(learn), written['fsdp'][1][: len(state_values(learn))]) == 0
 
 
-def one_file(rank, folder):
-    return fit(rank, folder, 'fsdp', sharded=False, background=False)
-
-
-def test_parts_can_be_put_together_in_one_file(tmp_path):
-    end = run_ranks(one_file, 2, tmp_path)[0]
-    assert not list(tmp_path.glob('*.parts'))
-    for path in tmp_path.glob('*-ba[18]*.ckpt'):
-        path.unlink()
-    assert len(list(tmp_path.iterdir())) == 4  # with the lock
-    assert max_difference(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
-
-
 def few(rank, folder):
     fit(rank, folder, 'fsdp', every='1ba', keep_last=2, keep_best=0)
     return sorted(p.name for p in Path(folder).iterdir())

@@ -70,7 +70,7 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
             'SGD does not take `momentum`: it takes lr, mom, wd,',
         ),
         (fit_by(partial(Adam, betas=(0.9, 0.99))), OptimizerError, 'Adam does not take `betas`'),
-        (fit_by(no_optimizers), OptimizerError, 'return one, or several by name'),
+        (fit_by(no_optimizers), OptimizerError, 'which has no optimizer'),
         (
             lambda: OptimWrapper([nn.Parameter(torch.zeros(1))]),
             OptimizerError,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from learnkit.checkpoint.torch_file import find_damage
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_folder, check_writable, sweep
 
@@ -36,27 +33,6 @@ def test_a_failure_in_the_block_leaves_the_old_content(
         tmp.write_text('half')
         raise error
     assert path.read_text() == 'old' and os.listdir(tmp_path) == ['a.txt']
-
-
-def test_the_file_is_flushed_then_renamed_then_the_folder_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def recorded_fsync(fd: int) -> None:
-        calls.append(f'fsync {Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("tmp-")[0]}')
-        fsync(fd)
-
-    def recorded_replace(a: Path, b: Path) -> None:
-        calls.append(f'replace {Path(b).name}')
-        replace(a, b)
-
-    monkeypatch.setattr(os, 'fsync', recorded_fsync)
-    monkeypatch.setattr(os, 'replace', recorded_replace)
-    with atomic_write(tmp_path / 'a.pth') as tmp:
-        tmp.write_bytes(b'x')
-    assert calls == ['fsync .a.pth.', 'replace a.pth', f'fsync {tmp_path.name}']
 
 
 @pytest.mark.parametrize('step', ['fsync', 'replace'])
@@ -159,38 +135,3 @@ def test_temporaries_of_dead_processes_are_swept_and_nothing_else(tmp_path: Path
 
 def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
     assert sweep(tmp_path / 'no') == []
-
-
-def saved(path: Path) -> bytes:
-    torch.save({'w': torch.arange(2000.0), 'b': torch.ones(3)}, path)
-    return path.read_bytes()
-
-
-def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path) -> None:
-    data, draw, silent = saved(tmp_path / 'good'), random.Random(0), 0
-    assert find_damage(tmp_path / 'good') is None
-    right = torch.load(tmp_path / 'good', weights_only=True)
-    for _ in range(300):
-        bad = bytearray(data)
-        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        (tmp_path / 'bad').write_bytes(bad)
-        if find_damage(tmp_path / 'bad') is not None:
-            continue
-        try:
-            found = torch.load(tmp_path / 'bad', weights_only=True)
-        except Exception:
-            continue  # refused when it is read
-        silent += not all(torch.equal(right[k], found[k]) for k in right)
-    assert silent == 0
-
-
-@pytest.mark.parametrize('share', [0.0, 0.001, 0.3, 0.9, 0.999])
-def test_a_file_cut_short_is_found(tmp_path: Path, share: float) -> None:
-    data = saved(tmp_path / 'a')
-    (tmp_path / 'a').write_bytes(data[: int(len(data) * share)])
-    assert find_damage(tmp_path / 'a')
-
-
-def test_another_format_is_not_judged(tmp_path: Path) -> None:
-    (tmp_path / 'a').write_text('text')
-    assert find_damage(tmp_path / 'a') is None

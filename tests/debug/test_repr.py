@@ -14,9 +14,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, Time, Timestamp
 from learnkit.callbacks.recorder import History
-from learnkit.checkpoint.resume_check import ResumeCheck
 from learnkit.core.html import definitions, never_raising, safe_call, table, truncate_rows
-from learnkit.debug.explain import Handlers, Trace
 from learnkit.engine.timings import Timings
 from learnkit.testing import synth_learner
 
@@ -219,19 +217,7 @@ def test_the_history_has_a_row_an_epoch() -> None:
 
 def test_what_there_is_not_yet() -> None:
     assert html_of(Timings()) == repr(Timings()) == 'No step has been measured yet: one in 32 is.'
-    assert html_of(Handlers()) == 'nothing runs there' and html_of(Trace()) == 'nothing was changed'
     assert 'no epoch yet' in html_of(synth_learner().recorder)
-
-
-def test_handlers_are_listed_with_their_places() -> None:
-    learn = synth_learner()
-    head, *rows = rows_of(learn.explain('after_epoch'))
-    assert head == ['order', 'runs', 'in', 'switched', 'where']
-    assert [r[:4] for r in rows] == [
-        ['-10', 'TrainEvalCallback.after_epoch', 'always', 'on'],
-        ['50', 'Recorder.after_epoch', 'always', 'on'],
-    ]
-    assert re.search(r'recorder\.py:\d+$', rows[1][-1])
 
 
 def test_times_are_written_out() -> None:
@@ -250,16 +236,3 @@ def test_times_are_written_out() -> None:
         'sec': '0.25 seconds',
         'dur': '50% of the run',
     }
-
-
-def test_a_resume_check_lists_what_differs() -> None:
-    exact = ResumeCheck(8, 4, 'ab' * 32)
-    other = ResumeCheck(8, 4, 'ab' * 32, ['weight <a>'], ['a hint'])
-    assert dict(rows_of(exact)) == {
-        'resumes': 'exactly, to the last bit',
-        'batches': '8',
-        'stopped after': '4',
-        'SHA-256': 'abababababab...',
-    }
-    assert dict(rows_of(other))['differences'] == 'weight <a>'
-    assert dict(rows_of(other))['hints'] == 'a hint'

@@ -116,7 +116,7 @@ SLIPS = {
     ),
     asked_while_others_count: (
         DistributedError,
-        'waited for one another: process 0 .*process 1 .*in ask',
+        'waited for one another: process 0 .*process 1 waited in Callback.before_batch',
     ),
     asked_alone: (DistributedError, 'Process 0 of 2 gathers .*, and process 1 gathers values'),
 }

@@ -106,9 +106,7 @@ CASES: dict[str, Callable[[int], Learner]] = {
     'pieces': partial(made, n=128, microbatch=3, cbs=accumulating),
     'pieces and a tail': partial(made, microbatch=3, cbs=accumulating),
     'SAM': partial(made, cbs=lambda: [SAM(0.1)], opt_func=SGD),
-    'adaptive SAM in pieces': partial(
-        made, cbs=lambda: [SAM(1.0, adaptive=True, interval=2)], microbatch=3
-    ),
+    'SAM in pieces': partial(made, cbs=lambda: [SAM(1.0)], microbatch=3),
     'LBFGS': partial(made, opt_func=lbfgs, lr=0.1),
     'EMA': partial(made, cbs=lambda: [EMA(0.9, every=2)]),
     'mean of all weights': partial(made, cbs=lambda: [EMA(1 - 1e-9, warmup=1, start='1ep')]),
@@ -139,11 +137,11 @@ CASES: dict[str, Callable[[int], Learner]] = {
         cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
     ),
 }
-SENT = {  # two processes exchange gradients: each sends a message and receives one
-    'accumulation': [0, 0, 0, 2] * 4 + [0],
-    'pieces': [0, 0, 0, 2] * 4 + [0],
-    'a tail': [0, 0, 0, 2] * 3 + [0, 2],
-    'pieces and a tail': [0, 0, 0, 2] * 3 + [0, 2],
+SENT = {  # one message a step; after the epoch two, as no backward pass has averaged
+    'accumulation': [0, 0, 0, 1] * 4 + [0],
+    'pieces': [0, 0, 0, 1] * 4 + [0],
+    'a tail': [0, 0, 0, 1] * 3 + [0, 2],
+    'pieces and a tail': [0, 0, 0, 1] * 3 + [0, 2],
 }
 
 
@@ -163,9 +161,9 @@ def summarize_run(learn: Learner) -> dict[str, Any]:
     }
 
 
-def trained(learn: Learner, n_epoch: int = 2) -> dict[str, Any]:
+def trained(learn: Learner, n_epoch: int = 2, **options: Any) -> dict[str, Any]:
     "Train in this process group, and check that the replicas are equal at the end."
-    with learn.distributed('ddp', timeout='20s'):
+    with learn.distributed('ddp', timeout='20s', **options):
         learn.fit(n_epoch)
         learn.check_replicas()
     return summarize_run(learn)
@@ -201,35 +199,15 @@ def test_gradients_are_averaged_late_in_messages_of_a_limited_size(
     alone = CASES['a tail'](8)
     alone.fit(2)
     for got in run_ranks(lambda rank: trained(CASES['a tail'](4))):
-        assert got['sent'][-1] == 8  # four exchanges
+        assert got['sent'][-1] == 5  # which ranks have gradients, and four parameters
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
-
-
-WEIGHTED = [name for name in CASES if name.startswith('weighted')]
-
-
-@pytest.mark.parametrize('limits', [['MAX_AT_ONCE'], ['MAX_AT_ONCE', 'MAX_RESCALED']])
-def test_weights_that_are_sent_by_themselves(
-    limits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    "Messages arrive after the backward pass, or before its end for many parameters."
-    for limit in limits:
-        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
-    ranks = run_ranks(lambda rank: {name: trained(CASES[name](4)) for name in WEIGHTED})
-    for name in WEIGHTED:
-        alone = CASES[name](8)
-        alone.fit(2)
-        for got in ranks:
-            assert (got[name]['weights'] - summarize_run(alone)['weights']).abs().max() < 1e-10, (
-                name
-            )
 
 
 @pytest.mark.parametrize(
     ('wrapper_options', 'n_expected'),
-    [({}, 2), ({'bucket_cap_mb': 25}, 1), ({'bucket_cap_mb': 1e-4}, 3)],
+    [({}, 1), ({'bucket_cap_mb': 1e-4}, 3)],
 )
-def test_the_weight_of_a_batch_is_sent_with_its_gradients(
+def test_a_batch_sends_its_gradients_and_its_weight(
     wrapper_options: dict[str, Any], n_expected: int
 ) -> None:
     def job(rank: int) -> Any:
@@ -250,17 +228,11 @@ def test_the_weight_of_a_batch_is_sent_with_its_gradients(
     alone.fit(2)
     for got, n_messages, n_own in run_ranks(job):
         assert (got - weights(alone)).abs().max() < 1e-10
-        assert n_own == (10 if wrapper_options else 0)
+        assert n_own == 10
         assert n_messages == n_expected
 
 
-@pytest.mark.parametrize('limit', ['MAX_AT_ONCE', 'MAX_RESCALED', None])
-def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
-    limit: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if limit is not None:
-        monkeypatch.setattr(f'learnkit.distributed.ddp.{limit}', 0)
-
+def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again() -> None:
     def cancel(cb: Any) -> None:
         if cb.train_iter % 3 == 1:
             raise CancelBatchException
@@ -278,16 +250,12 @@ def test_gradients_kept_by_a_cancelled_batch_are_not_weighted_again(
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize('n_ranks', [3, 4])
-def test_gradients_of_more_ranks(n_ranks: int) -> None:
-    "Three ranks use an all-reduce, four exchange in pairs."
+def test_gradients_of_three_ranks() -> None:
     alone = make_learner(make_dls(97, 12), loss_func=left_out(), metrics=None)
     alone.fit(2)
     for got in run_ranks(
-        lambda rank: trained(
-            make_learner(make_dls(97, 12 // n_ranks), loss_func=left_out(), metrics=None)
-        ),
-        n_ranks,
+        lambda rank: trained(make_learner(make_dls(97, 4), loss_func=left_out(), metrics=None)),
+        3,
     ):
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
@@ -309,41 +277,6 @@ def test_an_overridden_backward_pass() -> None:
     alone.fit(2)
     for got in run_ranks(job):
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
-
-
-class Shifted(nn.Module):
-    "A linear layer with a buffer added to its input, which each process would update differently."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3).double()
-        self.register_buffer('shift', torch.zeros(5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.shift += x.mean(0)
-        return self.layer(x + self.shift)
-
-
-@pytest.mark.parametrize('make_cbs', [list, lambda: [GradientAccumulation(16)]])
-def test_buffers_in_training_match_the_wrapper(make_cbs: Callable[[], list[Any]]) -> None:
-    def job(rank: int) -> list[Tensor]:
-        ends = []
-        for options in ({}, {'bucket_cap_mb': 25}):
-            learn = make_learner(make_dls(101, 4), opt_func=SGD, cbs=make_cbs())
-            torch.manual_seed(rank)  # the first rank's weights count
-            learn.model = Shifted()
-            with learn.distributed('ddp', timeout='20s', **options):
-                learn.fit(2)
-            ends += [weights(learn), learn.model.shift]
-        return ends
-
-    first, second = run_ranks(job)
-    for ends in (first, second):
-        own, own_shift, wrapped, wrapped_shift = ends
-        assert own_shift.abs().min() > 0 and (own - wrapped).abs().max() < 1e-12
-        assert (own_shift - wrapped_shift).abs().max() < 1e-12
-        assert torch.equal(own, first[0]) and torch.equal(own_shift, first[1])
 
 
 class Sided(nn.Module):
@@ -384,7 +317,8 @@ def test_a_layer_that_one_rank_does_not_call(kind: type[Learner]) -> None:
     begun = weights(alone)
     alone.fit(2)
     assert (weights(alone) - begun)[-18:].abs().min() > 1e-4  # of the layer
-    for got in run_ranks(lambda rank: trained(sided(rank, 4))):
+    options = {'find_unused_parameters': True} if kind is Learner else {}
+    for got in run_ranks(lambda rank: trained(sided(rank, 4), **options)):
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
@@ -392,12 +326,13 @@ def test_ranks_that_train_different_parameters() -> None:
     def job(rank: int) -> str:
         learn = make_learner()
         learn.model[3].bias.requires_grad_(rank == 0)
-        with pytest.raises(DistributedError) as e, learn.distributed('ddp', timeout='20s'):
-            learn.fit(1)
+        with pytest.raises((RuntimeError, DistributedError)) as e:
+            with learn.distributed('ddp', timeout='20s'):
+                learn.fit(1)
         return str(e.value)
 
     for message in run_ranks(job):
-        assert '3.bias' in message and 'process 0' in message and 'process 1' in message
+        assert 'DDP expects same model across all ranks' in message and '3 params' in message
 
 
 class Cast(nn.Module):
@@ -427,22 +362,6 @@ def test_the_precision_of_the_weights_may_change_between_two_fits() -> None:
     alone = job(None)
     for got in run_ranks(job):
         assert (got - alone).abs().max() < 1e-10
-
-
-def test_gradients_that_a_callback_has_added_before_the_backward_pass() -> None:
-    def penalize(cb: Any) -> None:
-        if cb.training:
-            (0.1 * cb.model(cb.x).square().mean()).backward()
-
-    def penalized(bs: int) -> Learner:
-        cbs = Callback(after_loss=penalize)
-        dls = make_dls(104, bs)
-        return make_learner(dls, loss_func=left_out(), metrics=None, cbs=cbs, opt_func=SGD)
-
-    alone = penalized(8)
-    alone.fit(2)
-    for got in run_ranks(lambda rank: trained(penalized(4))):
-        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
 def test_sparse_gradients_match_one_process() -> None:

@@ -103,8 +103,9 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
             child.wait(200)
         assert time.monotonic() - began < 180
         for rank in (0, 2):
-            assert 'DistributedError: Process 1 of 3 has ended without a' in children[rank].stderr
+            assert 'DistributedError: Process ' in children[rank].stderr
             assert '(epoch 0, batch 3)' in children[rank].stderr
+        assert 'DistributedError: Process 1' in children[0].stderr
 
 
 def test_a_first_rank_that_is_stopped_is_named_although_it_keeps_the_store() -> None:
@@ -130,7 +131,7 @@ def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None
         assert error.startswith(
             'DistributedError: The 2 processes waited for one another: process 0 waited in'
         )
-        assert 'cb.world.gather(' in error and 'self.world.any(...)' in error
+        assert 'process 1 waited in Callback.before_batch' in error and 'self.world.any(' in error
         assert took_s < TIMEOUT_S + 150
 
 

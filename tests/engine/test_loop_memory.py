@@ -100,12 +100,16 @@ def log_mean(cb: Any) -> None:
         ({}, {'after_train': 1, 'after_validate': 1}),
         ({'opt_func': partial(SGD, mom=0.9, wd=0.1)}, {'after_train': 1, 'after_validate': 1}),
         ({'metrics': [accuracy]}, {'after_train': 1, 'after_validate': 2}),
-        ({'metrics': AvgMetric(accuracy, on='both')}, {'after_train': 2, 'after_validate': 2}),
+        # the first batch is compared with its halves, once
+        (
+            {'metrics': AvgMetric(accuracy, on='both')},
+            {'after_train': 2, 'after_validate': 2, 'after_batch': 4},
+        ),
         ({'microbatch': 2}, {'after_train': 1, 'after_validate': 1}),
         ({'microbatch': 2, 'weight_func': positive}, {'after_train': 1, 'after_validate': 1}),
         (
             {'metrics': AvgMetric(accuracy, on='both'), 'microbatch': 2},
-            {'after_train': 2, 'after_validate': 2},
+            {'after_train': 2, 'after_validate': 2, 'after_batch': 2, 'after_loss': 2},
         ),
         # the step with the samples left over, in after_train
         (

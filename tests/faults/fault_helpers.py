@@ -17,7 +17,6 @@ from learnkit import EVENTS, Callback, DataLoaders, Learner
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.core.errors import CancelException
 from learnkit.engine.events import LEVELS
-from learnkit.metrics.base import _Column
 
 # The events of a fit without Cancel, and of a prediction; loading has its own rows.
 FIT_EVENTS = [
@@ -184,7 +183,7 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     while todo:
         where, o = todo.pop()
         if id(o) in seen or isinstance(
-            o, (type, ModuleType, str, int, float, BaseException, HyperparamLog, _Column)
+            o, (type, ModuleType, str, int, float, BaseException, HyperparamLog)
         ):
             continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))

@@ -122,6 +122,9 @@ class Slow(Callback):
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
+    def state_dict(self) -> None:
+        return None  # not in checkpoints
+
     def before_fit(self) -> None:
         if not self.marker.exists():
             self.dls.train.dataset.__class__ = Stuck

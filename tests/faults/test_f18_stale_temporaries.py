@@ -47,10 +47,3 @@ def test_those_of_living_processes_stay(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert sweep(tmp_path) == [theirs]
-
-
-def test_one_of_an_earlier_process_with_our_number(tmp_path: Path) -> None:
-    "Containers number their processes from 1 at each start."
-    stale = tmp_path / f'.a.ckpt.tmp-{os.getpid()}-0123abcd'
-    stale.touch()
-    assert sweep(tmp_path) == [stale]

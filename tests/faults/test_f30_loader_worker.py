@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -62,6 +63,9 @@ ERRORS = {
 }
 
 
+PERSISTENT = 'The random generators of persistent workers'
+
+
 def children() -> list[int]:
     "The processes that have this one as their parent, dead ones that nobody has waited for among them."
     found = []
@@ -86,6 +90,7 @@ def fails(learn: Learner, what: str) -> float:
 
 
 def job(what: str, folder: Path, persistent: bool) -> float:
+    warnings.filterwarnings('ignore', PERSISTENT)
     flag = folder / 'fault'
     flag.touch()
     learn = checkpointed(folder / 'run', every='1ba')(dls=dls(what, flag, persistent))
@@ -141,6 +146,7 @@ class WorkerKillingSampler(RandomSampler):
 
 
 def killed_while_saving(folder: Path) -> None:
+    warnings.filterwarnings('ignore', PERSISTENT)
     found = torch_dls(n_workers=0)
     dataset = found.train.dataset
     sampler = WorkerKillingSampler(dataset)

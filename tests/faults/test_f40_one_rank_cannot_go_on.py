@@ -20,7 +20,7 @@ from tests.helpers.ranks import run_ranks
 def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:
     "Train; the second checkpoint cannot be written."
     learn, n = make_learner(make_dls(200, 4)), 0
-    real = statefile._write
+    real = statefile.write_tensors
 
     def full(*args: Any) -> Any:
         nonlocal n
@@ -29,7 +29,7 @@ def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:
             raise OSError(28, 'No space left on device')
         return real(*args)
 
-    statefile._write = full  # type: ignore[assignment]  # of this process alone
+    statefile.write_tensors = full  # type: ignore[assignment]  # of this process alone
     with learn.distributed('ddp', timeout='20s'):
         try:
             learn.fit(2, cbs=Checkpoint(every='3ba', folder=folder, background=background))

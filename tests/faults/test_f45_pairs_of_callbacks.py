@@ -29,7 +29,7 @@ CLASSES = {cls.__name__: cls for cls in RESUMED if cls not in DEFAULTS}
 # services give each run a number, the first time that a logger writes
 LEFT_OUT = (*WALL_CLOCK, 'callbacks.mlflow_logger.id', 'callbacks.wandb_logger.id')
 # each fit takes a second: in the full form alone
-SLOW = {'AimLogger', 'CometLogger', 'WandbLogger', 'ExportForInference'}
+SLOW = {'WandbLogger', 'ExportForInference'}
 # what no fit accepts together
 REFUSED: set[frozenset[str]] = {
     *map(frozenset, combinations(('CutMix', 'MixHandler', 'MixUp'), 2)),

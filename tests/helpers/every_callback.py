@@ -26,6 +26,7 @@ from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.core.optional import import_library
 from learnkit.engine.callback import IntervalCallback
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
+from learnkit.inference.gather import BatchCollector, PredictionSink
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 
@@ -43,7 +44,7 @@ def classes() -> list[type[Callback]]:
         c
         for c in below(Callback)
         if c.__module__.startswith('learnkit.') and not c.__name__.startswith('_')
-    }
+    } - {BatchCollector, PredictionSink}  # parts of `get_preds`, made of its arguments
     return sorted(found, key=lambda c: c.__name__)
 
 
@@ -123,7 +124,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'LRMonitor': {'every': '2ba', 'mom': True},
     'PeriodicData': {'every': '3ba'},
     'RNNRegularizer': {'alpha': 1.0, 'beta': 1.0},
-    'SAM': {'interval': 2},
     'SaveModelCallback': {'with_opt': True},
     'ShortEpochCallback': {'pct': 0.5},
     'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},

@@ -99,15 +99,6 @@ def test_several_processes_give_what_one_does(model: Any) -> None:
     assert 'Output' in str(alone) and len(str(alone)) > 5_000
 
 
-def test_a_process_that_has_predicted_nothing_gets_the_classes_of_the_other() -> None:
-    alone = seen(ask(Many, n=1))
-    assert run_ranks(few, 2) == [alone, alone] and 'Output' in str(alone)
-
-
-def few(rank: int) -> Any:
-    return seen(ask(Many, n=1))
-
-
 def local(rank: int) -> str:
     @dataclass
     class Inside:

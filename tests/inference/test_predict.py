@@ -102,13 +102,6 @@ def test_validate_leaves_counters_history_and_optimizer_alone() -> None:
     assert len(learn.history) == 3
 
 
-def test_validate_after_a_fit_is_the_last_row(xy: Any) -> None:
-    learn = learner(TensorLoader(*xy, bs=4), metrics=[mae])
-    learn.fit(2)
-    row = learn.history[-1]
-    assert list(learn.validate()) == pytest.approx([row['valid_loss'], row['mae']], rel=1e-6)
-
-
 def test_validate_without_a_loss_function_gives_the_metrics(xy: Any) -> None:
     x, y = xy
     dls = DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])])
@@ -330,14 +323,6 @@ def test_the_loss_of_each_sample_when_the_model_only_gives_a_mean(xy: Any) -> No
     with pytest.raises(ValueError, match='loss') as e:
         learn.get_preds(with_loss=True)
     assert 'sample' in str(e.value)
-
-
-def test_a_model_whose_attributes_are_called_like_what_is_gathered(xy: Any) -> None:
-    class Busy(nn.Linear):
-        losses, inputs, preds, targets = [], 1, 2, 3
-
-    learn = learner(TensorLoader(*xy, bs=4), Busy(3, 2))
-    assert len(learn.get_preds(with_loss=True, with_input=True)[1]) == N
 
 
 def test_predictions_inside_a_fit(xy: Any) -> None:

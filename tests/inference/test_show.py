@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ from learnkit.data.show import (
     as_pictures,
     as_targets,
     class_colors,
-    draw_images,
-    draw_masks,
     find_errors,
 )
-from learnkit.data.tables import Table, format_targets
+from learnkit.data.tables import Table
 from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 
 
@@ -298,16 +295,6 @@ def test_results_of_images_show_target_and_prediction_and_mark_the_wrong_ones() 
             )
 
 
-@pytest.mark.parametrize('n', [1, 4, 7])
-def test_a_saved_picture_has_its_titles_whole(n: int, tmp_path: Path) -> None:
-    plt = pytest.importorskip('matplotlib.pyplot')
-    titles = ['target 4\npredicted 9\nloss 14.64'] * n
-    axs = draw_images(torch.ones(n, 3, 8, 8), titles, wrong=range(n))
-    axs.figure.savefig(tmp_path / 'a.png')  # the first drawing of the figure
-    picture = plt.imread(tmp_path / 'a.png')[:, :, :3]
-    assert (picture[:2] == 1).all() and (picture[2:40] < 1).any()
-
-
 def test_results_of_vectors_are_a_table() -> None:
     x, y = torch.tensor([[2.0, 1], [0, 1], [3, 0]]), torch.tensor([0, 0, 1])
     table = Learner(
@@ -376,15 +363,6 @@ def test_binary_masks_of_floats_and_the_largest_losses() -> None:
     assert len(other) == 4
 
 
-def test_a_legend_of_many_classes_is_cut() -> None:
-    pytest.importorskip('matplotlib')
-    x, mask = torch.rand(1, 1, 6, 5), torch.arange(30).view(1, 6, 5)
-    model = lambda x: nn.functional.one_hot(mask, 30).permute(0, 3, 1, 2).float()
-    axs = draw_masks(x, {'target': mask, 'predicted': model(x).argmax(1)})
-    names = [text.get_text() for text in axs.figure.legends[0].get_texts()]
-    assert names == [*map(str, range(24)), '... 6 more']
-
-
 def test_classes_are_distinguished_from_scores_by_shape() -> None:
     scores = torch.randn(4, 5, 3)
     assert torch.equal(as_targets(scores, torch.zeros(4, 3, dtype=torch.int64)), scores.argmax(1))
@@ -397,12 +375,3 @@ def test_classes_are_distinguished_from_scores_by_shape() -> None:
         == find_errors(torch.zeros(2, 3, 3), torch.ones(2, 3, 3))
         == []
     )
-
-
-def test_what_a_person_reads() -> None:
-    assert format_targets(torch.tensor([[2.0], [3.0]]), 2) == [2, 3]
-    assert format_targets(None, 2) == ['NoneType'] * 2
-    expected = ['b, 0.5', 'a, 2']
-    assert format_targets((torch.tensor([1, 0]), torch.tensor([0.5, 2])), 2, ['a', 'b']) == expected
-    assert format_targets(torch.arange(24).view(2, 12), 2)[0] == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...'
-    assert format_targets(torch.tensor([-1, 5]), 2, ['a', 'b']) == [-1, 5]

@@ -6,13 +6,10 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -20,8 +17,6 @@ import torch
 
 from learnkit import Callback, MissingExtraError, OptionError
 from learnkit.loggers import (
-    AimLogger,
-    CometLogger,
     Logger,
     MlflowLogger,
     TensorBoardLogger,
@@ -128,46 +123,11 @@ def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
     ]
 
 
-@contextmanager
-def aim_run(path: Path) -> Iterator[Any]:
-    "Open the run of the repository in a folder; a read-only repository would need an index, as by `aim up`."
-    aim = pytest.importorskip('aim')
-    (key,) = aim.Repo(str(path)).list_all_runs()
-    run = aim.Run(key, repo=str(path), system_tracking_interval=None, capture_terminal_logs=False)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-def aim_points(path: Path, name: str) -> list[tuple[int, float]]:
-    with aim_run(path) as run:
-        (metric,) = [m for m in run.metrics() if m.name == name]
-        return sorted((step, value) for step, (value, _, _) in metric.data.items())
-
-
-def comet_messages(path: Path, kind: str) -> list[Any]:
-    "Return the contents of messages of a kind, in the files of the experiment in a folder."
-    files = sorted(path.glob('comet/*.zip'), key=lambda file: file.stat().st_mtime_ns)
-    messages: list[Any] = []
-    for file in files:
-        with ZipFile(file) as parts:
-            messages += map(json.loads, parts.read('messages.json').splitlines())
-    return [m['payload'] for m in messages if m['type'] == kind]
-
-
-def comet_points(path: Path, name: str) -> list[tuple[int, float]]:
-    metrics = [m['metric'] for m in comet_messages(path, 'metric_msg')]
-    return [(m['step'], m['metricValue']) for m in metrics if m['metricName'] == name]
-
-
 Points = Callable[[Path, str], list[tuple[int, Any]]]
 SERVICES: list[tuple[str, Callable[..., Logger], Points]] = [
     ('tensorboard', lambda **k: TensorBoardLogger('tb', **k), tensorboard_points),
     ('wandb', lambda **k: WandbLogger(**k), wandb_points),
     ('mlflow', lambda **k: MlflowLogger(**k), mlflow_points),
-    ('aim', lambda **k: AimLogger(**k), aim_points),
-    ('comet_ml', lambda **k: CometLogger(**k), comet_points),
 ]
 
 
@@ -227,7 +187,7 @@ def test_two_on_one_folder(tmp_path: Path, service: Any) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     make, _ = service
-    for name in ('tb', 'wandb', 'mlruns', '.aim', 'comet'):
+    for name in ('tb', 'wandb', 'mlruns'):
         (tmp_path / name).write_text('a file')
     learn = learner(tmp_path, make())
     with pytest.raises(OptionError, match='cannot be written'):
@@ -235,12 +195,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     assert learn.time.ba == 0
 
 
-@pytest.mark.parametrize(
-    'cls', [TensorBoardLogger, WandbLogger, MlflowLogger, AimLogger, CometLogger]
-)
+@pytest.mark.parametrize('cls', [TensorBoardLogger, WandbLogger, MlflowLogger])
 def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
-    library = 'comet_ml' if cls is CometLogger else cls.__name__.removesuffix('Logger').lower()
+    library = cls.__name__.removesuffix('Logger').lower()
     with pytest.raises(
         MissingExtraError, match=rf'^{cls.__name__} needs {library}: pip install {library}$'
     ):
@@ -430,44 +388,3 @@ def test_mlflow_leaves_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
         learn.fit(1)
     assert 'MLFLOW_ALLOW_FILE_STORE' not in os.environ
     assert before.items() <= os.environ.items()
-
-
-def test_aim_images_text_and_configuration(tmp_path: Path) -> None:
-    pytest.importorskip('aim')
-    logger = AimLogger(experiment='mine')
-    with learner(tmp_path, logger, Callback(after_epoch=show)) as learn:
-        learn.fit(1)
-    with aim_run(tmp_path) as run:
-        assert run.experiment == 'mine'
-        assert run['params']['model'] == 'Linear' and run['params']['batch_size'] == 4
-        none = import_module('aim.storage.context').Context({})
-        ((step, (images, _, _)),) = run.get_image_sequence('pic', none).data.items()
-        assert step == 10
-        read = np.array(images[0].to_pil_image())
-        assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
-        ((step, (text, _, _)),) = run.get_text_sequence('note', none).data.items()
-        assert (step, text.data) == (10, 'hello')
-
-
-def test_comet_images_text_and_configuration(tmp_path: Path) -> None:
-    pytest.importorskip('comet_ml')
-    image = pytest.importorskip('PIL.Image')
-    logger = CometLogger('mine', tags=['a'])
-    with learner(tmp_path, logger, Callback(after_epoch=show)) as learn:
-        learn.fit(1)
-    (file,) = tmp_path.glob('comet/*.zip')
-    params = {
-        p['param']['paramName']: p['param']['paramValue']
-        for p in comet_messages(tmp_path, 'parameter_msg')
-    }
-    assert params['model'] == 'Linear' and params['batch_size'] == 4
-    picture, note = comet_messages(tmp_path, 'file_upload')
-    with ZipFile(file) as parts:
-        info = json.loads(parts.read('experiment.json'))
-        read = np.array(image.open(parts.open(picture['file_path'])))
-        assert parts.read(note['file_path']) == b'hello'
-    assert (info['project_name'], info['tags']) == ('mine', ['a'])
-    assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
-    places = [p['additional_params'] for p in (picture, note)]
-    assert [p['step'] for p in places] == [10, 10] and places[0]['figName'] == 'pic'
-    assert note['metadata'] == {'name': 'note'}

@@ -234,24 +234,6 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
     assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
 
 
-def test_order_survives_a_checkpoint() -> None:
-    kind, make = CASES['AccumMetric in order']
-    data, metrics = batches(kind), [make(), make()]
-    for rank, m in enumerate(metrics):
-        for b in data[rank:6:2]:
-            m.accumulate(b)
-        resumed = metrics[rank] = make()
-        resumed.load_state_dict(m.state_dict())
-        for b in data[6 + rank :: 2]:
-            resumed.accumulate(b)
-    alone = make()
-    for b in data:
-        alone.accumulate(b)
-    states = [shared_state(m) for m in metrics]
-    merge_states(metrics[0], states)
-    assert metrics[0].value == alone.value
-
-
 def test_a_merged_metric_continues_after_its_reset() -> None:
     for name, (kind, make) in CASES.items():
         data = batches(kind)

@@ -29,7 +29,6 @@ from learnkit import (
     TensorLoader,
     accuracy,
 )
-from learnkit.inference.sinks import read_rows
 from tests.helpers.distributing import (
     make_data,
     make_dls,
@@ -343,13 +342,13 @@ def test_sinks(tmp_path: Path) -> None:
         learn = make_learner(make_dls(n_valid=21, bs=4))
         with learn.distributed('ddp', timeout='20s'):
             assert learn.get_preds(sink=tmp_path / 'folder') == tmp_path / 'folder'
-            learn.get_preds(sink=tmp_path / 'preds.npy')
             with pytest.raises(OptionError if rank == 0 else Exception, match='is there already'):
-                learn.get_preds(sink=tmp_path / 'preds.npy')
+                learn.get_preds(sink=tmp_path / 'folder')
             own: list[Tensor] = []
             learn.get_preds(sink=lambda preds, targs: own.append(targs))
-            with pytest.raises(OptionError, match='read_rows'):
-                learn.get_preds(sink=read_rows(tmp_path / 'preds.npy'))
+            for sink in (tmp_path / 'preds.npy', np.zeros((21, 3))):
+                with pytest.raises(OptionError, match='here are several: give a folder'):
+                    learn.get_preds(sink=sink)
             gathered = GatherPredsCallback(save_preds=tmp_path / 'each')
             learn.validate(cbs=gathered)
             return sum(map(len, own))
@@ -360,8 +359,6 @@ def test_sinks(tmp_path: Path) -> None:
     files = [torch.load(p, weights_only=True) for p in sorted((tmp_path / 'folder').iterdir())]
     assert_same(torch.cat([f['preds'] for f in files]), preds)
     assert [len(f['preds']) for f in files] == [4, 4, 4, 4, 2, 3]
-    assert_same(torch.from_numpy(read_rows(tmp_path / 'preds.npy')), preds)
     each = [torch.load(tmp_path / 'each' / str(i), weights_only=True) for i in range(6)]
     assert_same(torch.cat(each), alone.get_preds(act=noop)[0])  # the model's outputs
-    expected = 'each folder preds.index.json preds.rank0.npy preds.rank1.npy'.split()
-    assert sorted(p.name for p in tmp_path.iterdir()) == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['each', 'folder']

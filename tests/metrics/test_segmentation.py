@@ -21,7 +21,7 @@ from learnkit.metrics import (
 )
 from learnkit.metrics.averages import as_metrics, dry_run
 from tests.helpers.libraries import require
-from tests.helpers.measuring import Watched, batch, feed, watch_reads
+from tests.helpers.measuring import feed
 
 skm = require('sklearn.metrics')
 
@@ -111,12 +111,3 @@ def test_what_does_not_fit_is_reported_before_training() -> None:
     for metric in (DiceMulti(), JaccardCoeffMulti(), ForegroundAcc()):
         with pytest.raises(MetricError, match='do not fit targets'):
             dry_run(metric, pred, (targ[:, :2],))
-
-
-def test_nothing_is_read_from_the_device_per_batch() -> None:
-    pred, targ = images()
-    for metric in (*METRICS, ForegroundAcc):
-        m, learn = metric(), batch(watch_reads(pred), targ)
-        m.accumulate(learn)
-        m.accumulate(learn)
-        assert Watched.reads == 0 and m.value is not None

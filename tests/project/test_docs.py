@@ -167,7 +167,9 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
     for path in sorted((ROOT / 'learnkit').rglob('*.py')):
         for node in ast.walk(ast.parse(path.read_text('utf-8'))):
             if isinstance(node, ast.Import):
-                assert not {a.name for a in node.names} & {'pickle', 'marshal'}, path
+                # torch's description of a sharded checkpoint, by an unpickler that accepts nothing else
+                allowed = {'pickle'} if path.name == 'dcp.py' else set()
+                assert not {a.name for a in node.names} & {'pickle', 'marshal'} - allowed, path
             if isinstance(node, ast.ImportFrom) and node.module == 'pickle':
                 assert {a.name for a in node.names} <= {'UnpicklingError', 'PicklingError'}, path
             if not isinstance(node, ast.Call):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from learnkit.checkpoint.file import read_state
 from tests.helpers.forks import start
 from tests.helpers.libraries import require
 from tests.helpers.ranks import started_ranks

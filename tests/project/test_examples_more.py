@@ -77,6 +77,9 @@ class KillAt(Callback):
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
+    def state_dict(self) -> None:
+        return None  # not in checkpoints
+
     def after_batch(self) -> None:
         if self.learn.time.ba == self.batch:
             os.kill(os.getpid(), signal.SIGKILL)

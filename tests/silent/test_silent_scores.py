@@ -15,7 +15,9 @@ import torchmetrics.functional
 from torch import Tensor, nn
 
 from learnkit import (
+    SGD,
     APScoreBinary,
+    DataLoaders,
     Learner,
     RocAucBinary,
     TensorLoader,
@@ -151,16 +153,32 @@ def error_of_tokens(pred: Tensor, targ: Tensor) -> dict[str, Tensor]:
     return {'error': (pred.argmax(1) != targ).float().mean(), 'half': torch.tensor(0.5)}
 
 
+def learner_with(func: Callable[..., Any], n_batches: int) -> Learner:
+    batches = [class_scores()] * n_batches
+    dls = DataLoaders(batches, batches)
+    model = nn.Linear(2, 2)
+    model.weight.data, model.bias.data = torch.eye(2), torch.zeros(2)
+    return Learner(dls, model, nn.CrossEntropyLoss(), SGD, lr=0.0, metrics=func)
+
+
 @pytest.mark.silent('a score of the whole set as a function of a batch')
 @pytest.mark.parametrize(
     ('func', 'cure'), [(F1, '`F1Score` of torchmetrics'), (f1_by_hand, r'`AccumMetric\(f\)`')]
 )
-def test_a_score_of_the_set_warns(func: Callable[..., Any], cure: str, row: Row) -> None:
-    pred, targ = class_scores()
-    learn = Learner([(pred, targ)] * 2, nn.Identity(), nn.CrossEntropyLoss(), metrics=func)
-    with pytest.warns(UserWarning, match=f'the mean of its halves.*{cure}'), learn.no_bar():
-        learn.validate(0)
+def test_a_score_of_the_set_warns_in_a_fit(func: Callable[..., Any], cure: str, row: Row) -> None:
+    learn = learner_with(func, 2)
+    with learn.no_bar(), learn.no_logging():
+        with pytest.warns(UserWarning, match=f'the mean of its halves.*{cure}') as caught:
+            learn.fit(1)
+        learn.validate()  # once
     row(was='silent', now='warning', independent='not a mean')
+    assert len(caught) == 1
+
+
+def test_a_score_of_torchmetrics_warns_in_a_validation() -> None:
+    learn = learner_with(F1, 2)
+    with pytest.warns(UserWarning, match='`F1Score` of torchmetrics'), learn.no_bar():
+        learn.validate()
 
 
 @pytest.mark.parametrize(
@@ -173,8 +191,6 @@ def test_a_score_of_the_set_warns(func: Callable[..., Any], cure: str, row: Row)
     ],
 )
 def test_means_do_not_warn(func: Callable[..., Any], n_batches: int) -> None:
-    pred, targ = class_scores()
-    batches = [(pred, targ)] * n_batches
-    learn = Learner(batches, nn.Identity(), nn.CrossEntropyLoss(), metrics=func)
-    with learn.no_bar():
-        learn.validate(0)
+    learn = learner_with(func, n_batches)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.checkpoint.compare import digest as digest_plain
 from learnkit.core.batch import describe, tensors_in
-from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.engine.callback import Callback
@@ -55,16 +54,6 @@ class Handlers(list[Handler]):
     def __repr__(self) -> str:
         return '\n'.join(map(str, self)) or 'nothing runs there'
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        if not self:
-            return repr(self)
-        rows = [
-            (f'{h.order:g}', h.function, h.when, 'on' if h.is_on else 'off', f'{h.file}:{h.line}')
-            for h in self
-        ]
-        return table(['order', 'runs', 'in', 'switched', 'where'], rows)
-
 
 class Change(NamedTuple):
     "Change that one callback has made at one event."
@@ -90,13 +79,6 @@ class Trace(list[Change]):
 
     def __repr__(self) -> str:
         return '\n'.join(map(str, self)) or 'nothing was changed'
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        rows = [(c.epoch, c.batch, c.event, c.callback, c.what) for c in self]
-        return (
-            table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
-        )
 
 
 def explain(learn: LearnerLike, event_name: str) -> Handlers:
@@ -172,30 +154,29 @@ def _replace_tables(
 def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
     "Describe one entry of a handler table."
     handler, switch, cb = entry
-    f: Any = find_user_function(cb, event_name) or handler
+    f = unwrap_handler(find_user_function(cb, event_name) or handler)
+    file, line = find_place(f)
+    name = type(cb).__name__
+    function = f'{name}.{getattr(f, "__name__", event_name)}'
+    return Handler(getattr(cb, 'order', 0), name, function, file, line, when, bool(switch))
+
+
+def unwrap_handler(f: Any) -> Any:
+    "Return the function in methods, partials and decorators."
     while not inspect.isfunction(f):
-        inner = (
-            getattr(f, '__wrapped__', None)
-            or getattr(f, '__func__', None)
-            or getattr(f, 'func', None)
-        )
-        if inner is None:
+        inner = [getattr(f, name, None) for name in ('__wrapped__', '__func__', 'func')]
+        if not any(inner):
             break
-        f = inner
-    f = inspect.unwrap(f)
-    code = getattr(f, '__code__', None)
-    name = getattr(f, '__name__', event_name)
-    file = code.co_filename if code else ''
-    line = code.co_firstlineno if code else 0
-    return Handler(
-        getattr(cb, 'order', 0),
-        type(cb).__name__,
-        f'{type(cb).__name__}.{name}',
-        file,
-        line,
-        when,
-        bool(switch),
-    )
+        f = next(filter(None, inner))
+    return inspect.unwrap(f)
+
+
+def find_place(f: Any) -> tuple[str, int]:
+    "Return file and line of a function, or ('', 0) without source code."
+    try:
+        return inspect.getsourcefile(f) or '', inspect.getsourcelines(f)[1]
+    except (OSError, TypeError):
+        return '', 0
 
 
 def find_user_function(cb: Any, event_name: str) -> Any:
