@@ -31,13 +31,13 @@ def compute_loss(
 ) -> Tensor | None:
     "Take the prediction out of the output, and return its loss, or None for a batch without targets."
     pred, own_loss = learn.pred, None
-    if type(pred) is not Tensor:
+    if learn.whole_batches is not None:
+        own_loss = learn.whole_batches.loss(learn)
+    elif type(pred) is not Tensor:
         pred, own_loss = unpack_output(pred)
         learn.pred = pred
     if own_loss is None and pred is not output:
         own_loss = unpack_output(output)[1]  # a callback has taken the logits only
-    if learn.whole_batches is not None:
-        own_loss = learn.whole_batches.loss(learn)
     if learn.loss_func is not None and bool(learn.yb):
         if learn.advice.is_watching:
             learn.advice.check_loss(learn, pred)

@@ -217,8 +217,8 @@ def call_opt_func(learn: LearnerLike) -> Any:
     lr = learn.lr
     if not callable(opt_func):
         raise OptimizerError(
-            f'opt_func={short_repr(opt_func)} cannot be called: '
-            f'{suggest_optimizer(opt_func) or "give a torch.optim class or a function"}.'
+            f'opt_func={short_repr(opt_func)} cannot be called: give a torch.optim class, '
+            'such as `torch.optim.Adam`, or a function.'
         )
     groups = split_params(learn)
     if isinstance(lr, Mapping):
@@ -256,13 +256,6 @@ def check_opt_func(
     check_maker(opt_func)
     maker = unwrap_partial(opt_func)
     name = getattr(maker, '__name__', repr(maker))
-    if maker is getattr(torch.optim, 'Muon', None) and any(
-        p.ndim != 2 for p in iterate_params(groups)
-    ):
-        raise OptimizerError(
-            'Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
-            'these with AdamW.'
-        )
     try:
         inspect.signature(opt_func).bind(groups, lr=0.0, **options)
     except ValueError:
@@ -295,13 +288,6 @@ def check_options(opt_func: Any) -> None:
                 "Names are fastai's; torch's go with torch's own classes, "
                 'for example `partial(torch.optim.SGD, momentum=0.9)`.'
             )
-
-
-def suggest_optimizer(name: Any) -> str:
-    "Return a hint for an optimizer that was given by name, as part of a message, or an empty string."
-    found = {cls.lower(): cls for cls in dir(torch.optim) if cls[0].isupper()}
-    cls = found.get(name.lower()) if isinstance(name, str) else None
-    return f'write `torch.optim.{cls}`' if cls else ''
 
 
 def split_params(learn: LearnerLike) -> list[dict[str, Any]]:

@@ -345,7 +345,7 @@ class ComposerState:
     def auto_microbatching(self) -> bool:
         return self.learn.microbatch == 'auto'
 
-    fsdp_enabled = fsdp_sharded_state_dict_enabled = False
+    fsdp_enabled = fsdp_sharded_state_dict_enabled = load_monolith_rank0_only = False
     fsdp_config_version = 0
     fsdp_config = None
 

@@ -106,6 +106,26 @@ def test_a_composer_model_trains_as_it_is(microbatch: int | None) -> None:
     assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses) / 2)
 
 
+class NamedOutputs(Model):
+    "Returns its loss and logits by name, as models of Hugging Face do."
+
+    def forward(self, batch: Any) -> Any:
+        logits = super().forward(batch)
+        return {'loss': F.cross_entropy(logits, batch[1]), 'logits': logits}
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs['loss']
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return (outputs or self(batch))['logits']
+
+
+def test_the_loss_of_a_composer_model_gets_the_outputs_as_returned() -> None:
+    learn = learner(model=NamedOutputs())
+    learn.fit(2)
+    torch.testing.assert_close(learn.model.net.weight, trained_by_hand(2)[0].net.weight)
+
+
 def test_a_composer_model_predicts_with_its_eval_forward() -> None:
     learn = learner()
     preds, targets = learn.get_preds()
