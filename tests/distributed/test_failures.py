@@ -13,7 +13,6 @@ from learnkit import Callback
 from learnkit.core.comm import join_ranks
 from learnkit.core.errors import DistributedError
 from learnkit.distributed.failures import is_lost
-from learnkit.engine.seams import Seams
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
 
