@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import is_dtensor, local_shard, local_shards
+from learnkit.core.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -185,7 +186,22 @@ class MixedPrecision(Callback):
             torch._foreach_mul_(grads, scale / before)
 
     def cleanup(self) -> None:
-        self._scaled = set()  # the next fit clears the gradients
+        "Unscale pending gradients: the next fit may run without this callback."
+        if not self._scaled:
+            return
+        grads = [grad for _, grad in self._grads(self._scaled)]
+        self._scaled = set()
+        scale = self.scaler.get_scale()
+        learn = self.learn
+        if 'loss_grad' in learn.__dict__:
+            learn.loss_grad = learn.loss_grad / scale
+        if not grads:
+            return
+        if total_norm(grads, float('inf')).isfinite():
+            torch._foreach_div_(local_shards(grads), scale)
+        else:  # the scale was too high: the step is skipped like any other
+            learn.opt.zero_grad()
+            self.n_skipped += 1
 
     def _current_names(self) -> set[str]:
         "Return the names of the optimizers of the current step."
@@ -209,6 +225,7 @@ class MixedPrecision(Callback):
                 f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range."
             )
 
+    @override
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scaler's state, the skipped steps, and the optimizers with scaled gradients."
         if not self.scales:
@@ -219,6 +236,7 @@ class MixedPrecision(Callback):
             'is_scaled': sorted(self._scaled),
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the scale; bf16 has no state."
         if not self.scales:

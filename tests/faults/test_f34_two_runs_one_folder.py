@@ -197,6 +197,7 @@ def test_two_checkpoints_of_one_fit_need_two_folders(tmp_path: Path) -> None:
     assert names(tmp_path) == names(tmp_path / 'b') == ['00001-ep1-ba3.ckpt']
 
 
+@pytest.mark.filterwarnings('ignore:The checkpoint was taken with num_workers=2')
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     "However it ends: killed, with workers of its loader that live on for a moment, too."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import warnings
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -32,6 +33,7 @@ def train(rank: int, folder: Path, pace_s: float = 0.0, n_epoch: int = 3, **opti
 def with_workers(
     rank: int, folder: Path, method: str, persistent: bool, pace_s: float = 0.0, n_epoch: int = 3
 ) -> State:
+    warnings.filterwarnings('ignore', 'The random generators of persistent workers')
     return train(
         rank,
         folder,
