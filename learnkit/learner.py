@@ -19,6 +19,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+from typing_extensions import override
 
 from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_suggestions import valley
@@ -1742,18 +1743,22 @@ class Learner(Loop):
             raise error  # type: ignore[misc]  # not None: set in the except clause
         return swallowed
 
+    @override
     def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
         note_error(self, e, cb, event_name)
 
+    @override
     def _is_in_use(self) -> bool:
         return is_in_use(self)
 
+    @override
     def _end_streams(self) -> None:
         from learnkit.inference.stream import end_streams
 
         end_streams(self)
 
+    @override
     def _open_for_use(self) -> None:
         _open_learners.add(self)
         self._is_open_for_use = True  # when `__del__` runs, the WeakSet has dropped the Learner

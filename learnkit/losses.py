@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.denominator import (
     ClassTargets,
@@ -215,10 +216,12 @@ class BCEWithLogitsLossFlat(BaseLoss):
         )
         self.thresh = thresh
 
+    @override
     def activation(self, x: Tensor) -> Tensor:
         "Return the sigmoid."
         return x.sigmoid()
 
+    @override
     def decodes(self, x: Tensor) -> Tensor:
         "Return True for probabilities above `thresh`."
         return x > self.thresh
@@ -325,6 +328,7 @@ class LabelSmoothingCrossEntropy(_UnflattenedLoss):
             raise OptionError(f'LabelSmoothingCrossEntropy: eps={eps!r} is a share, from 0 to 1.')
         self.eps = eps
 
+    @override
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of targets not ignored; unknown with class weights."
         if self.weight is None:

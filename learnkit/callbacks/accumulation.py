@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.denominator import check_is_mean
 from learnkit.core.dtensor import local_shards
@@ -263,10 +264,12 @@ class GradientAccumulation(Callback):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the sums; pending gradients are in the checkpoint itself."
         return {'sums': {turn: dict(vars(total)) for turn, total in self._sums.items()}}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the sums."
         self._sums = {turn: StepSum(**values) for turn, values in sd['sums'].items()}

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
@@ -169,6 +170,7 @@ class _SameBatch(TrainingPasses):
         super().__init__()
         self.batch = batch
 
+    @override
     def open(self, learn: LearnerLike, continued: bool = False) -> Iterator[Any]:
         "Return the batch, as often as it is asked for."
         return repeat(self.batch)

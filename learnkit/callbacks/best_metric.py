@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.recorder import records
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
@@ -71,6 +73,7 @@ class BestMetric(TrackerCallback):
         self.best_at = None
         self._names: tuple[str, ...] = ()  # recorded columns
 
+    @override
     def before_fit(self) -> None:
         "Find the columns."
         super().before_fit()
@@ -102,6 +105,7 @@ class BestMetric(TrackerCallback):
             f'{did_you_mean(name, names)}'
         )
 
+    @override
     def after_epoch(self) -> None:
         "Do nothing: the values are compared after evaluations, before the epoch's row."
 
@@ -135,11 +139,13 @@ class BestMetric(TrackerCallback):
         )
         print_line(self, f'Best {self.monitor} in epoch {self.best_at.ep}: {values}')
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and the metrics at the best value."
         at = None if self.best_at is None else self.best_at.state_dict()
         return {**super().state_dict(), 'at_best': dict(self.at_best), 'best_at': at}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best values."
         super().load_state_dict(sd)

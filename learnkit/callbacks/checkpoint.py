@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from fastcore.basics import noop
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column, recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
@@ -582,6 +583,7 @@ class Checkpoint(Callback):
             self._writers.close()
         self._writers = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, the monitored and best values, and the names of trained parameters."
         passed = None if self._interval is None else self._interval.state_dict()
@@ -594,6 +596,7 @@ class Checkpoint(Callback):
         }
         return {**sd, 'trained': sorted(self._trained)} if self.trainable_only else sd
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed, and the values if they are of the same name."
         if self._interval is not None and sd.get('interval'):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import distribute_like, local_shards
@@ -308,6 +309,7 @@ class EMA(Callback):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the averages by name, and the numbers of steps and updates."
         state: dict[str, Any] = {
@@ -320,6 +322,7 @@ class EMA(Callback):
             state['others'] = {str(decay): dict(averages) for decay, averages in others}
         return state
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the averages. Raises `WeightsError`, and loads nothing, if they do not match the model."
         others = {float(decay): averages for decay, averages in sd.get('others', {}).items()}

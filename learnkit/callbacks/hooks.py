@@ -9,6 +9,7 @@ from typing import Any, Self
 from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from typing_extensions import override
 
 from learnkit.core.batch import tensors_in, to_detach
 from learnkit.core.errors import OptionError, did_you_mean
@@ -381,10 +382,12 @@ class HookCallback(Callback):
         self._registration = None
         registration.close()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed; nothing if the number of the batch decides."
         return {} if self._interval is None else self._interval.state_dict()
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed."
         if self._interval is not None and 'every' in sd:

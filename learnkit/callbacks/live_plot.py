@@ -8,6 +8,8 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
@@ -120,9 +122,11 @@ class ShowGraph(Callback):
         finally:
             self._graph = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {'valid_losses': deepcopy(self.valid_losses)}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.valid_losses = deepcopy(sd['valid_losses'])
 

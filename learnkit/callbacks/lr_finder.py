@@ -160,6 +160,7 @@ class LRFinder(ParamScheduler):
         self._smooth = AvgSmoothLoss()
         self._least = math.inf
 
+    @override
     def before_fit(self) -> None:
         super().before_fit()
         self._clear_search()
@@ -169,6 +170,7 @@ class LRFinder(ParamScheduler):
             self._cleanups.enter_context(restored_objects(learn, state))
         self._cleanups.enter_context(replacing_yield(learn, 'evaluations', NoEvaluations()))
 
+    @override
     def before_batch(self) -> None:
         self._pos = self.learn.train_iter / self.num_it
         self._update_val(self._pos)
@@ -199,6 +201,7 @@ class LRFinder(ParamScheduler):
             (world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist()
         )
 
+    @override
     def cleanup(self) -> None:
         super().cleanup()
         self._cleanups.close()

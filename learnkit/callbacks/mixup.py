@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Beta
+from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
@@ -310,6 +311,7 @@ class CutMix(MixHandler):
         super().__init__(alpha)
 
     @property
+    @override
     def stack_y(self) -> bool:
         "Whether the loss is blended: not if all targets are masks, which are cut like the images."
         return super().stack_y and not self._has_masks_only

@@ -8,6 +8,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.nan_diagnosis import (
@@ -271,10 +272,12 @@ class GuardNonFinite(Callback):
         "Drop losses and copies."
         self._start()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the number of skipped batches."
         return {'n_skipped': self.n_skipped}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of skipped batches."
         self.n_skipped = sd['n_skipped']

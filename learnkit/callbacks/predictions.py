@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
@@ -164,10 +165,12 @@ class MCDropoutCallback(Callback):
             if not self.learn.model.training:
                 m.training = False  # in training mode the loop has restored all modes
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the generator that seeds each evaluation."
         return {'seeds': self._seeds.get_state()}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the generator of seeds."
         self._seeds.set_state(sd['seeds'].cpu())

@@ -18,6 +18,8 @@ from shutil import get_terminal_size
 from time import perf_counter, time
 from typing import Any, TextIO
 
+from typing_extensions import override
+
 from learnkit.callbacks.live_plot import MasterBar
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
@@ -182,6 +184,7 @@ class TerminalDisplay(Display):
         self.make_bar: Any = type('Bar', (tqdm,), {'monitor_interval': 0})
         self.bar: Any = None
 
+    @override
     def draw(self, bar: Bar | None) -> None:
         if bar is None:
             return
@@ -200,6 +203,7 @@ class TerminalDisplay(Display):
         self.bar.last_print_t = self.bar.start_t
         self.bar.refresh()
 
+    @override
     def close(self, stopped_at: Bar | None = None) -> None:
         self.margin = 0  # the bar that stays covers an echo
         self.draw(stopped_at)
@@ -233,6 +237,7 @@ class TerminalDisplay(Display):
                 if stream.line:
                     stream.write('\n')
 
+    @override
     def _emit(self, text: str) -> None:
         self.print_above(text, self.stream)
 
@@ -247,6 +252,7 @@ class NotebookDisplay(Display):
         super().__init__(stream)
         self.area = DisplayHandle()
 
+    @override
     def draw(self, bar: Bar | None) -> None:
         html = self.table.html(self.max_rows)
         text = self.table.text(self.max_rows)
@@ -255,10 +261,12 @@ class NotebookDisplay(Display):
             text = '\n'.join(filter(None, (text, bar.text())))
         self.area.show({'text/html': html, 'text/plain': text})
 
+    @override
     def close(self, stopped_at: Bar | None = None) -> None:
         if self.area.handle or self.table.lines:
             self.draw(stopped_at)
 
+    @override
     def _emit(self, text: str) -> None:
         "Do nothing: the next `draw` shows the whole table."
 

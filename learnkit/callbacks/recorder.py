@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.callbacks.epoch_metrics import (
     EpochMetrics,
@@ -639,6 +640,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
         current = self._metrics_by_depth[0]
@@ -664,6 +666,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'seconds': perf_counter() - current.started if self._is_epoch_open else 0.0,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the records; inside a fit, also the measurements of the epoch in progress."
         self.history = History(map(dict, sd['history']))

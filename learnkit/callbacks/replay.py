@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
@@ -255,6 +256,7 @@ class KnownPass(TrainingPasses):
         super().__init__()
         self.known = known
 
+    @override
     def indices(self, learn: LearnerLike) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.recorder import epoch_row, records
 from learnkit.callbacks.tracking import (
@@ -132,6 +134,7 @@ class ThresholdStopper(TrackerCallback):
             return
         self._check(records(self).measured.get(self.monitor))
 
+    @override
     def after_epoch(self) -> None:
         "Check the row of the epoch."
         if self.learn.run.stopping:
@@ -154,10 +157,12 @@ class ThresholdStopper(TrackerCallback):
         print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the last value."
         return {**super().state_dict(), 'value': self.value}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the last value."
         super().load_state_dict(sd)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
@@ -213,6 +214,7 @@ class LRScheduler(Callback):
         for s in _with_parts(self.scheduler):
             s.optimizer = self._view.own
 
+    @override
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scheduler's state, and its entries in the param groups."
         if self._loaded is not None or self._view is None:
@@ -224,6 +226,7 @@ class LRScheduler(Callback):
             del group['params']
         return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:
         "Restore the state: in the running fit, or else in the next one."
         self._loaded = sd

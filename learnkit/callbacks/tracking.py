@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
@@ -163,10 +164,12 @@ class TrackerCallback(Callback):
         # `min_delta` is stored with the sign that `comp` needs
         return super().__repr__().replace('min_delta=-', 'min_delta=')
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the best value."
         return {'best': self.best, 'new_best': self.new_best}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best value."
         self.best = sd['best']
@@ -226,12 +229,14 @@ class _Patient(TrackerCallback):
         self.wait = 0  # number of epochs waited
         self._since = Timestamp()  # time of the last improvement
 
+    @override
     def before_fit(self) -> None:
         "Start waiting."
         super().before_fit()
         check_counted(self.learn, as_time(self.patience, 'ep'))
         self._restart_wait()
 
+    @override
     def after_comparison(self) -> None:
         "Count the epoch unless it improved the value."
         if self.new_best:
@@ -255,9 +260,11 @@ class _Patient(TrackerCallback):
         self.wait = 0
         self._since = self.learn.time
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), 'wait': self.wait, 'since': self._since.state_dict()}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         super().load_state_dict(sd)
         self.wait = sd['wait']
@@ -281,6 +288,7 @@ class EarlyStoppingCallback(_Patient):
 
     order = TrackerCallback.order + 3
 
+    @override
     def lose_patience(self) -> None:
         "Stop the fit."
         epoch = self.learn.epoch - self.wait
@@ -326,6 +334,7 @@ class ReduceLROnPlateau(_Patient):
         self.factor = factor
         self.min_lr = min_lr
 
+    @override
     def lose_patience(self) -> None:
         "Lower the rates, and restart the wait."
         opt = self.learn.opt
@@ -390,6 +399,7 @@ class SaveModelCallback(TrackerCallback):
         self._is_in_fit = False  # from `before_fit` until the best or the last weights are kept
         self._has_compared = False  # whether the fit has had a value to compare
 
+    @override
     def before_fit(self) -> None:
         "Check that the files can be written."
         if not self.every_epoch:
@@ -416,6 +426,7 @@ class SaveModelCallback(TrackerCallback):
                     'give one of them another `fname`.'
                 )
 
+    @override
     def after_epoch(self) -> None:
         "Save this epoch's weights if they are due or the best."
         if not self.every_epoch:
@@ -425,6 +436,7 @@ class SaveModelCallback(TrackerCallback):
         if epoch_row(self) is not None and self.learn.epoch % self.every_epoch == 0:
             self._save(f'{self.fname}_{self.learn.epoch}')
 
+    @override
     def after_comparison(self) -> None:
         "Save the weights if they are the best."
         self._has_compared = True
@@ -449,6 +461,7 @@ class SaveModelCallback(TrackerCallback):
         else:
             self._load_best()
 
+    @override
     def cleanup(self) -> None:
         "Load the best weights also after a failed fit."
         super().cleanup()
@@ -473,6 +486,7 @@ class SaveModelCallback(TrackerCallback):
     def _get_label(self) -> str:
         return self.monitor if isinstance(self.monitor, str) else 'monitored'
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and the paths of the best and the last file."
         return {
@@ -482,6 +496,7 @@ class SaveModelCallback(TrackerCallback):
             'compared': self._has_compared,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the best value and its file."
         super().load_state_dict(sd)

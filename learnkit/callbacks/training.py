@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from typing_extensions import override
 
 from learnkit.core.batch import map_tensors, short_repr
 from learnkit.core.dtensor import is_dtensor, local_shards, total_norm
@@ -88,10 +89,12 @@ class GradientClip(Callback):
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the norm of the last step."
         return {'total_norm': self.total_norm}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the norm of the last step."
         self.total_norm = sd['total_norm']
@@ -250,12 +253,14 @@ class BnFreeze(Callback):
             m.train(self.learn.model.training)
         self._frozen = []
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the names of the layers in evaluation mode."
         named = bare_model(self.learn.model).named_modules() if self._frozen else ()
         frozen = {id(m) for m in self._frozen}
         return {'frozen': [name for name, m in named if id(m) in frozen]}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the frozen layers, which train again once they are unfrozen."
         if self.learn is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import find_bs, slice_batch, tensors_in
 from learnkit.core.errors import LossError, OptionError, did_you_mean
@@ -112,6 +113,7 @@ class Elements(Denominator):
     ) -> None:
         self.options = options
 
+    @override
     def count(self, yb: tuple[Any, ...]) -> Any:
         reduction = read_options(self.options).get('reduction')
         if reduction in ('sum', 'batchmean') or not (yb and isinstance(yb[0], Tensor)):
@@ -125,9 +127,11 @@ class Tokens(Denominator):
     def __init__(self, ignore_index: int = IGNORED) -> None:
         self.ignore_index = ignore_index
 
+    @override
     def varies(self, yb: tuple[Any, ...]) -> bool:
         return has_class_numbers(yb)
 
+    @override
     def count(self, yb: tuple[Any, ...]) -> Any:
         return count_targets(yb[0], self.ignore_index) if has_class_numbers(yb) else None
 
@@ -149,11 +153,13 @@ class ClassTargets(Denominator):
     def ignore_index(self) -> int:
         return int(read_options(self.options).get('ignore_index', IGNORED))
 
+    @override
     def varies(self, yb: tuple[Any, ...]) -> bool:
         return (
             has_class_numbers(yb) and read_options(self.options).get('reduction', 'mean') == 'mean'
         )
 
+    @override
     def count(self, yb: tuple[Any, ...]) -> Any:
         if not yb or not isinstance(yb[0], Tensor):
             return None
@@ -186,6 +192,7 @@ class ModelTargets(Tokens):
         super().__init__()
         self.is_shifted = is_shifted
 
+    @override
     def count(self, yb: tuple[Any, ...]) -> Any:
         if self.is_shifted and has_class_numbers(yb) and yb[0].ndim > 1:
             yb = (yb[0][..., 1:],)
@@ -206,6 +213,7 @@ class Unknown(Denominator):
         self._has_compared = False  # a batch of an evaluation was compared with its parts
         self._sizes: set[int] = set()  # numbers of samples of the batches of evaluations
 
+    @override
     def look(self, yb: tuple[Any, ...]) -> None:
         if self.has_warned or not (self.why or has_ignored(yb)):
             return

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import batch_counter
 from learnkit.core.comm import SINGLE_RANK, join_ranks
@@ -119,6 +120,7 @@ class DistributedTraining(Callback):
         self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
         self._steps_before = 0  # steps of previous fits
 
+    @override
     def runs_at(self, event_name: str, training: bool | None) -> bool:
         "Return False for all events in a single process, and for `after_pred` in training."
         if (

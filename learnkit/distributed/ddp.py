@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
@@ -67,6 +68,7 @@ class Replicas(Parallelism):
         self._layout: list[Any] = []  # description of the prepared parameters and buffers
         self._params: list[nn.Parameter] = []  # kept, so that their ids are not used again
 
+    @override
     def prepare(self, learn: LearnerLike) -> None:
         "Wrap the model, unless it was prepared already with these parameters and buffers."
         model = learn.model
@@ -95,6 +97,7 @@ class Replicas(Parallelism):
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
 
+    @override
     def catch_up(self, learn: LearnerLike) -> None:
         """Give a new wrapper the buckets that the wrapper of the resumed run had.
 
@@ -120,6 +123,7 @@ class Replicas(Parallelism):
                 for b, value in buffers:
                     b.copy_(value)
 
+    @override
     def begin_pass(
         self,
         learn: LearnerLike,
@@ -134,10 +138,12 @@ class Replicas(Parallelism):
             return None
         return self.wrapped.no_sync()
 
+    @override
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         broadcast_tensors(learn.model.buffers())
 
+    @override
     def average_gradients(self, learn: LearnerLike) -> None:
         "Average gradients that each rank has accumulated alone."
         if learn.turn is None:
@@ -146,6 +152,7 @@ class Replicas(Parallelism):
         stepping = set(learn.step_parameters)
         average(p for p in learn.model.parameters() if p in stepping)
 
+    @override
     def release(self, learn: LearnerLike) -> None:
         "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
         wrapped = self.wrapped
@@ -160,6 +167,7 @@ class Replicas(Parallelism):
             # the reducer holds the hooks, and all of them keep the connections of the process group open
             wrapped.__dict__.pop(name, None)
 
+    @override
     def leave(self, learn: LearnerLike) -> None:
         "Remove the wrapper."
         self.release(learn)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from learnkit.core.dtensor import (
     close_hosts,
@@ -81,6 +82,7 @@ class Sharded(Parallelism):
 
     # -- sharding and gathering the model ----------------------------------------------------------
 
+    @override
     def enter(self, learn: LearnerLike) -> None:
         "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
         original = learn.model
@@ -134,6 +136,7 @@ class Sharded(Parallelism):
         for cb, state in zip(followers, states, strict=True):
             cb.load_state_dict(state)
 
+    @override
     def leave(self, learn: LearnerLike) -> None:
         """Restore the user's model, with the trained weights.
 
@@ -177,6 +180,7 @@ class Sharded(Parallelism):
 
     # -- training ----------------------------------------------------------------------------------
 
+    @override
     def prepare(self, learn: LearnerLike) -> None:
         "Raise `DistributedError` for optimizers and callbacks that need full weights."
         reshard(learn.model)
@@ -202,15 +206,18 @@ class Sharded(Parallelism):
         if torch.is_grad_enabled():
             broadcast_tensors(model.buffers())
 
+    @override
     def begin_pass(self, learn: LearnerLike, averages: bool) -> None:
         "Note whether gradients were averaged; torch's hooks reduce the gradients and broadcast the buffers."
         self.has_synced = self.has_synced or averages
 
+    @override
     def share_buffers(self, learn: LearnerLike) -> None:
         "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         reshard(learn.model)
         broadcast_tensors(learn.model.buffers())
 
+    @override
     def release(self, learn: LearnerLike) -> None:
         "Remove the mesh of hosts after a failure; `leave` restores the model."
         close_hosts(learn.world.control)

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from learnkit.core.batch import rebuild, slice_batch, split_batch
 from learnkit.core.errors import BatchError
@@ -31,6 +32,7 @@ class RoundsPosition(LoaderPosition):
         super().__init__(dl, n_before)
         self.inner = LoaderPosition(dl.source, n_before * dl.spec.per_round)
 
+    @override
     def begin(self, draws_between: bool = True) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
         dl = self.dl
@@ -41,6 +43,7 @@ class RoundsPosition(LoaderPosition):
         self.start = self.inner.start
         return dl.rounds(batches, self._n_skipped)
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Take a saved state, and set the position in the whole loader."
         self._n_skipped = state['n']
@@ -57,6 +60,7 @@ class RoundsPosition(LoaderPosition):
         with self.dl.order:
             self.inner.load_state_dict(whole)
 
+    @override
     def state_dict(
         self,
         n_drawn: int,  # number of rounds of this epoch that were returned
@@ -75,6 +79,7 @@ class RoundsPosition(LoaderPosition):
             'processes': dl.spec.size,
         }
 
+    @override
     def indices(self, i: int) -> None:
         "Return None, because the indices of samples are unknown."
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import override
 
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
@@ -174,6 +175,7 @@ class _LoadersProxy(DataLoaders):
         self.evaluators = getattr(dls, 'evaluators', {})
         self._device = getattr(dls, 'device', None)
 
+    @override
     def batch_form(self, name: str = 'train') -> BatchForm:
         return form_of(self.dls, name)
 
@@ -232,6 +234,7 @@ class TensorShard(Shard, TensorLoader):
     def __len__(self) -> int:
         return self.spec.count_batches(*self._sizes)
 
+    @override
     def share(self, i: int) -> tuple[int, int]:
         "Return the numbers of samples of batch `i` on this rank, and on all ranks."
         rounds, full_share, last_share = self._shares or self._count_shares()
@@ -247,15 +250,18 @@ class TensorShard(Shard, TensorLoader):
             self.spec.share(rest),
         )
 
+    @override
     def new(self, **changes: Any) -> TensorShard:
         "Return a shard of the loader with other options, which takes each sample once."
         return TensorShard(self.source.new(**changes), replace(self.spec, uneven='join'))
 
+    @override
     def draw_order(self) -> Tensor:
         "Return the indices of the samples of all ranks in the order of an epoch."
         with self.order:
             return super().draw_order()
 
+    @override
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield this rank's rows of each round from round `n` on, as views unless rows are repeated."
         self._shares = self._count_shares()  # kept, because `share` is called for each batch

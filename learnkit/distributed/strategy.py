@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.checkpoint.dcp import replace_at, take_parts
 from learnkit.core.batch import count_samples, find_bs, slice_batch
@@ -37,6 +38,7 @@ class SeveralProcesses(SingleProcess):
         self.team = team
 
     @contextmanager
+    @override
     def run(self, learn: LearnerLike, kind: str) -> Iterator[None]:
         "Open a run, which ends on all ranks if one rank raises an error."
         if learn.run.depth:
@@ -54,6 +56,7 @@ class SeveralProcesses(SingleProcess):
                 raise
             raise error from e
 
+    @override
     def end_run(self, learn: LearnerLike, error: BaseException | None) -> None:
         "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
@@ -61,6 +64,7 @@ class SeveralProcesses(SingleProcess):
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 
+    @override
     def stop(self, learn: LearnerLike) -> None:
         "Request the end of the fit; the fit ends when all ranks have received the request."
         if learn.fitting:
@@ -68,6 +72,7 @@ class SeveralProcesses(SingleProcess):
         else:
             super().stop(learn)
 
+    @override
     def seconds(self, learn: LearnerLike) -> float:
         "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
@@ -79,11 +84,13 @@ class SeveralProcesses(SingleProcess):
         "True if the current batch has samples of this rank."
         return bool(self.team.has_local_samples)
 
+    @override
     def batch_loss(self, learn: LearnerLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
         loss = weighted_loss(learn.loss.detach(), self.gradient_share(learn))
         return learn.world.sum(loss) / learn.world.size
 
+    @override
     def gradient_share(self, learn: LearnerLike) -> Any:
         """Return the factor of this rank's loss with which the mean over ranks is the mean over all samples.
 
@@ -99,6 +106,7 @@ class SeveralProcesses(SingleProcess):
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
         return divide(own_weight * size, weights.total())
 
+    @override
     def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches: as many as on the rank with the most samples."
         microbatches = super().split(learn, xb, yb, size)
@@ -122,11 +130,13 @@ class SeveralProcesses(SingleProcess):
             return 0.0
         return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
 
+    @override
     def count_samples(self, learn: LearnerLike) -> int:
         "Return the number of samples of the batch over all ranks."
         share = self.team.batch.share
         return super().count_samples(learn) if share is None else share[1]
 
+    @override
     def total_weight(self, learn: LearnerLike) -> Any:
         "Return the weight of the batch over all ranks; None for a loss that is a sum."
         if learn.loss_weights.is_sum(learn):
@@ -137,6 +147,7 @@ class SeveralProcesses(SingleProcess):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    @override
     def find_checkpoint(
         self,
         learn: LearnerLike,
@@ -155,6 +166,7 @@ class SeveralProcesses(SingleProcess):
         own: ResumeState | None = world.run_on_all(lambda: found if is_found else find(path))
         return own
 
+    @override
     def add_own_state(self, learn: LearnerLike, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a checkpoint with each rank's own state added.
 
@@ -163,6 +175,7 @@ class SeveralProcesses(SingleProcess):
         rank_states = gather_rank_states(state, learn.world)
         return {**state, 'processes': rank_states, 'has_synced': self.team.parallelism.has_synced}
 
+    @override
     def take_own_state(self, learn: LearnerLike, resume: ResumeState) -> ResumeState:
         """Return a checkpoint in which this rank's own state replaces the first rank's.
 
@@ -189,6 +202,7 @@ class SeveralProcesses(SingleProcess):
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume
 
+    @override
     def after_restore(self, learn: LearnerLike, resume: ResumeState) -> None:
         "Set the clock that all ranks share to the time of the checkpoint."
         self.team.parallelism.has_synced = resume.state.get('has_synced', False)

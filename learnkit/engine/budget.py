@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
@@ -143,6 +145,7 @@ class Budget(Callback):
         self._has_stopped = True
         self.learn.run.stopping = True  # on every rank, because all ranks count the same amount
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {
             'began': self.total_at_start,
@@ -151,6 +154,7 @@ class Budget(Callback):
             'ended': self._has_stopped,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.total_at_start = sd['began']
         self._last_share = sd['last']

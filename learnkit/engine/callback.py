@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from fastcore.basics import camel2snake
+from typing_extensions import override
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
@@ -528,10 +529,12 @@ class IntervalCallback(Callback):
         if self.learn.fitting:
             self._interval.start(self.learn)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed."
         return self._interval.state_dict()
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed."
         self._interval.load_state_dict(sd)

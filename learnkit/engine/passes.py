@@ -8,6 +8,7 @@ from itertools import chain, count
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from learnkit.core.errors import EmptyLoaderError, add_note
 from learnkit.core.learner_type import LearnerLike
@@ -138,6 +139,7 @@ class TrainingPasses(Source):
         "Return the attributes without the current pass, whose iterator cannot be copied."
         return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
 
+    @override
     def epochs(self, learn: LearnerLike) -> Iterator[int]:
         "Yield the numbers of the epochs, and fire the events of iterations around them."
         epochs = count() if learn.n_epoch is None else range(learn.n_epoch)
@@ -156,6 +158,7 @@ class TrainingPasses(Source):
             if learn.run.stopping:
                 return
 
+    @override
     def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
         "Begin a pass over `learn.dl`, with its position if it is a pass of the training."
         if not (learn.training and learn.fitting):
@@ -194,6 +197,7 @@ class TrainingPasses(Source):
         cover_params(learn)
         learn.opt.train()
 
+    @override
     def end(self, learn: LearnerLike) -> None:
         "Record the end of an epoch's pass, and keep the rest of the batches if a budget has cut it."
         batches = self._current

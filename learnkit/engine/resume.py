@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import declared
@@ -101,6 +103,7 @@ class ResumedRun(Source):
     def __init__(self, passes: TrainingPasses) -> None:
         self.passes = passes
 
+    @override
     def epochs(self, learn: LearnerLike) -> Iterator[int]:
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
         r = learn.resuming
@@ -125,6 +128,7 @@ class ResumedRun(Source):
         if r.loop['place'] == 'epoch' and ends_iteration(learn):
             end_iteration(learn)
 
+    @override
     def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
         """Return the batches that remain of the epoch of the checkpoint, and all of any other epoch.
 
@@ -150,9 +154,11 @@ class ResumedRun(Source):
             return range(0), iter(())
         return set_length(learn, r.loop['n_drawn']), draw(learn, batches)
 
+    @override
     def end(self, learn: LearnerLike) -> None:
         self.passes.end(learn)
 
+    @override
     def end_training(self, learn: LearnerLike) -> None:
         "Restore a checkpoint that was taken before the evaluation of the epoch."
         if learn.resuming is not None:

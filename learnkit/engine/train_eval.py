@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from learnkit.core.errors import CancelEpochException
 from learnkit.core.learner_type import LearnerLike
@@ -145,10 +146,12 @@ class TrainEvalCallback(Callback):
         self.learn.modes.saved = []
         self._stop_watching()
 
+    @override
     def state_dict(self) -> dict[str, Any] | None:
         "Return the names of modules in evaluation mode, now and in training."
         return None if self.learn is None else self.learn.modes.state_dict(self.learn.model)
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Set the mode of each module."
         if self.learn is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fastcore.imports import noop
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.batch import (
     batch_counter,
@@ -175,6 +176,7 @@ class GatherPredsCallback(BatchCollector):
         self._is_joined = False
         self._transfer = AsyncToCPU()
 
+    @override
     def before_validate(self) -> None:
         super().before_validate()
         if not self._is_collected_run():
@@ -185,6 +187,7 @@ class GatherPredsCallback(BatchCollector):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
 
+    @override
     def _take(self, entries: dict[str, Any]) -> None:
         self.n_batches += 1
         self._sizes.append(entries['n'])
@@ -376,6 +379,7 @@ class PredictionSink(BatchCollector):
         self.names = tuple(name for name, is_included in included.items() if is_included)
         self._number = 0
 
+    @override
     def _take(self, entries: dict[str, Any]) -> None:
         self._number = entries['iter']
         is_list = is_sample_list(entries['preds'], entries['n'], entries['has_lists'])

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 from fastcore.basics import camel2snake
+from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import add_note
@@ -232,6 +233,7 @@ class _FromComposer(Callback):
         return own_hooks(cb, ['run_event'], base), own_hooks(cb, HOOKS, base)
 
     @property
+    @override
     def name(self) -> str:
         return f'composer_{camel2snake(type(self.wrapped).__name__)}'
 
@@ -511,6 +513,7 @@ class _FromComposer(Callback):
 
     # -- state -------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's state, the counts of this adapter and the last metric values."
         measured = {}
@@ -531,6 +534,7 @@ class _FromComposer(Callback):
             'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()},
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's state, the counts and the last metric values."
         self._epoch_start = Timestamp.from_state_dict(sd['epoch'])
@@ -554,9 +558,11 @@ class _FromAlgorithm(_FromComposer):
     order = 59
     is_algorithm = True
 
+    @override
     def _find_hooks(self, cb: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {'run_event': self._apply}, own_hooks(cb, ['close', 'post_close'])
 
+    @override
     def begin(self) -> None:
         "Run `init` after the `init` of callbacks, as Composer does."
         for cb in self.learn.cbs:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from fastcore.basics import camel2snake
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
@@ -276,6 +277,7 @@ class _FromKsuit(Callback):
         self._wrap(cb)
 
     @property
+    @override
     def name(self) -> str:
         return f'ksuit_{camel2snake(self._cls.__name__)}'
 
@@ -614,6 +616,7 @@ class _FromKsuit(Callback):
 
     # -- state -------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's state and progress; the first ksuit callback adds the log and the summary."
         shared = None
@@ -632,6 +635,7 @@ class _FromKsuit(Callback):
             'writer': shared,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the callback's state and progress."
         self.started_at = Progress(**sd['started'])
@@ -644,6 +648,7 @@ class _FromKsuit(Callback):
             self.services['tracker'].summary = dict(sd['writer'].get('summary', {}))
         load_state(self.wrapped, sd['callback'])
 
+    @override
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
         "Call the callback's `resume_from_checkpoint`, which reads its files next to a checkpoint."
         resume = getattr(self.wrapped, 'resume_from_checkpoint', None)

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import OptionError, TimeError
@@ -119,6 +120,7 @@ class Logger(Callback):
         self._is_due = False
 
     @property
+    @override
     def name(self) -> str:
         "Name of the class in snake case; 'logger' would hide `learn.logger`."
         return 'base_logger' if type(self) is Logger else super().name
@@ -428,6 +430,7 @@ class Logger(Callback):
         with preserved_rng(with_torch=False):
             self.shut(handle)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Write all finished steps, and return the remaining values and the position in the log."
         if self._rows and self.learn is not None:
@@ -448,6 +451,7 @@ class Logger(Callback):
             **self.saved(),
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Continue after the last step of the state; later steps are dropped from the log."
         self._clear()
@@ -485,15 +489,18 @@ class RunLogger(Logger):
 
     _id: str | None = None  # id of the run; None before the first `open`
 
+    @override
     def check(self) -> None:
         "Raise a typed error if files cannot be written to the folder of the log."
         folder = self.where()
         if folder is not None:
             check_folder(folder, keep_new=True)
 
+    @override
     def saved(self) -> dict[str, Any]:
         return {'id': self._id}
 
+    @override
     def restore(self, sd: dict[str, Any]) -> None:
         self._id = sd['id']
 

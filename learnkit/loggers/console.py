@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
@@ -35,20 +37,25 @@ class ConsoleLogger(Logger):
             raise OptionError(f'out={out!r}: give a function that takes a line, such as print.')
         self.out = out
 
+    @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         shown = ', '.join(f'{name}={value:.4g}' for name, value in values.items())
         self.out(f'step {step}: {shown}')
 
+    @override
     def write(self, rows: Rows) -> None:
         "Print one line with the last value of each name."
         latest = {name: value for _, values in rows for name, value in values.items()}
         self.log_metrics(rows[-1][0], latest)
 
+    @override
     def _write_pending(self) -> None:
         "Keep finished steps for the next line."
 
+    @override
     def _send(self, log: Any, name: str, content: Any) -> None:
         log(self._step + self._step_offset, name, content)
 
+    @override
     def log_text(self, step: int, name: str, text: str) -> None:
         self.out(f'step {step}: {name}: {text}')

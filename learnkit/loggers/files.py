@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.errors import OptionError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.time import Time
@@ -48,6 +50,7 @@ class _FileLogger(Logger):
         self.fname = fname
         self.append = append
 
+    @override
     def where(self) -> Path:
         "Return the path of the file."
         if self._handle is not None:
@@ -63,6 +66,7 @@ class _FileLogger(Logger):
 
         return pd.DataFrame(read_log(self.where()))
 
+    @override
     def check(self) -> None:
         path = self.where()
         check_file(path)
@@ -70,6 +74,7 @@ class _FileLogger(Logger):
         if path.exists():
             self.parse(path, _read_lines(path, first_only=is_replaced or self._handle is not None))
 
+    @override
     def open(self, keep: int | None) -> tuple[Any, int]:
         "Open the file to append after its last whole line, or after the last step to keep; drop the rest of the file."
         path = self.where()
@@ -93,15 +98,18 @@ class _FileLogger(Logger):
             end += 1
         return rows[:end]
 
+    @override
     def flush(self) -> None:
         if not self._handle.exists():
             return
         with self._handle.open('ab') as f:
             os.fsync(f.fileno())
 
+    @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         self.write([(step, values)])
 
+    @override
     def write(self, rows: Rows) -> None:
         self._append([{'step': step, **values} for step, values in rows])
 
@@ -109,11 +117,13 @@ class _FileLogger(Logger):
         with self._handle.open('ab', buffering=0) as f:
             f.write(self._format_lines(rows).encode())  # one call, so that whole lines are written
 
+    @override
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write `<file>.images/<name>-<step>-<i>.png`."
         for i, image in enumerate(images):
             self._make_path('images', f'{name}-{step}-{i}.png').write_bytes(encode_png(image))
 
+    @override
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write `<file>.texts/<name>-<step>.txt`."
         self._make_path('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
@@ -175,11 +185,13 @@ class CSVLogger(_FileLogger):
         super().__init__(fname, every, append)
         self._columns: list[str] = []
 
+    @override
     def log_params(self, params: dict[str, Any]) -> None:
         path = self.where()
         with atomic_write(path.with_name(f'{path.name}.params.json')) as tmp:
             tmp.write_text(json.dumps(params, indent=1), 'utf-8')
 
+    @override
     def _append(self, rows: list[dict[str, Any]]) -> None:
         new = list(dict.fromkeys(name for row in rows for name in row if name not in self._columns))
         if not new:
@@ -190,11 +202,13 @@ class CSVLogger(_FileLogger):
         with atomic_write(path) as tmp:
             tmp.write_text(self._format_file([*before, *rows]), 'utf-8', newline='')
 
+    @override
     def _read_columns(self) -> None:
         path = self.where()
         header = _read_lines(path, first_only=True) if path.exists() else ''
         self._columns = next(csv.reader([header]))
 
+    @override
     def _format_lines(self, rows: list[dict[str, Any]]) -> str:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator='\n')
@@ -202,11 +216,13 @@ class CSVLogger(_FileLogger):
             writer.writerow([row.get(name, '') for name in self._columns])
         return out.getvalue()
 
+    @override
     def _format_file(self, rows: list[dict[str, Any]]) -> str:
         header = {name: name for name in self._columns}
         return self._format_lines([header, *rows]) if header else ''
 
     @staticmethod
+    @override
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         reader = csv.reader(io.StringIO(text, newline=''))
         header = next(reader, ['step'])
@@ -252,13 +268,16 @@ class JSONLinesLogger(_FileLogger):
     ) -> None:
         super().__init__(fname, every, append)
 
+    @override
     def log_params(self, params: dict[str, Any]) -> None:
         self._append([{'params': params}])
 
+    @override
     def _format_lines(self, rows: Iterable[dict[str, Any]]) -> str:
         return ''.join(f'{json.dumps(row)}\n' for row in rows)
 
     @staticmethod
+    @override
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         try:
             rows = [json.loads(line) for line in text.splitlines()]

@@ -11,6 +11,8 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
 from learnkit.loggers.base import Rows, RunLogger
@@ -58,6 +60,7 @@ class MlflowLogger(RunLogger):
         self._logged_steps: dict[str, int] = {}  # last step in the run, by metric
         self._metric_names: dict[str, str] = {}  # metric name in MLflow of each logged name
 
+    @override
     def where(self) -> Any:
         "Return the folder, or the address of a database or server."
         uri = str(self.tracking_uri)
@@ -65,10 +68,12 @@ class MlflowLogger(RunLogger):
             return uri
         return Path(os.path.realpath(self.learn.path / uri))
 
+    @override
     def check(self) -> None:
         if isinstance(self.where(), Path):
             super().check()
 
+    @override
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient
 
@@ -94,9 +99,11 @@ class MlflowLogger(RunLogger):
             steps[name] = max(m.step for m in history)
         return steps
 
+    @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         self.write([(step, values)])
 
+    @override
     def write(self, rows: Rows) -> None:
         from mlflow.entities import Metric
 
@@ -118,6 +125,7 @@ class MlflowLogger(RunLogger):
         for i in range(0, len(metrics), _BATCH_SIZE):
             self._handle.log_batch(self._id, metrics[i : i + _BATCH_SIZE])
 
+    @override
     def log_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
@@ -129,6 +137,7 @@ class MlflowLogger(RunLogger):
         for i in range(0, len(new), 100):
             self._handle.log_batch(self._id, params=new[i : i + 100])
 
+    @override
     def log_images(self, step: int, name: str, images: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for i, image in enumerate(images):
@@ -136,9 +145,11 @@ class MlflowLogger(RunLogger):
                 path.write_bytes(encode_png(image))
                 self._handle.log_artifact(self._id, str(path), 'images')
 
+    @override
     def log_text(self, step: int, name: str, text: str) -> None:
         self._handle.log_text(self._id, text, f'texts/{clean(name).replace("/", "_")}-{step}.txt')
 
+    @override
     def shut(self, handle: Any) -> None:
         handle.set_terminated(self._id, 'FAILED' if self._has_failed else 'FINISHED')
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from time import sleep, strftime, time
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.files import as_local_path, check_folder
 from learnkit.core.optional import check_libraries
 from learnkit.core.time import Time
@@ -45,13 +47,16 @@ class TensorBoardLogger(Logger):
         self.folder = None if folder is None else as_local_path(folder)
         self._run_folder = ''
 
+    @override
     def where(self) -> Path:
         "Return the folder, or without `folder` the parent folder of all runs."
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
+    @override
     def check(self) -> None:
         check_folder(self.where(), keep_new=True)
 
+    @override
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -74,32 +79,40 @@ class TensorBoardLogger(Logger):
         self._run_folder = str(folder)
         return folder
 
+    @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._handle.add_scalar(name, value, step)
 
+    @override
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented Markdown is shown unchanged
         text = '\n'.join(f'    {line}' for line in lines)
         self._handle.add_text('params', text, self._end_step + 1)
 
+    @override
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):
             tag = f'{name}/{i}' if len(images) > 1 else name
             self._handle.add_image(tag, image, step, dataformats='HWC')
 
+    @override
     def log_text(self, step: int, name: str, text: str) -> None:
         self._handle.add_text(name, text, step)
 
+    @override
     def flush(self) -> None:
         self._handle.flush()
 
+    @override
     def shut(self, handle: Any) -> None:
         handle.close()
 
+    @override
     def saved(self) -> dict[str, Any]:
         return {'folder': to_portable_path(self.learn, self._run_folder or None)}
 
+    @override
     def restore(self, sd: dict[str, Any]) -> None:
         self._run_folder = str(from_portable_path(self.learn, sd['folder'], self.folder) or '')
 

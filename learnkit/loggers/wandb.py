@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from learnkit.core.errors import OptionError
 from learnkit.core.files import as_local_path
 from learnkit.core.optional import check_libraries
@@ -64,10 +66,12 @@ class WandbLogger(RunLogger):
         self._id = id  # id of the run
         self._last_step = -1  # last step that the run has
 
+    @override
     def where(self) -> Path:
         "Return the folder of all runs."
         return Path(os.path.realpath(self.learn.path / self.folder)) / 'wandb'
 
+    @override
     def open(self, keep: int | None) -> tuple[Any, int]:
         import wandb
 
@@ -93,19 +97,23 @@ class WandbLogger(RunLogger):
         self._id = run.id
         return run, self._last_step
 
+    @override
     def write(self, rows: Rows) -> None:
         super().write(rows)
         folder = Path(self._handle.dir).parent
         if folder.is_dir():
             (folder / _STEP_FILE).write_text(str(rows[-1][0]))
 
+    @override
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         if step > self._last_step:
             self._handle.log(values, step=step)
 
+    @override
     def log_params(self, params: dict[str, Any]) -> None:
         self._handle.config.update(params, allow_val_change=True)
 
+    @override
     def log_images(self, step: int, name: str, images: Any) -> None:
         import wandb
 
@@ -113,12 +121,14 @@ class WandbLogger(RunLogger):
         if step > self._last_step:
             self._handle.log({name: [wandb.Image(image) for image in pixels]}, step=step)
 
+    @override
     def log_text(self, step: int, name: str, text: str) -> None:
         import wandb
 
         if step > self._last_step:
             self._handle.log({name: wandb.Html(f'<pre>{escape(text)}</pre>')}, step=step)
 
+    @override
     def shut(self, handle: Any) -> None:
         handle.finish(exit_code=int(self._has_failed))
 

@@ -17,6 +17,7 @@ from fastcore.basics import class2attr, snake2camel
 from fastcore.foundation import L
 from fastcore.imports import noop
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
 from learnkit.core.denominator import denominator_of
@@ -81,6 +82,7 @@ class AvgMetric(Mean, Metric):
         # a validation checks functions of torchmetrics only, which have no side effects
         self._check = warn_unless_mean if _is_of_torchmetrics(func) else noop
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         if self._check is not noop and getattr(learn, 'n_iter', 1) != 1:
             self._check(self, learn)
@@ -90,6 +92,7 @@ class AvgMetric(Mean, Metric):
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
         return batch_weight(learn) if count is None else count
 
+    @override
     def add(self, value: Any, weight: Any = 1) -> None:
         "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
         had_dict = isinstance(self.total, dict)
@@ -112,6 +115,7 @@ class AvgMetric(Mean, Metric):
         self.count = counts
 
     @property
+    @override
     def value(self) -> Any:
         "The mean, or a dict of means; None before the first batch."
         if not isinstance(self.total, dict):
@@ -144,6 +148,7 @@ class AvgMetric(Mean, Metric):
             raise
 
     @property
+    @override
     def name(self) -> str:
         return self._name or _func_name(self.func)
 
@@ -208,6 +213,7 @@ class AvgLoss(Mean, Metric):
     def __init__(self, on: str | None = None) -> None:
         self.on = check_on(on)
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         loss = learn.loss
         if isinstance(loss, Tensor) and loss.dim():
@@ -255,9 +261,11 @@ class SumMetric(Metric):
             f'{type(self).__name__} is a SumMetric without `final`: define that method.'
         )
 
+    @override
     def reset(self) -> None:
         self._sums = None
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         sums = self._compute(learn.pred, learn.yb)
         total = self._sums
@@ -289,6 +297,7 @@ class SumMetric(Metric):
             raise
 
     @property
+    @override
     def value(self) -> Any:
         return None if self._sums is None else self.final(self._sums.cpu())
 
@@ -311,10 +320,12 @@ class ValueMetric(Metric):
         self.on = check_on(on)
 
     @property
+    @override
     def value(self) -> Any:
         return self.func()
 
     @property
+    @override
     def name(self) -> str:
         return self.metric_name or _func_name(self.func)
 
@@ -341,11 +352,13 @@ class TorchMetric(Metric):
         self._updates = 0
         self._follows: Any = None  # device that `metric` was moved to
 
+    @override
     def reset(self) -> None:
         self.metric.reset()
         self._updates = 0
         self._follows = None
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         device = getattr(learn.pred, 'device', None)
         if device != self._follows:
@@ -369,10 +382,12 @@ class TorchMetric(Metric):
             raise
 
     @property
+    @override
     def value(self) -> Any:
         return as_plain_value(self.metric.compute()) if self._updates else None
 
     @property
+    @override
     def name(self) -> str:
         return self._name or class2attr(self.metric, 'Metric')
 
@@ -380,6 +395,7 @@ class TorchMetric(Metric):
 class ModelMetric(TorchMetric):
     "Run a torchmetrics object that a model of whole batches updates, by its `update_metric`."
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         _move_to_device_of(learn.pred, self.metric)
         model: Any = bare_model(learn.model)
@@ -409,9 +425,11 @@ class _Renamed(Metric):
         self._name = name
         self.on = getattr(metric, 'on', None)
 
+    @override
     def reset(self) -> None:
         self.metric.reset()
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         self.metric.accumulate(learn)
 
@@ -421,6 +439,7 @@ class _Renamed(Metric):
         return getattr(self.metric, k)
 
     @property
+    @override
     def value(self) -> Any:
         return self.metric.value
 

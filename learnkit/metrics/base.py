@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fastcore.basics import class2attr
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.batch import describe
 from learnkit.core.errors import MetricError
@@ -56,6 +57,7 @@ class Metric(Accumulates):
     on: str | None = None  # 'train', 'valid' or 'both'; None: the Recorder's setting
     _name: str | None = None  # name of the column; None: the class name in snake_case
 
+    @override
     def reset(self) -> None:
         "Clear the accumulated state."
 
@@ -92,6 +94,7 @@ class Mean(Accumulates):
     total: Any = 0.0  # weighted sum: a float, or a 0-dim tensor on the device
     count: Any = 0  # sum of the weights: a number, or a 0-dim tensor on the device
 
+    @override
     def reset(self) -> None:
         self.total = 0.0
         self.count = 0
@@ -146,6 +149,7 @@ class AvgSmoothLoss(Metric):
         self.deferred = deferred
         self.reset()
 
+    @override
     def reset(self) -> None:
         self._steps = LossTransfer(self.deferred)
         self._smooth: list[float] = []  # smoothed losses, computed when requested
@@ -153,6 +157,7 @@ class AvgSmoothLoss(Metric):
         self._n_counted = 0  # t: steps of nonzero weight
         self._mark = 0, 0.0, 0  # a step, v_t and t
 
+    @override
     def accumulate(
         self,
         learn: LearnerLike,
@@ -212,6 +217,7 @@ class AvgSmoothLoss(Metric):
         return torch.tensor(self._mean, dtype=torch.float32)
 
     @property
+    @override
     def value(self) -> Tensor | None:
         "The smoothed loss of the last step."
         return torch.tensor(self.smooth[-1], dtype=torch.float32) if self.count else None
@@ -274,6 +280,7 @@ class AvgSmoothLoss(Metric):
         self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
         self._catch_up()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         self._finish()
         columns = self._steps.losses, self._steps.weights, self._smooth
@@ -286,6 +293,7 @@ class AvgSmoothLoss(Metric):
             'smooth': smooth,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.beta = sd['beta']

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.metrics.counts import ClassCounts, CountScore, LabelCounts, count_classes
@@ -112,6 +113,7 @@ class FBeta(ClassCounts):
 class _Hamming(CountScore):
     kind = 'hamming_loss'
 
+    @override
     def final(self, sums: Tensor) -> float:
         hits, _, targs = self.read_counts(sums).sum(1)
         return float(1 - hits / targs)
@@ -120,6 +122,7 @@ class _Hamming(CountScore):
 class _Matthews(CountScore):
     kind = 'matthews_corrcoef'
 
+    @override
     def final(self, sums: Tensor) -> float:
         hits, preds, targs = self.read_counts(sums)
         n = targs.sum()
@@ -156,6 +159,7 @@ class BalancedAccuracy(ClassCounts):
         super().__init__(axis, average='macro', on=on)
         self.adjusted = adjusted
 
+    @override
     def final(self, sums: Tensor) -> float:
         hits, _, targs = self.read_counts(sums)
         recalls = (hits / targs)[targs > 0]
@@ -185,12 +189,14 @@ class CohenKappa(ClassCounts):
         super().__init__(axis, average='macro', on=on)
         self.weights = weights
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         best, targ, n = self.prepare(pred, targ)
         counts = count_classes(best, targ, n)
         cost = self._weigh(best - targ).sum()
         return torch.cat([cost.expand(1, n + 1), counts])
 
+    @override
     def final(self, sums: Tensor) -> float:
         _, preds, targs = self.read_counts(sums[1:])
         classes = torch.arange(len(targs))
@@ -286,6 +292,7 @@ class _AllLabels(LabelCounts):
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         super().__init__(thresh, sigmoid, on=on)
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         chosen, targ = self.predict(pred, targ)
         return count_classes(chosen.flatten().long(), targ.flatten(), 2)

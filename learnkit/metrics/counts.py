@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.denominator import IGNORED
 from learnkit.core.errors import MetricError
@@ -57,6 +58,7 @@ class CountScore(SumMetric):
         self.labels = labels
         self.average = average
 
+    @override
     def final(self, sums: Tensor) -> Any:
         counts = self.read_counts(sums)
         if self.average == 'micro':
@@ -70,6 +72,7 @@ class CountScore(SumMetric):
             weights = torch.ones_like(scores)
         return scores.float() if self.average is None else float(scores @ weights / weights.sum())
 
+    @override
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
         self(pred, *yb)  # also finds targets that are no class
 
@@ -120,6 +123,7 @@ class ClassCounts(CountScore):
         instead = self.instead.format(type(self).__name__) if average == 'binary' else None
         self.prepare = partial(argmax_preds, type(self).__name__, axis, instead)
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         return count_classes(*self.prepare(pred, targ))
 
@@ -140,6 +144,7 @@ class LabelCounts(CountScore):
         self.thresh = thresh
         self.sigmoid = sigmoid
 
+    @override
     def occurs(self, counts: Tensor) -> Tensor:
         return counts >= 0  # also a label that is never true or predicted
 
@@ -148,6 +153,7 @@ class LabelCounts(CountScore):
         pred, targ, _ = flatten_labels(type(self).__name__, self.sigmoid, pred, targ)
         return pred >= self.thresh, targ
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         chosen, targ = self.predict(pred, targ)
         true = targ == 1

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.errors import MetricError
@@ -51,6 +52,7 @@ __all__ = [
 class ElementMean(AvgMetric):
     "Average over all targets of the data set, as the functions of this module do in a list of metrics."
 
+    @override
     def _weight(self, learn: LearnerLike) -> Any:
         "Return the number of targets that are not ignored, or the value of `weight_func`."
         if getattr(learn, 'weight_func', None) is not None:
@@ -195,6 +197,7 @@ class _RootMean(ElementMean):
     "Root of a mean over the elements of the data set."
 
     @property
+    @override
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else mean**0.5
@@ -250,6 +253,7 @@ class _Regression(SumMetric):
     def __init__(self, on: str | None = None) -> None:
         super().__init__(self._name, on)
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         p, t = map(widen, flatten_pair(self.name, pred, targ))
         values = torch.stack([t, p, t - p])
@@ -259,6 +263,7 @@ class _Regression(SumMetric):
         products = deviations @ deviations.T
         return torch.cat([means.new_full((1,), n), means, products.flatten()])
 
+    @override
     def join(self, total: Tensor, sums: Tensor) -> Tensor:
         n = total[0] + sums[0]
         share = sums[0] / n.clamp_min(1)
@@ -266,10 +271,12 @@ class _Regression(SumMetric):
         products = total[4:] + sums[4:] + (step * total[0] * share).outer(step).flatten()
         return torch.cat([n[None], total[1:4] + step * share, products])
 
+    @override
     def merge(self, states: list[dict[str, Any]]) -> None:
         found = [sd['_sums'] for sd in states if sd['_sums'] is not None]
         self._sums = reduce(self.join, found) if found else None
 
+    @override
     def final(self, sums: Tensor) -> float:
         n = sums[0].item()
         means, products = sums[1:4], sums[4:].view(3, 3)
@@ -297,6 +304,7 @@ class R2Score(_Regression):
 
     _name = 'r2_score'
 
+    @override
     def compute(self, n: float, means: Tensor, products: Tensor) -> float:
         residual = products[2, 2] + n * means[2] ** 2
         return _explain(residual, products[0, 0]) if n > 1 else math.nan
@@ -311,6 +319,7 @@ class ExplainedVariance(_Regression):
 
     _name = 'explained_variance_score'
 
+    @override
     def compute(self, n: float, means: Tensor, products: Tensor) -> float:
         return _explain(products[2, 2], products[0, 0]) if n else math.nan
 
@@ -324,6 +333,7 @@ class PearsonCorrCoef(_Regression):
 
     _name = 'pearsonr'
 
+    @override
     def compute(self, n: float, means: Tensor, products: Tensor) -> float:
         scale = (products[0, 0] * products[1, 1]).sqrt()
         return float((products[0, 1] / scale).clamp(-1, 1)) if n > 1 and scale else math.nan
@@ -350,6 +360,7 @@ class BrierScore(SumMetric):
         super().__init__('brier_score_loss', on)
         self.axis = axis
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         scores, targ = flatten_classes(self.name, pred, targ, self.axis)
         p = widen(scores).softmax(1)
@@ -359,6 +370,7 @@ class BrierScore(SumMetric):
         squares = (p * p).sum(1) - 2 * p.gather(1, classes[:, None])[:, 0] + 1
         return squares.sum() / (2 if n_classes == 2 else 1), targ.numel(), (classes != targ).sum()
 
+    @override
     def final(self, sums: Tensor) -> float:
         total, n, n_unknown = sums.tolist()
         if not n_unknown:
@@ -384,12 +396,14 @@ class BrierScoreMulti(SumMetric):
         super().__init__('brier_score_loss', on)
         self.sigmoid = sigmoid
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         p, t = map(widen, flatten_pair(self.name, pred, targ))
         if self.sigmoid:
             p = p.sigmoid()
         return (p - t).square().sum(), t.numel()
 
+    @override
     def final(self, sums: Tensor) -> float:
         return float(sums[0] / sums[1])
 
@@ -400,6 +414,7 @@ class Perplexity(AvgLoss):
     _name = 'perplexity'
 
     @property
+    @override
     def value(self) -> float | None:
         mean = super().value
         return None if mean is None else float(torch.tensor(mean, dtype=torch.float64).exp())

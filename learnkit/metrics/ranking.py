@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
@@ -59,6 +60,7 @@ class _AreaScore(KeptMetric):
         self.average = average
         super().__init__(WholeSet(self._average_columns, prepare), self._name, on)
 
+    @override
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
         self(pred, *yb)
 
@@ -117,6 +119,7 @@ class RocAuc(_AreaScore):
         check_average(average, ('macro', 'weighted'))
         super().__init__(partial(_rank_classes, 'RocAuc', axis), average, on)
 
+    @override
     def _average_columns(self, probs: Tensor, targs: Tensor) -> Tensor:
         n_unknown = int((~targs.any(1)).sum())
         if n_unknown:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch  # noqa: F401  # the examples use it
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.denominator import IGNORED
 from learnkit.core.validation import check_choice
@@ -38,12 +39,14 @@ class ForegroundAcc(SumMetric):
         self.bkg_idx = bkg_idx
         self.axis = axis
 
+    @override
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice('foreground_acc', pred, self.axis)
         best, targ = flatten_pair('foreground_acc', pred.argmax(dim=self.axis), targ)
         mask = (targ != self.bkg_idx) & (targ != IGNORED)
         return ((best == targ) & mask).sum(), mask.sum()
 
+    @override
     def final(self, sums: Tensor) -> float:
         return float(sums[0] / sums[1])
 
@@ -93,6 +96,7 @@ class Dice(_PixelScore):
     classes = 'binary'
     instead = '{}Multi, or another `axis`'
 
+    @override
     def final(self, sums: Tensor) -> Any:
         return super().final(sums) if sums[1:, 1].any() else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch  # noqa: F401  # the examples use it
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
@@ -90,6 +91,7 @@ class WholeSet(Accumulates):
         self.invert_arg = invert_arg
         self.reset()
 
+    @override
     def reset(self) -> None:
         self.waiting: Pairs = []
         self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets
@@ -105,10 +107,12 @@ class WholeSet(Accumulates):
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
         return collect_accumulated(self)
 
+    @override
     def merge(self, states: list[dict[str, Any]]) -> None:
         self.waiting, self.lengths = merge_pairs(states)
 
@@ -182,6 +186,7 @@ class LossMetric(Mean, Metric):
         self._nm = nm
         self.on = check_on(on)
 
+    @override
     def accumulate(self, learn: LearnerLike) -> None:
         try:
             value = getattr(learn.loss_func, self.attr)
@@ -193,6 +198,7 @@ class LossMetric(Mean, Metric):
         self.add(value, batch_weight(learn))
 
     @property
+    @override
     def name(self) -> str:
         return self._nm or self.attr
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.callbacks.hooks import HookCallback
 from learnkit.core.batch import tensors_in
@@ -67,6 +68,7 @@ class ActivationMonitor(HookCallback):
             str, Tensor
         ] = {}  # sums over rows of this batch, by module, side and index
 
+    @override
     def _find(self) -> None:
         super()._find()
         found = zip(self.layer_names, self.modules, strict=True)
@@ -75,12 +77,14 @@ class ActivationMonitor(HookCallback):
         self.modules = [m for _, m in kept]
         self._names = {id(m): name or type(m).__name__ for name, m in kept}
 
+    @override
     def before_batch(self) -> None:
         "Hook this batch if it is due."
         self._sums = {}
         super().before_batch()
 
     @torch.no_grad()
+    @override
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure a module's inputs and outputs in the loop's own forward passes."
         learn = self.learn
@@ -92,6 +96,7 @@ class ActivationMonitor(HookCallback):
                     name = f'{self._names[id(m)]}_{side}.{i}'
                     self._sums[name] = self._sums.get(name, 0) + _compute_sums(t)
 
+    @override
     def after_batch(self) -> None:
         "Log the statistics, and remove the hooks."
         sums = self._sums
@@ -100,6 +105,7 @@ class ActivationMonitor(HookCallback):
         for name, value in _compute_means(sums).items():
             self.learn.log(name, value, shown=False)
 
+    @override
     def cleanup(self) -> None:
         "Remove the hooks; drop an interrupted batch."
         super().cleanup()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.callbacks.hooks import HookCallback
 from learnkit.core.batch import tensors_in
@@ -64,17 +65,20 @@ class ActivationStats(HookCallback):
 
     # -- recording ---------------------------------------------------------------------------------
 
+    @override
     def before_fit(self) -> None:
         "Discard earlier statistics."
         super().before_fit()
         self._records = _Records()
 
+    @override
     def before_batch(self) -> None:
         "Hook this batch if it is due."
         super().before_batch()
         if self.learn.training:
             self._batch = []
 
+    @override
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure the output of a layer in the loop's own forward passes in training."
         learn = self.learn
@@ -87,6 +91,7 @@ class ActivationStats(HookCallback):
         for part, t in enumerate(outputs):
             self._batch.append(((layer, part, t.numel()), _measure(t, self.with_hist)))
 
+    @override
     def after_batch(self) -> None:
         "Record the statistics of this batch."
         if self.learn.training:
@@ -95,20 +100,24 @@ class ActivationStats(HookCallback):
             self._batch = []
         super().after_batch()
 
+    @override
     def cleanup(self) -> None:
         "Remove the hooks; drop an interrupted batch."
         super().cleanup()
         self._batch = []
 
+    @override
     def _find(self) -> None:
         super()._find()
         self._layer_indices = {id(m): i for i, m in enumerate(self.modules)}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded."
         layers = {'layers': list(self.layer_names)}
         return {**super().state_dict(), **self._records.state_dict(), **layers}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
         super().load_state_dict(sd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.batch import describe, tensors_in
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
@@ -64,6 +65,7 @@ class ImageVisualizer(Periodic):
         self.images: dict[str, Tensor] = {}  # last images by name
         self._wanted = True  # whether to show the next training batch
 
+    @override
     def on_every(self) -> None:
         "Show the next training batch."
         self._wanted = True
@@ -130,10 +132,12 @@ class ImageVisualizer(Periodic):
             elif log is not None:
                 log(learn.time.ba, name, pictures)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed, and whether to show the next batch."
         return {**super().state_dict(), 'wanted': self._wanted}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the state of `state_dict`."
         super().load_state_dict(sd)

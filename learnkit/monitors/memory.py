@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from learnkit.core.model import model_device
 from learnkit.monitors.monitor import Monitor
@@ -62,6 +63,7 @@ class MemoryMonitor(Monitor):
     latest = ('memory/peak_', 'memory/alloc_retries')
     machine_dependent = True
 
+    @override
     def measure(self) -> dict[str, float]:
         "Return memory in GB by name."
         device = model_device(self.learn.model, self.learn.dls)

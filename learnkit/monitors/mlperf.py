@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import records
@@ -199,6 +200,7 @@ class MLPerf(Callback):
         self._out.close()
         self._out = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the file, its size so far, and whether the run is open."
         is_on = self._out is not None
@@ -209,6 +211,7 @@ class MLPerf(Callback):
             'size': self.file.stat().st_size if is_on and self.file is not None else 0,
         }
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Continue the file of the resumed run, if it is there."
         file = from_portable_path(self.learn, sd['file'], self.folder)

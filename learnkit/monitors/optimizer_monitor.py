@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from learnkit.core.dtensor import local_shard, sum_of_parts, unpack_shards
 from learnkit.core.errors import TimeError
@@ -54,6 +55,7 @@ class LRMonitor(Monitor):
         super().__init__(every)
         self.mom = mom
 
+    @override
     def measure(self) -> dict[str, Any]:
         "Return rates and momenta by name."
         values = {}
@@ -126,6 +128,7 @@ class OptimizerMonitor(Monitor):
             )
         self.per_parameter = per_parameter
 
+    @override
     def after_batch(self) -> None:
         "Do nothing: values are measured at steps."
 
@@ -145,6 +148,7 @@ class OptimizerMonitor(Monitor):
         if self._watched is not None:
             self.look()
 
+    @override
     def measure(self) -> dict[str, float]:
         "Return norms and angles of the measured step, by name."
         watched = self._watched

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
@@ -82,6 +83,7 @@ class PeriodicData(Periodic):
         self._on_batch = on_batch
         self._process = process_results
 
+    @override
     def before_fit(self) -> None:
         "Check that there is a loader."
         super().before_fit()
@@ -120,6 +122,7 @@ class PeriodicData(Periodic):
         "Process the results of the whole loader; the return value is kept in `results`."
         return results if self._process is None else self._process(self.learn, results)
 
+    @override
     def on_every(self) -> None:
         "Run the loader."
         learn = self.learn

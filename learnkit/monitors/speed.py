@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.errors import ModelError, OptionError, did_you_mean
@@ -106,6 +107,7 @@ class SpeedMonitor(Monitor):
         # seconds, and the counts of `COUNTED`
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
+    @override
     def before_fit(self) -> None:
         "Start the clock, reset the rates, and read the model's flops."
         super().before_fit()
@@ -152,6 +154,7 @@ class SpeedMonitor(Monitor):
         if self.learn.fitting:
             self._read_clock(None)
 
+    @override
     def after_batch(self) -> None:
         "Record time and counts of this batch, and log if due."
         learn = self.learn
@@ -165,6 +168,7 @@ class SpeedMonitor(Monitor):
         self._points.append((self._seconds['train'], *counts))
         super().after_batch()
 
+    @override
     def measure(self) -> dict[str, float]:
         "Return rates and times."
         self._read_clock(self._phase)
@@ -199,12 +203,14 @@ class SpeedMonitor(Monitor):
         self._read_clock(None)
         self._flops_per_batch = None
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the seconds of training and evaluation so far."
         self._read_clock(self._phase)
         seconds = self._seconds
         return {**super().state_dict(), 'train_s': seconds['train'], 'eval_s': seconds['val']}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the seconds so far."
         super().load_state_dict(sd)
@@ -299,11 +305,13 @@ class RuntimeEstimator(Monitor):
         rest = 1 - self.learn.pct_train
         return self._seconds / self._share * rest if rest > 1e-9 else 0.0  # rounding errors
 
+    @override
     def measure(self) -> dict[str, float]:
         "Return the estimate by name."
         seconds = self.remaining_s
         return {} if seconds is None else {'time/remaining_estimate': seconds / self._unit_s}
 
+    @override
     def before_fit(self) -> None:
         "Reset the estimate."
         super().before_fit()
@@ -316,6 +324,7 @@ class RuntimeEstimator(Monitor):
         "Measure up to the start of the epoch, where an epoch of unknown length is counted."
         self._update()
 
+    @override
     def after_batch(self) -> None:
         "Measure from the batch after the first batches, and log if due."
         self._skip = max(self._skip - 1, 0)
@@ -333,10 +342,12 @@ class RuntimeEstimator(Monitor):
             self._share += share - self._last[1]
         self._last = now, share
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         "Return the measured seconds and their share of the fit."
         return {**super().state_dict(), 'seconds': self._seconds, 'share': self._share}
 
+    @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the measured seconds and their share of the fit."
         super().load_state_dict(sd)

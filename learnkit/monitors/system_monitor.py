@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from learnkit.core.model import model_device
 from learnkit.core.optional import import_library
@@ -60,11 +61,13 @@ class SystemMonitor(Monitor):
         super().__init__(every)
         import_library('psutil', 'SystemMonitor')
 
+    @override
     def before_fit(self) -> None:
         "Start measuring the CPU load."
         super().before_fit()
         import_library('psutil', 'SystemMonitor').cpu_percent()
 
+    @override
     def measure(self) -> dict[str, float]:
         "Return the load of CPU, RAM, disk, network and GPU by name."
         psutil = import_library('psutil', 'SystemMonitor')

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import OptimizerError
@@ -209,6 +210,7 @@ class Lookahead(OptimWrapper):
             g.setdefault('lookahead_step', 0)
 
     @torch.no_grad()
+    @override
     def step(self, closure: Callable[[], Any] | None = None, only: str | int | None = None) -> Any:
         "Take a step; every `k` steps, update the slow weights and set the fast weights to them."
         groups = []
@@ -234,6 +236,7 @@ class Lookahead(OptimWrapper):
             torch._foreach_copy_(fast_weights, slow_weights)
         return loss
 
+    @override
     def clear_state(self, closures: bool = False) -> None:
         "Clear the optimizer states, including slow weights and the step count."
         super().clear_state(closures)
