@@ -119,7 +119,7 @@ def check_resume(
 
     def train(until: int, resume: Any = False) -> _StopAt:
         stop = _StopAt(until)
-        with _as_new_process(learn):
+        with _as_new_process(learn), deferred.paused():
             if resume is not False:
                 _seed_from_entropy()
             learn.fit(n_epoch, cbs=stop, resume=resume)
@@ -129,7 +129,7 @@ def check_resume(
 
     writers = [cb for cb in learn.cbs if declared(cb, 'writes_files')]
     with (
-        deferred_interrupts(),
+        deferred_interrupts() as deferred,
         learn.lock,
         learn.removed_cbs(writers),
         _redirect_files(learn) as folder,

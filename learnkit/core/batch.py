@@ -215,18 +215,10 @@ def find_bs(
 ) -> int:
     """Return the number of samples in a batch.
 
-    The first matching case decides:
-
-    1. `size_func` is given: its return value.
-    2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: the number of its sequences; an
-       object with `num_graphs`: that number. Inputs come before targets. Entries of nested mappings, dataclasses and
-       named tuples count as entries of the batch.
-    3. The first entry with a size is a list or tuple of m tensors, dicts or other containers, the first with n rows:
-       either m samples, or m inputs of n samples. Another entry decides if its size matches only one of m and n: a
-       tensor of n rows, a list of m strings or dicts, a list of m tensors. The last such entry wins, so that targets
-       take precedence.
-    4. No other entry decides: m, one entry per sample.
-    5. No entry holds a tensor with a dimension: the length of the first list of numbers, strings, dicts or tensors.
+    `size_func` decides if it is given. Otherwise the first tensor or array decides by its first axis, inputs before
+    targets; a PackedSequence counts its sequences, and an object with `num_graphs` its graphs. Entries of nested
+    mappings, dataclasses and named tuples count as entries of the batch, entries of lists do not. Without such an
+    entry, the length of the first list or tuple decides.
 
     Raises `BatchError` in any other case.
 
@@ -235,8 +227,6 @@ def find_bs(
     >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 40)]
     >>> find_bs((images,), ([{'boxes': torch.zeros(5, 4)}, {'boxes': torch.zeros(1, 4)}],))
     2
-    >>> find_bs(([torch.zeros(64, 9), torch.zeros(64, 5)],), (torch.zeros(64),))  # two inputs
-    64
     """
     if size_func is not None:
         return int(size_func(b, yb))
@@ -276,7 +266,7 @@ def count_stacked(
 
 
 def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
-    """Return False if `find_bs` counts by case 4 and the entries of the list could also be stacked inputs.
+    """Return False if the first list fits neither reading, a list of samples or of stacked inputs, or both.
 
     Tensors with different first dimensions are samples. Images (C, H, W) with 1, 3 or 4 channels are samples too.
 
@@ -704,32 +694,21 @@ def _iter_tensor_sizes(b: Any) -> Iterator[int]:
             yield from _iter_tensor_sizes(o)
 
 
-def _iter_list_sizes(b: Any, is_entry: bool = False) -> Iterator[int]:
-    "Yield the length of each list of leaves in `b`, in order; a nested list may also be a tuple or hold dicts."
-    children = children_of(b) or []
-    holds_samples = all(_is_leaf(o) or (is_entry and not _is_list(o)) for o in children)
-    if children and holds_samples and (_is_list(b) if is_entry else isinstance(b, list)):
-        yield len(b)
-    for o in children:
-        yield from _iter_list_sizes(o, is_entry=True)
-
-
 def _is_leaf(o: Any) -> bool:
     return children_of(o) is None
 
 
 def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
-    "Return the number of samples by cases 2 to 5 of `find_bs`, and whether it is certain, see `has_certain_size`."
-    for o in chain(_iter_entries(xb), _iter_entries(yb)):
-        n = next(_iter_tensor_sizes(o), None)
-        if n is None:
-            continue
-        if _is_list(o):
-            return _count_listed(o, [*_iter_entries(xb), *_iter_entries(yb)])
-        return n, True
-    n = next(chain(_iter_list_sizes(xb), _iter_list_sizes(yb)), None)
+    "Return the number of samples as `find_bs` does, and whether it is certain, see `has_certain_size`."
+    entries = [*_iter_entries(xb), *_iter_entries(yb)]
+    lists = [o for o in entries if _is_list(o) and o]
+    sizes = (size for o in entries if not _is_list(o) for size in _iter_tensor_sizes(o))
+    n = next(sizes, None)
     if n is not None:
-        return n, True
+        return n, not lists or n in (len(lists[0]), next(_iter_tensor_sizes(lists[0]), n))
+    if lists:
+        n = len(lists[0])
+        return n, any(len(o) == n and _must_be_samples(o) for o in lists)
     raise BatchError(
         f'The batch has no size: there is no tensor with a dimension in {describe(xb)}. Give a tensor '
         'whose first dimension counts the samples, or `Learner(size_func=f)`, where f(xb, yb) counts '
@@ -737,33 +716,9 @@ def _count_with_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
     )
 
 
-def _count_listed(counted: Any, entries: list[Any]) -> tuple[int, bool]:
-    "Return the number of samples by cases 3 and 4, and whether it is certain; `counted` is the first list with a size."
-    candidates = {len(counted), *_list_first_sizes(counted)}
-    for other in reversed(entries):
-        if other is counted:
-            continue
-        fitting = candidates.intersection(_list_possible_sizes(other))
-        if len(fitting) == 1:
-            return next(iter(fitting)), True
-    return len(counted), len(candidates) == 1 or _must_be_samples(counted)
-
-
-def _list_possible_sizes(o: Any) -> list[int]:
-    "Return the possible numbers of samples of an entry: for a list of tensors, its length and the tensors' rows."
-    if not _is_list(o):
-        return list(_iter_tensor_sizes(o))[:1]
-    return [len(o)] if _holds_dicts(o) else [len(o), *_list_first_sizes(o)]
-
-
-def _list_first_sizes(o: Any) -> list[int]:
-    "Return the possible numbers of samples by the first entry of a list that has a size."
-    return next(filter(None, map(_list_possible_sizes, o)), [])
-
-
 def _must_be_samples(o: Any) -> bool:
-    "Return True if a list holds dicts, images or tensors of different sizes, which stacked inputs cannot be."
-    return _holds_dicts(o) or _are_images(o) or len(set(_iter_tensor_sizes(o))) > 1
+    "Return True if a list holds no tensors, or dicts, images or tensors of different sizes, as no stacked inputs."
+    return _holds_dicts(o) or _are_images(o) or len(set(_iter_tensor_sizes(o))) != 1
 
 
 def _holds_dicts(o: Any) -> bool:

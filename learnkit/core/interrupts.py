@@ -1,9 +1,9 @@
-"""Handling of Ctrl-C: the interrupt is raised only after contexts have been entered or left completely.
+"""Handling of Ctrl-C: the interrupt is raised only after a run has been set up or ended completely.
 
 A signal can arrive between any two instructions of Python. If it arrives inside the `__exit__` of a context, the rest
-of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until contexts that are being entered or
-left are complete. `run_all` runs all steps of a list even if some raise. `end_in_one_line` prints one line instead of
-a traceback if Ctrl-C ends a script."""
+of this method is skipped. `deferred_interrupts` delays `KeyboardInterrupt` until all contexts of a run are entered, or
+left. `run_all` runs all steps of a list even if some raise. `end_in_one_line` prints one line instead of a traceback
+if Ctrl-C ends a script."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType, TracebackType
+from typing import Self
 
 __all__ = ['deferred_interrupts', 'allow_interrupts', 'end_in_one_line', 'run_all']
 
-# methods during which an interrupt is delayed; an interrupt in a `__del__` would be lost
-_UNINTERRUPTED = ('__enter__', '__exit__', '__del__')
 _ATTEMPTS = 10  # maximum number of times that an interrupted step is run
 _LINE = 'learnkit_line'  # attribute of an interrupt: the line to print
-# functions that call user code, which may take long and can be interrupted immediately
-_interruptible: set[CodeType] = set()
+# a token for each running `allow_interrupts`
+_allowed: list[object] = []
 
 
-def allow_interrupts(f: Callable[..., Any]) -> Callable[..., Any]:
-    "Decorate a function so that Ctrl-C can interrupt its calls even while a context is being left."
-    _interruptible.add(f.__code__)
-    return f
+@contextmanager
+def allow_interrupts() -> Iterator[None]:
+    "Let Ctrl-C interrupt user code, which may take long, at once although a run is being ended."
+    token = object()
+    _allowed.append(token)
+    try:
+        yield
+    finally:
+        _allowed.remove(token)
 
 
 class deferred_interrupts:
-    """Delay Ctrl-C until every context inside this one that is being entered or left is complete.
+    """Delay Ctrl-C within a context, except while it is paused.
 
-    The first Ctrl-C raises `KeyboardInterrupt` as soon as no `__enter__` or `__exit__` is running, the second one
-    immediately. This context has an effect only in the main thread, and only if Python's default signal handler is
-    installed. That handler is restored in the block of `with deferred.paused()` and at the end.
+    The first Ctrl-C raises `KeyboardInterrupt` when the context is paused or left, the second one immediately. This
+    context has an effect only in the main thread, and only if Python's default signal handler is installed. That
+    handler is restored in the block of `with deferred.paused()` and at the end.
 
     >>> handler = signal.getsignal(signal.SIGINT)
     >>> with deferred_interrupts() as deferred, deferred.paused():
@@ -47,13 +50,10 @@ class deferred_interrupts:
     def __init__(self) -> None:
         self._is_active = False
         self._is_waiting = False  # True while an interrupt is delayed
-        # frame that entered this context; frames outside of it are ignored
-        self._entering_frame: FrameType | None = None
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._entering_frame = sys._getframe(1)
             self._is_active = True
             self._install()
         return self
@@ -61,16 +61,14 @@ class deferred_interrupts:
     def __exit__(self, *exc_info: object) -> None:
         self._uninstall()
         self._is_active = False
-        self._entering_frame = None
-        if self._is_waiting:
-            self._stop_waiting()
-            raise KeyboardInterrupt
+        self._raise_delayed()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         "Install Python's default handler within a context, which must be the innermost one."
         self._uninstall()
         try:
+            self._raise_delayed()
             yield
         finally:
             self._install()
@@ -84,33 +82,15 @@ class deferred_interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        # a profile function is used to delay, because Python calls nothing else when a frame ends
-        if self._is_waiting or sys.getprofile() is not None or not self._is_restoring(frame):
-            self._stop_waiting()
+        if self._is_waiting or _allowed:
+            self._is_waiting = False
             raise KeyboardInterrupt
         self._is_waiting = True
-        sys.setprofile(self._raise_when_complete)
 
-    def _raise_when_complete(self, frame: FrameType, event: str, arg: Any) -> None:
-        if not self._is_restoring(frame):
-            self._stop_waiting()
-            raise KeyboardInterrupt
-
-    def _stop_waiting(self) -> None:
+    def _raise_delayed(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            sys.setprofile(None)
-
-    def _is_restoring(self, frame: FrameType | None) -> bool:
-        "Return True if a context is being entered or left in one of the frames."
-        inner = frame
-        while frame is not None and frame is not self._entering_frame:
-            if frame.f_code.co_name in _UNINTERRUPTED:
-                return True
-            if frame.f_code in _interruptible and frame is not inner:
-                return False
-            frame = frame.f_back
-        return False
+            raise KeyboardInterrupt
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

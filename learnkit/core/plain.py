@@ -20,6 +20,7 @@ __all__ = [
     'clone_view',
     'identify_memory',
     'is_dense',
+    'map_plain',
     'to_plain',
     'to_storable',
 ]
@@ -49,6 +50,26 @@ def as_atom(value: Any) -> Any:
     return value
 
 
+def map_plain(
+    value: Any,
+    leaf: Callable[
+        [Any, str], Any
+    ],  # f(entry, place): the result for an entry that is no container
+    where: str = '',  # place of the value, to which the places of its entries are appended
+) -> Any:
+    """Apply `leaf` to the entries of nested dicts, lists and tuples, and return them in plain containers.
+
+    >>> map_plain({'a': [1, 2]}, lambda entry, place: f'{place}={entry}', 'x')
+    {'a': ["x['a'][0]=1", "x['a'][1]=2"]}
+    """
+    if isinstance(value, Mapping):
+        return {k: map_plain(v, leaf, f'{where}[{k!r}]') for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [map_plain(v, leaf, f'{where}[{i}]') for i, v in enumerate(value)]
+        return entries if isinstance(value, list) else tuple(entries)
+    return leaf(value, where)
+
+
 def to_plain(
     value: Any,  # state or configuration
     where: str,  # name of the value in errors
@@ -61,17 +82,16 @@ def to_plain(
     >>> to_plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
     {'lr': 0.5, 'sizes': [1, 2]}
     """
+    return map_plain(value, _to_plain_leaf, where)
+
+
+def _to_plain_leaf(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Tensor):
         return as_plain(value)
     if isinstance(value, ATOMS):
         return as_atom(value)
-    if isinstance(value, Mapping):
-        return {k: to_plain(v, f'{where}[{k!r}]') for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [to_plain(v, f'{where}[{i}]') for i, v in enumerate(value)]
-        return entries if isinstance(value, list) else tuple(entries)
     raise OptionError(
         f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
         'strings, and lists, tuples or dicts of them.'
@@ -111,6 +131,10 @@ def to_storable(value: Any) -> Any:
     >>> to_storable({'per class': np.array([0.5, 1.]), 'figure': object()})
     {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
     """
+    return map_plain(value, _to_storable_leaf)
+
+
+def _to_storable_leaf(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in ATOMS:
@@ -119,11 +143,6 @@ def to_storable(value: Any) -> Any:
         return clone_view(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
         return torch.tensor(value)
-    if isinstance(value, Mapping):
-        return {k: to_storable(v) for k, v in value.items() if type(k) in ATOMS}
-    if isinstance(value, (list, tuple)):
-        entries = map(to_storable, value)
-        return list(entries) if isinstance(value, list) else tuple(entries)
     return None
 
 

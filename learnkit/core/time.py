@@ -96,10 +96,6 @@ class Time:
     def __repr__(self) -> str:
         return f"Time('{self}')"
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        return definitions({str(self): format_time(self.value, self.unit)})
-
     def __bool__(self) -> bool:
         return self.value != 0
 
@@ -129,19 +125,6 @@ class Time:
         return (
             self._map(lambda v: Fraction(v) / other) if isinstance(other, Real) else NotImplemented
         )
-
-    def __floordiv__(self, other: Any) -> Any:
-        if isinstance(other, Time):
-            return int(self.value // self._get_value_of(other))
-        return self._map(lambda v: v // other) if isinstance(other, Real) else NotImplemented
-
-    def __mod__(self, other: Time) -> Time:
-        if not isinstance(other, Time):
-            return NotImplemented
-        return Time(self.value % self._get_value_of(other), self.unit)
-
-    def __abs__(self) -> Time:
-        return self
 
     def _map(self, change: Callable[[Any], Any]) -> Time:
         return Time(change(self.value), self.unit)

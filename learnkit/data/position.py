@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.batch import are_equal
 from learnkit.core.errors import CheckpointError
+from learnkit.core.plain import ATOMS, map_plain
 from learnkit.core.random import (
     capture_rng,
     preserved_rng,
@@ -260,6 +261,7 @@ class LoaderPosition:
                 _restore(dl, self.start)
                 batches = dl.from_batch(n)
             elif 'loader' in self._own_state and not self._must_replay():
+                _restore(dl, self.start)  # the loader may draw its order again
                 dl.load_state_dict(_unmark_arrays(self._own_state['loader']))
                 batches = iter(dl)
             else:
@@ -552,19 +554,18 @@ def _skip(it: Iterator[Any], n: int) -> State | None:
 
 def _mark_arrays(value: Any, where: str) -> Any:
     "Copy a loader's state, with arrays as marked tensors. Raises `CheckpointError` for other objects."
+    return map_plain(value, _mark_leaf, where)
+
+
+def _mark_leaf(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+    if isinstance(value, ATOMS):
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
         return {_ARRAY: torch.from_numpy(value.copy())}
-    if isinstance(value, Mapping):
-        return {k: _mark_arrays(v, f'{where}[{k!r}]') for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [_mark_arrays(v, f'{where}[{i}]') for i, v in enumerate(value)]
-        return entries if isinstance(value, list) else tuple(entries)
     raise CheckpointError(
         f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
         'sampler and its data set keep tensors, arrays, numbers, strings, and lists, tuples or '

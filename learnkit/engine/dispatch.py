@@ -16,7 +16,6 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
-from learnkit.core.interrupts import allow_interrupts
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
@@ -250,7 +249,6 @@ class CallbackHost(Declared):
         self.callbacks = CallbackSet(cast(LearnerLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
-    @allow_interrupts
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str:

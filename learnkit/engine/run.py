@@ -238,7 +238,8 @@ def call_each(
             continue
         learn.running = cb, event_name, learn.running
         try:
-            call_handler(handler)
+            with allow_interrupts():
+                handler()
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and interrupted:
                 raise
@@ -251,12 +252,6 @@ def call_each(
         finally:
             learn.running = learn.running[2]
     return raised
-
-
-@allow_interrupts
-def call_handler(handler: Callable[[], Any]) -> None:
-    "Call a handler at the end of a run."
-    handler()
 
 
 @contextmanager

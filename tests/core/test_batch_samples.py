@@ -72,12 +72,13 @@ def boxes(n: int) -> list[dict[str, Tensor]]:
         # a list of inputs: targets have as many entries as its tensors have rows
         (([torch.zeros(64, 2), torch.zeros(64, 5)],), (torch.zeros(64),), 64),
         (([torch.zeros(64, 2), torch.zeros(9, 5)],), (torch.zeros(64),), 64),
-        (([torch.zeros(64, 2), torch.zeros(64, 5)],), (['a'] * 64,), 64),
+        # without a tensor outside of lists, the first list decides
+        (([torch.zeros(64, 2), torch.zeros(64, 5)],), (['a'] * 64,), 2),
         (([{'a': torch.zeros(64, 2)}, {'a': torch.zeros(64, 2)}],), (torch.zeros(64),), 64),
         (
             ([torch.zeros(64), torch.zeros(64)],),
             ([torch.zeros(64), torch.zeros(64), torch.zeros(64)],),
-            64,
+            2,
         ),
         # nothing else decides: one entry a sample
         ((images(64),), (), 64),
@@ -104,6 +105,7 @@ def test_samples_of_a_batch(xb: Any, yb: Any, n: int) -> None:
         ([torch.zeros(64, 2), torch.zeros(64, 2)], [], False),
         ([torch.zeros(64, 2), torch.zeros(64, 2)], [torch.zeros(64)], True),
         ([torch.zeros(64), torch.zeros(64)], [[torch.zeros(64), torch.zeros(64)]], False),
+        (images(16, channels=3), [torch.zeros(57, 6)], False),  # boxes of all images
     ],
 )
 def test_what_the_default_alone_decides(x: Any, y: Any, is_certain: bool) -> None:

@@ -158,14 +158,7 @@ def test_errors_name_the_value_and_the_fix() -> None:
 def test_numbers_of_other_kinds() -> None:
     assert Time(np.int64(5), 'ba') == Time(5.0, 'ba') == Time(Fraction(10, 2), 'ba') == Time('5ba')
     two, ten = np.int64(2), Time('10ba')
-    assert (
-        ten / two
-        == ten // two
-        == Time('11ba') // two
-        == ten * np.float64(0.5)
-        == np.float32(0.5) * ten
-        == Time('5ba')
-    )
+    assert ten / two == ten * np.float64(0.5) == np.float32(0.5) * ten == Time('5ba')
     assert Time(np.float32(0.5), 'sec') == Time('0.5sec')
     assert type(Time(np.float64(1), 'sec').value) is float
     assert str(Time(-0.0, 'sec')) == '0sec'
@@ -214,12 +207,9 @@ def test_laws_of_counts(a: int, b: int, c: int, n: int, unit: str) -> None:
     x, y, z = (Time(v, unit) for v in (a, b, c))
     assert x + y == y + x and (x + y) + z == x + (y + z) and (x + y) - y == x
     assert x * n == n * x == Time(a * n, unit) and x * n / n == x and (x + y) * n == x * n + y * n
-    assert x // n * n + Time(a % n, unit) == x and abs(x) is x and bool(x) == (a != 0)
+    assert bool(x) == (a != 0)
     if b:
-        assert x // y == a // b
-        assert x % y == Time(a % b, unit)
         assert x / y == a / b
-        assert y * (x // y) + x % y == x
 
 
 @given(seconds, seconds, st.floats(0.01, 100))
@@ -240,8 +230,6 @@ def test_other_units_do_not_mix() -> None:
         lambda: a + b,
         lambda: a - b,
         lambda: a / b,
-        lambda: a // b,
-        lambda: a % b,
     ):
         with pytest.raises(TimeError, match=r'5ba and 5ep|5ep and 5ba'):
             op()
@@ -253,8 +241,6 @@ def test_other_units_do_not_mix() -> None:
         lambda: a * a,
         lambda: a * '2',
         lambda: a / '2',
-        lambda: a // None,
-        lambda: a % 2,
     ):
         with pytest.raises(TypeError):
             other()  # type: ignore[no-untyped-call]
@@ -276,7 +262,6 @@ def test_results_that_are_not_a_time() -> None:
     for op in (
         lambda: Time('5ba') / 0,
         lambda: Time('5ba') / Time('0ba'),
-        lambda: Time('5sec') // 0,
     ):
         with pytest.raises(ZeroDivisionError):
             op()

@@ -326,8 +326,24 @@ class WithState:
         self.i, self.sums = state['i'], state['sums']
 
 
-def test_a_loader_with_its_own_state() -> None:
-    check(lambda seed: WithState(), STOP_POINTS)
+class Permuted(WithState):
+    "A loader that saves its position, and draws its order from torch's generator when a pass begins."
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(5)
+
+        def batches() -> Iterator[Tensor]:
+            while self.i < 5:
+                self.i += 1
+                yield order[self.i - 1]
+            self.i = 0
+
+        return batches()
+
+
+@pytest.mark.parametrize('kind', [WithState, Permuted])
+def test_a_loader_with_its_own_state(kind: type[WithState]) -> None:
+    check(lambda seed: kind(), STOP_POINTS)
 
 
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
