@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -137,92 +135,42 @@ def save_all(learn: Learner, out: Path) -> float:
 # -- the command line ------------------------------------------------------------------------------
 
 
-class CommandError(Exception):
-    "Error of the command; the message is one line for the user."
-
-
-class Parser(argparse.ArgumentParser):
-    "Argument parser that reports errors in one line, without the usage."
-
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(f'{message} (see --help)')
-
-
-def parse_int(low: int, high: int, text: str) -> int:
-    "Parse an integer from `low` to `high`."
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number') from None
-    if not low <= number <= high:
-        raise argparse.ArgumentTypeError(f'{number} is not between {low} and {high}')
-    return number
-
-
-def make_parser() -> Parser:
-    "Return the parser of the command's options."
-    parser = Parser(
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    "Return the command's options."
+    parser = argparse.ArgumentParser(
         prog='python -m learnkit.demo',
         description='Train a small network on handwritten digits.',
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    count = partial(parse_int, 1, 1_000_000)
-    seed = partial(parse_int, 0, 2**32 - 1)
-    parser.add_argument(
-        '--epochs', type=count, default=15, help='times through the training images'
-    )
-    parser.add_argument(
-        '--seed', type=seed, default=0, help='of the split, the weights and the order'
-    )
-    parser.add_argument(
-        '--out', type=Path, default=Path('digits-demo'), help='folder for what is written'
-    )
-    parser.add_argument('--bs', type=count, default=32, help='images a batch')
-    return parser
-
-
-def check_extras() -> None:
-    "Raise `CommandError` if a library of the `demo` extra is missing."
-    try:
-        check_libraries('the demo', 'sklearn', 'matplotlib')
-    except MissingExtraError as e:
-        raise CommandError(str(e)) from None
-
-
-def check_folder(out: Path) -> None:
-    "Create the folder, and raise `CommandError`, before the training, if it is not writable."
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as e:
-        raise CommandError(f'cannot write into {out}: {e.strerror or e}') from None
-    for name in FILES:
-        if (out / name).is_dir():
-            raise CommandError(f'cannot write {out / name}: it is a folder')
+    parser.add_argument('--epochs', type=int, default=15, help='times through the training images')
+    parser.add_argument('--seed', type=int, default=0, help='of the split, weights and order')
+    parser.add_argument('--out', type=Path, default=Path('digits-demo'), help='folder for files')
+    parser.add_argument('--bs', type=int, default=32, help='images a batch')
+    options = parser.parse_args(argv)
+    for name in ('epochs', 'bs'):
+        if getattr(options, name) < 1:
+            parser.error(f'--{name} is 1 or more')
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     "Run the demo and return the process's exit code."
+    options = parse_options(argv)
     try:
-        options = make_parser().parse_args(argv)
-        check_extras()
-        check_folder(options.out)
-
+        check_libraries('the demo', 'sklearn', 'matplotlib')
+        options.out.mkdir(parents=True, exist_ok=True)
         learn = train(options.epochs, options.seed, options.bs)
-        try:
-            validation_accuracy = save_all(learn, options.out)
-        except OSError as e:
-            raise CommandError(f'could not write into {options.out}: {e.strerror or e}') from e
-        print(f'{validation_accuracy:.1%} of the validation images are classified correctly.')
-        for name, description in FILES.items():
-            print(f'wrote {options.out / name}: {description}')
-    except CommandError as e:
+        validation_accuracy = save_all(learn, options.out)
+    except (MissingExtraError, OSError) as e:
         print(f'learnkit.demo: {e}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print('learnkit.demo: stopped', file=sys.stderr)
         return 130
+    print(f'{validation_accuracy:.1%} of the validation images are classified correctly.')
+    for name, description in FILES.items():
+        print(f'wrote {options.out / name}: {description}')
     return 0
 
 

@@ -237,6 +237,8 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
         tensors, metadata = read_tensors(path)
         with path.open('rb') as f:
             digest = _hash_file(f, metadata['sha256'])[1]
+    except (OSError, MemoryError):
+        raise
     except Exception as e:  # the library's errors have no common base class
         raise _make_damaged_error(path, f'it cannot be read: {_shorten_error(e)}') from None
     if digest != metadata['sha256']:

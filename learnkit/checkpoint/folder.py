@@ -167,14 +167,14 @@ def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
     errors: list[str] = []
     for e in candidates:
         try:
-            state, info = load_state(e.path, digests)
+            found = e.path, *load_state(e.path, digests)
         except (DamagedError, FileNotFoundError) as error:
             errors.append(f'{error}')  # a file may have been removed since the folder was read
-        else:
-            if errors:
-                summary = f'Damaged checkpoints were skipped; {e.path.name} is used.'
-                warn_user('\n  '.join([summary, *errors]))
-            return e.path, state, info
+            continue
+        if errors:
+            summary = f'Damaged checkpoints were skipped; {e.path.name} is used.'
+            warn_user('\n  '.join([summary, *errors]))
+        return found
     subject = 'Every checkpoint with a monitored value' if which == 'best' else 'Every checkpoint'
     summary = (
         f'{subject} in {folder.absolute()} is damaged. To start afresh, leave out '
@@ -243,17 +243,15 @@ def check_files(
         folder = path.with_suffix(suffix)
         for name, (size, digest) in files.items():
             file = folder / name
+            problem = ''
             if not file.resolve().is_relative_to(folder.resolve()):
                 raise damaged_error(path, f'names a file {ascii(name)[:80]}')
             if not file_has_size(file, size):
-                raise damaged_error(
-                    path, f'belongs to {folder.name}/{name}, which is missing or was cut short'
-                )
-            if digests and describe_file(file)[1] != digest:
-                raise damaged_error(
-                    path,
-                    f'belongs to {folder.name}/{name}, whose digest differs: bytes have changed',
-                )
+                problem = 'is missing or was cut short'
+            elif digests and describe_file(file)[1] != digest:
+                problem = 'has another digest: bytes have changed'
+            if problem:
+                raise damaged_error(path, f'belongs to {folder.name}/{name}, which {problem}')
 
 
 def damaged_error(path: Path, what: str) -> DamagedError:

@@ -245,53 +245,29 @@ def draw_masks(
     vocab: Any = None,  # class names
     figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
-    """Draw each image and its masks next to each other, with one legend for the classes; return the axes.
-
-    The title of a further mask has the share of its pixels that are equal to the target; pixels with
-    a negative target do not count.
-    """
+    "Draw each image and its masks next to each other, with one legend for the classes; return the axes."
     n = len(images)
     width = 1 + len(masks)
     samples_per_row = 1 if n <= 3 else 2
     cols = samples_per_row * width
     rows = -(-n // samples_per_row)
     axs = new_axes(n * width, cols, figsize or (1.7 * cols + 1.3, 2.0 * rows), 'compressed')
-    target = next(iter(masks.values()))
     draw_pictures(axs[::width], as_pictures(images), titles)
     for i, (name, mask) in enumerate(masks.items(), 1):
-        names = [name] * n
-        if mask is not target:
-            names = [f'{name}\nright {share}' for share in _shares_right(mask, target)]
-        draw_pictures(axs[i::width], class_colors(mask), names)
+        draw_pictures(axs[i::width], class_colors(mask), [name] * n)
     _add_legend(axs.figure, masks, vocab)
     return axs
 
 
-def _shares_right(mask: Tensor, target: Tensor) -> list[str]:
-    "Return the share of right pixels of each sample as text."
-    shares = []
-    for found, wanted in zip(mask, target, strict=True):
-        counts = wanted >= 0
-        shares.append(f'{(found == wanted)[counts].float().mean():.1%}' if counts.any() else '')
-    return shares
-
-
 def _add_legend(figure: Any, masks: Mapping[str, Tensor], vocab: Any) -> None:
-    "Add a legend of the classes that occur in the masks."
+    "Add a legend of the first classes that occur in the masks; negative ones are ignored pixels."
     patches = import_library('matplotlib.patches', 'A plot')
-    classes = torch.cat([mask.flatten() for mask in masks.values()]).unique().tolist()
-    labels = {k: shorten(find_class_name(k, vocab), 24) for k in classes if k >= 0}
-    if len(labels) < len(classes):
-        labels[-1] = 'ignored'
-    shown = dict(islice(labels.items(), MAX_LEGEND))
-    colors = class_colors(torch.tensor([[[*shown]]]))[0, :, 0].T.tolist()
-    handles = [
-        patches.Patch(facecolor=color, edgecolor='grey', label=label)
-        for color, label in zip(colors, shown.values(), strict=True)
-    ]
-    hidden = len(labels) - len(shown)
-    if hidden:
-        handles.append(patches.Patch(facecolor='none', label=f'... {hidden} more'))
+    classes = torch.cat([mask.flatten() for mask in masks.values()]).unique()[:MAX_LEGEND]
+    colors = class_colors(classes[None, None])[0, :, 0].T.tolist()
+    handles = []
+    for k, color in zip(classes.tolist(), colors, strict=True):
+        label = shorten(find_class_name(k, vocab), 24) if k >= 0 else 'ignored'
+        handles.append(patches.Patch(facecolor=color, edgecolor='grey', label=label))
     legend = figure.legend(handles=handles, loc='outside right upper', fontsize=9)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a dollar sign in a name starts no formula

@@ -106,11 +106,13 @@ def load_callback_states(
 ) -> None:
     """Load each state into its callback.
 
-    Warns of a state without a callback and of a stateful callback without a state.
+    Warns of the `state_dict` of a callback that is gone, and of a stateful callback without a state.
     """
     keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
-    for key in (k for k in states if k not in keys):
+    for key, state in states.items():
+        if key in keys or (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
+            continue  # attributes of a callback that is gone are no loss
         warn(
             f'There is a state for a callback `{key}`, and no such callback.'
             f'{did_you_mean(key, keys)} It is left out; add the callback first to load it.',
@@ -152,7 +154,7 @@ def _get_state(cb: Any) -> Any:
     "Return the result of a callback's `state_dict`, its attributes, or both; None for no state."
     attributes = collect_attributes(cb) if keeps_attributes(cb) else None
     if not has_own_state(cb):
-        return attributes
+        return None if attributes is None else {ATTRIBUTES: attributes}
     state = getattr(cb, 'state_dict', lambda: None)()
     return state if attributes is None else {STATE: state, ATTRIBUTES: attributes}
 
@@ -160,9 +162,9 @@ def _get_state(cb: Any) -> Any:
 def _load_state(cb: Any, state: Any) -> None:
     "Load a state that `_get_state` returned into a callback."
     attributes = None if has_own_state(cb) else state
-    if isinstance(state, Mapping) and STATE in state:
+    if isinstance(state, Mapping) and ATTRIBUTES in state:
         attributes = state[ATTRIBUTES]
-        state = state[STATE]
+        state = state.get(STATE)
     if state is not None and has_own_state(cb):
         cb.load_state_dict(state)
     if keeps_attributes(cb):

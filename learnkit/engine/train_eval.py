@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit.core.errors import CancelEpochException
 from learnkit.core.learner_type import LearnerLike
@@ -118,10 +117,10 @@ class TrainEvalCallback(Callback):
     order = -10
     run_valid = False
     needs_events = False
-    runs_last = 'after_pred', 'before_backward'
+    runs_last = ('before_backward',)
     _has_warned = False  # the warning about `learn.loss` was issued
     _checks_left = 0  # number of checks until the end of the watch
-    _loss_before: Any = None  # weak references to `loss` and `loss_grad`, with their versions
+    _loss_before: Any = None  # `loss` and `loss_grad` with their versions
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -159,52 +158,46 @@ class TrainEvalCallback(Callback):
 
     def _watch_loss(self) -> None:
         "In the first batches, check the loss before and after the handlers of users' callbacks, if there are any."
-        self._checks_left = WATCHED_CHECKS
-        if self._list_user_callbacks('after_pred'):
-            self.before_pred = self._record_loss  # type: ignore[method-assign]
-            self.after_pred = self._check_loss  # type: ignore[method-assign]
-        if self._list_user_callbacks('after_loss', 'before_backward'):
+        if self._list_user_callbacks():
+            self._checks_left = WATCHED_CHECKS
             self.after_loss = self._record_loss  # type: ignore[method-assign]
             self.before_backward = self._check_loss  # type: ignore[method-assign]
 
-    def _list_user_callbacks(self, *events: str) -> list[str]:
-        "Return the class names of users' callbacks that handle one of these events in training."
+    def _list_user_callbacks(self) -> list[str]:
+        "Return the class names of users' callbacks that may change the loss in training."
         table = self.learn.callbacks.tables[True]
-        cbs = [cb for event in events for _, _, cb in table[event] if is_user_callback(cb)]
-        return list(dict.fromkeys(type(cb).__name__ for cb in cbs))
+        cbs = [cb for event in ('after_loss', 'before_backward') for _, _, cb in table[event]]
+        return list(dict.fromkeys(type(cb).__name__ for cb in cbs if is_user_callback(cb)))
 
     def _record_loss(self) -> None:
-        self._loss_before = [
-            take_reference(vars(self.learn).get(name)) for name in ('loss', 'loss_grad')
-        ]
+        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
+        # the version of a tensor counts its in-place changes
+        self._loss_before = [(value, getattr(value, '_version', 0)) for value in values]
 
     def _check_loss(self) -> None:
         "Warn if a callback has replaced `loss` but not `loss_grad`."
         before = self._loss_before
+        self._record_loss()
+        now = self._loss_before
         self._loss_before = None
         self._checks_left -= 1
-        loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        if (
-            before is None
-            or is_unchanged(loss, before[0])
-            or not is_unchanged(loss_grad, before[1])
-        ):
-            if not self._checks_left:
-                self._stop_watching()
+        changed = [
+            a[0] is not b[0] or a[1] != b[1] for a, b in zip(before or now, now, strict=True)
+        ]
+        has_no_effect = changed == [True, False]
+        if has_no_effect or not self._checks_left:
+            self._stop_watching()
+        if not has_no_effect:
             return
         self._has_warned = True
-        self._stop_watching()
-        names = ' or '.join(
-            self._list_user_callbacks('after_pred', 'after_loss', 'before_backward')
-        )
         warn_user(
-            f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
-            'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
-            '`self.learn.loss = self.loss_grad.detach()`.'
+            f'{" or ".join(self._list_user_callbacks())} has set `learn.loss`, which is only what is recorded. '
+            'Gradients are of `loss_grad`, which was left as it was: to train on another loss set '
+            '`self.learn.loss_grad`, and to record it, `self.learn.loss = self.loss_grad.detach()`.'
         )
 
     def _stop_watching(self) -> None:
-        for name in ('before_pred', 'after_pred', 'after_loss', 'before_backward'):
+        for name in ('after_loss', 'before_backward'):
             if name in self.__dict__:
                 delattr(self, name)
         self._loss_before = None
@@ -219,18 +212,6 @@ def missing_train_eval(learn: LearnerLike) -> list[Callback]:
 def is_user_callback(cb: Any) -> bool:
     "Return True for a callback whose handlers are from outside the package."
     return type(cb) is Callback or type(cb).__module__.partition('.')[0] != 'learnkit'
-
-
-def take_reference(t: Any) -> tuple[Any, int] | None:
-    "Return a weak reference to a tensor, and its version (number of in-place changes); None for other objects."
-    return (ref(t), t._version) if isinstance(t, Tensor) else None
-
-
-def is_unchanged(t: Any, before: tuple[Any, int] | None) -> bool:
-    "Return True if `t` is the referenced tensor and has not been modified, or if neither is a tensor."
-    if before is None or not isinstance(t, Tensor):
-        return before is None and not isinstance(t, Tensor)
-    return before[0]() is t and before[1] == t._version
 
 
 class SkipToEpoch(Callback):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastcore.imports import noop
 from torch import Tensor
 
-from learnkit.core.activation import find_activation, find_decoder
 from learnkit.core.batch import (
     batch_counter,
     children_of,
@@ -56,9 +56,9 @@ class BatchCollector(Callback):
 
     def __init__(
         self,
-        with_input: bool,
-        with_loss: bool,
-        with_targs: bool,
+        with_input: bool = False,  # collect the inputs
+        with_loss: bool = False,  # collect the loss of each sample
+        with_targs: bool = True,  # collect the targets
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
@@ -352,20 +352,20 @@ class PredictionSink(BatchCollector):
 
     def __init__(
         self,
-        learn: LearnerLike,
-        give: Callable[..., Any],  # f(*entries), called for each batch
+        give: Callable[..., Any] = noop,  # f(*entries), called for each batch
         with_input: bool = False,  # include the inputs
         with_decoded: bool = False,  # include decoded predictions
         with_loss: bool = False,  # include the loss of each sample
         with_targs: bool = True,  # include the targets
-        act: Callable[[Any], Any] | None = None,  # activation; None: the loss function's
+        act: Callable[[Any], Any] = noop,  # activation of predictions
+        decode: Callable[[Any], Any] = noop,  # decoder of activated predictions
         cpu: bool = True,  # move the entries to the CPU
         transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
         super().__init__(with_input, with_loss, with_targs, cpu, transfer)
         self.give = give
-        self._act = act or find_activation(learn.loss_func)
-        self._decode = find_decoder(learn.loss_func)
+        self._act = act
+        self._decode = decode
         included = {
             'inputs': with_input,
             'preds': True,
@@ -374,16 +374,20 @@ class PredictionSink(BatchCollector):
             'losses': with_loss,
         }
         self.names = tuple(name for name, is_included in included.items() if is_included)
-        self.number = 0  # number of the batch that is passed to `give`
+        self._number = 0
 
     def _take(self, entries: dict[str, Any]) -> None:
-        self.number = entries['iter']
+        self._number = entries['iter']
         is_list = is_sample_list(entries['preds'], entries['n'], entries['has_lists'])
         parts = {k: detuplify(v) if k in ('inputs', 'targs') else v for k, v in entries.items()}
         parts['preds'] = self._act(entries['preds'] if is_list else detuplify(entries['preds']))
         if 'decoded' in self.names:
             parts['decoded'] = self._decode(parts['preds'])
         self.give(*[parts[name] for name in self.names])
+
+    def batch_number(self) -> int:
+        "Return the number of the batch that is passed to `give`."
+        return self._number
 
 
 def reorder_samples(

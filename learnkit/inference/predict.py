@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
@@ -131,7 +130,11 @@ def get_preds(
         if others:
             raise OptionError(f'A sink goes without {", ".join(others)}.')
         entries = PredictionSink(
-            learn, noop, with_decoded=with_decoded, act=act, transfer=AsyncToCPU(), **options
+            with_decoded=with_decoded,
+            act=act or find_activation(learn.loss_func),
+            decode=find_decoder(learn.loss_func),
+            transfer=AsyncToCPU(),
+            **options,
         )
         dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
         _write_predictions(learn, entries, sink, dl, run, new_cbs)
@@ -162,7 +165,7 @@ def _write_predictions(
     "Predict on a loader, and write the entries of each batch to a sink."
     dl, world = shard_loader(learn, dl)
     check_sink(sink, entries.names, world)
-    with open_sink(sink, entries.names, world, lambda: entries.number) as entries.give:
+    with open_sink(sink, entries.names, world, entries.batch_number) as entries.give:
         run(dl, [*cbs, entries])
         world.run_on_all(entries.finish)
 
@@ -225,12 +228,12 @@ def predict_iter(
     new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     batch: list[tuple[Any, ...]] = []
     entries = PredictionSink(
-        learn,
         lambda *values: batch.append(values),
         with_input=with_input,
         with_decoded=with_decoded,
         with_loss=with_loss,
-        act=act,
+        act=act or find_activation(learn.loss_func),
+        decode=find_decoder(learn.loss_func),
         cpu=cpu,
     )
 

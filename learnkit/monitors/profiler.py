@@ -11,6 +11,7 @@ import torch
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.errors import FitError
 from learnkit.core.files import atomic_write, check_folder, check_folder_name, unused_path
+from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, warn_user
 from learnkit.engine.callback import Callback
 
@@ -159,9 +160,10 @@ class TorchProfiler(Callback):
             profiler.export_chrome_trace(str(tmp))
         self.files.append(path)
         if self.n_rows:
-            device = 'cuda' if torch.cuda.is_available() else 'cpu'
-            self.table = profiler.key_averages().table(
-                sort_by=f'self_{device}_time_total', row_limit=self.n_rows
+            device = model_device(self.learn.model, self.learn.dls).type
+            sort_by = (
+                f'self_{device}_time_total' if device in ('cuda', 'xpu') else 'self_cpu_time_total'
             )
+            self.table = profiler.key_averages().table(sort_by, self.n_rows)
             if self.learn.world.is_first:
                 print_line(self, f'{self.table}\n{path}')

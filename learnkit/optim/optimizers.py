@@ -347,12 +347,12 @@ def MuonAdamW(
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
     options: dict[str, Any] = {'lr': lr, 'weight_decay': wd}
-    muon: Any = partial(torch.optim.Muon, momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
-    opt: dict[str, torch.optim.Optimizer] = {'muon': muon(parts['muon'])}
+    muon = torch.optim.Muon(parts['muon'], momentum=mom, adjust_lr_fn=adjust_lr_fn, **options)
+    opt: dict[str, torch.optim.Optimizer] = {'muon': muon}
     if parts['adamw']:
-        fused = all(map(can_fuse, iterate_params(parts['adamw'])))
-        adamw: Any = partial(torch.optim.AdamW, betas=(adam_mom, sqr_mom), eps=eps, **options)
-        opt = {'adamw': adamw(parts['adamw'], fused=fused), **opt}
+        options |= {'eps': eps, 'fused': all(map(can_fuse, iterate_params(parts['adamw'])))}
+        adamw = torch.optim.AdamW(parts['adamw'], betas=(adam_mom, sqr_mom), **options)
+        opt = {'adamw': adamw, 'muon': muon}
     res = _wrap(opt)
     res.share_groups(*slots)
     return res

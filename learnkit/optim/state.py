@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS
+from learnkit.optim.hyperparams import OPTIONS, Split
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
@@ -24,6 +24,18 @@ PARAM_SHAPED = frozenset(
     'exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg sum acc_delta prev step_size ax '
     'slow_weights'.split()
 )
+
+
+class Optimizers(Protocol):
+    "Attributes and methods of `OptimWrapper` that are needed to load a state."
+
+    optimizers: dict[str, torch.optim.Optimizer]
+    exempt: set[nn.Parameter]
+    splits: list[Split]
+
+    def split_groups(self, o: torch.optim.Optimizer) -> None: ...
+    def join_groups(self, o: torch.optim.Optimizer) -> None: ...
+    def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
@@ -38,7 +50,7 @@ def is_single(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def key_by_name(opt: Any, state: Any) -> dict[str, Any]:
+def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
     "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
     if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
@@ -48,7 +60,7 @@ def key_by_name(opt: Any, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def differences(opt: Any, state: Any, model: nn.Module | None = None) -> list[str]:
+def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -69,7 +81,7 @@ def differences(opt: Any, state: Any, model: nn.Module | None = None) -> list[st
 
 
 def compare_state(
-    opt: Any, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
+    opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
 ) -> list[str]:
     "Return a line for each reason why one optimizer cannot load a state."
     label = f'optimizer {name or opt.class_names()}'
@@ -114,7 +126,7 @@ def _find_wrong_shapes(p: Any, state: Mapping[str, Any]) -> dict[str, torch.Size
 
 
 def find_layout(
-    opt: Any, o: torch.optim.Optimizer, groups: list[Any]
+    opt: Optimizers, o: torch.optim.Optimizer, groups: list[Any]
 ) -> tuple[str, list[list[Any]] | None]:
     "Return the name and the parameters of the layout with the sizes of saved param groups, or ('', None)."
     sizes = [len(g['params']) for g in groups]
@@ -124,7 +136,7 @@ def find_layout(
     return '', None
 
 
-def layouts(opt: Any, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
+def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
     "Return the parameters by group: 'now', after `split_groups` ('split') and after `join_groups` ('joined')."
     now = [list(g['params']) for g in o.param_groups]
     decayed: list[list[Any]] = []
@@ -148,7 +160,7 @@ def layouts(opt: Any, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Any, state: Any) -> None:
+def load_state(opt: Optimizers, state: Any) -> None:
     "Load a copy of a state, for which `differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():

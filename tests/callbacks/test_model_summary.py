@@ -275,28 +275,6 @@ def test_nothing_is_disturbed(kind: Any) -> None:
     assert all(map(same, before[2:], everything(learn)[2:]))
 
 
-def test_training_continues_as_without_a_summary() -> None:
-    ends = []
-    for ask in (False, True):
-        torch.manual_seed(2)
-        cbs = Callback(
-            after_pred=lambda cb, ask=ask: cb.learn.summary() if ask and cb.training else None
-        )
-        learn = digits(cbs=cbs)
-        if ask:
-            learn.summary()
-        with learn.no_bar():
-            learn.fit(2)
-        ends.append(
-            [
-                *learn.model.state_dict().values(),
-                torch.tensor(learn.history[-1]['valid_loss']),
-                torch.rand(1),
-            ]
-        )
-    assert all(map(torch.equal, *ends))
-
-
 def test_in_the_middle_of_a_fit_the_current_batch_is_taken() -> None:
     seen: list[str] = []
     learn = digits(cbs=Callback(before_backward=lambda cb: seen.append(cb.learn.summary().input)))

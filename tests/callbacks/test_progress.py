@@ -268,30 +268,6 @@ def test_logger_is_print_after_any_end(
     assert len(shown[0].closed) == 1
 
 
-def test_logger_is_print_after_a_callback_put_its_own_in_front(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Both(Callback):
-        order = 70
-
-        def before_fit(self) -> None:
-            self.old = self.logger
-            self.learn.logger = self.write
-
-        def write(self, row: Any) -> None:
-            rows.append(row)
-            self.old(row)
-
-        def after_fit(self) -> None:
-            self.learn.logger = self.old
-
-    rows: list[Any] = []
-    learn = make_learner(cbs=Both())
-    learn.fit(2)
-    assert learn.logger is print
-    assert len(rows) == 2 and len(capsys.readouterr().out.splitlines()) == 3
-
-
 def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
     def wrap(cb: Any) -> None:
         cb.learn.logger = lambda row: None

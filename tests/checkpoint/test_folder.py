@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +158,6 @@ def test_ties_go_to_the_earlier() -> None:
     assert find_superfluous(made([1.0, 1.0, 1.0]), 1, 1) == [Path('1')]
 
 
-def test_all_stay_without_a_number() -> None:
-    assert find_superfluous(made([1.0] * 50), None, 0) == []
-
-
 values = st.lists(
     st.one_of(st.none(), st.just(math.nan), st.floats(-2, 2), st.just(math.inf), st.integers(-1, 1))
 )
@@ -185,12 +180,6 @@ def test_what_stays(values: list[Any], keep_last: int, keep_best: int, mode: str
         out = find_superfluous(left, keep_last, keep_best)
         left = [o for o in left if o.path not in out]
     assert {e.number for e in left} == stay
-
-
-def test_every_short_sequence() -> None:
-    for sequence in product([None, 1.0, 2.0], repeat=4):
-        left = {int(p.name) for p in find_superfluous(made(list(sequence)), 1, 1)}
-        assert 3 not in left and (1.0 not in sequence or sequence.index(1.0) not in left)
 
 
 def test_a_process_that_goes_elsewhere_keeps_its_folder(

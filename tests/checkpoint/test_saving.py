@@ -12,9 +12,8 @@ import pytest
 import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
-from torch import nn
 
-from learnkit import DataLoaders, Learner
+from learnkit import Learner
 from learnkit.core.errors import OptimizerError, OptionError, WeightsError
 from tests.helpers.comparing import same
 from tests.helpers.saving import digest, learner, net
@@ -40,27 +39,6 @@ def test_the_layout_matches_torch_and_fastai(tmp_path: Path) -> None:
     expected = set(learn.model.state_dict())
     assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == expected
     assert learn.save('a').read_bytes() == learn.save('a').read_bytes()
-
-
-def test_parameters_stay_the_same_objects_and_are_trained_on(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    learn.save('a')
-    params = list(learn.model.parameters())
-    learn.load('a')
-    assert all(a is b for a, b in zip(params, learn.model.parameters(), strict=True))
-    before = params[0].detach().clone()
-    learn.fit(1)
-    assert not torch.equal(before, params[0])
-
-
-def test_weights_alone_leave_the_optimizer_without_state(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    learn.save('a')
-    fresh = learner(tmp_path).load('a', with_opt=False)
-    assert not fresh.opt.state_dict()['state']  # an optimizer without a state, as in fastai
-    assert same(fresh.model.state_dict(), learn.model.state_dict())
 
 
 def test_a_plain_state_dict_loads_and_numpy_rates_are_saved(tmp_path: Path) -> None:
@@ -292,22 +270,3 @@ def test_damaged_files_are_refused_wherever_they_are_hit(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------- show_results
-
-
-class Shown(list[Any]):
-    "A loader with `show_batch`."
-
-    def show_results(self, batch: Any, preds: Any, max_n: int = 9, **kwargs: Any) -> Any:
-        return batch, preds, max_n, kwargs
-
-
-def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions() -> None:
-    x, y = torch.rand(4, 3), torch.rand(4, 1)
-    loss = nn.MSELoss()
-    loss.decodes = lambda p: p.round()  # type: ignore[assignment]  # as fastai's losses have it
-    learn = Learner(DataLoaders([(x, y)], Shown([(x, y)])), net(), loss)
-    batch, preds, max_n, kwargs = learn.show_results(max_n=2, figsize=3)
-    assert batch == (x, y) and (max_n, kwargs) == (2, {'figsize': 3})
-    assert torch.equal(preds, learn.get_preds()[0].round())
-    expected = 'x[0] x[1] x[2] target predicted'.split()
-    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == expected

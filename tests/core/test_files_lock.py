@@ -34,11 +34,6 @@ def test_taking_and_giving_up(tmp_path: Path) -> None:
         assert other.held and not lock.held
 
 
-def test_two_folders(tmp_path: Path) -> None:
-    with FolderLock(tmp_path / 'a'), FolderLock(tmp_path / 'b'):
-        pass
-
-
 def test_an_error_in_the_block_gives_it_up(tmp_path: Path) -> None:
     with pytest.raises(ValueError), FolderLock(tmp_path):
         raise ValueError
@@ -65,13 +60,6 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / '.lock').unlink()
     with FolderLock(tmp_path):
         pass  # the failure left nothing in the registry
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / 'file').touch()
-    for path in (tmp_path / 'file', tmp_path / 'file' / 'below'):
-        with pytest.raises(OSError):
-            FolderLock(path).acquire()
 
 
 @pytest.mark.parametrize('code', [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])

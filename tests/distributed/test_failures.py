@@ -13,6 +13,7 @@ from learnkit import Callback
 from learnkit.core.comm import join_ranks
 from learnkit.core.errors import DistributedError
 from learnkit.distributed.failures import is_lost
+from learnkit.engine.seams import Seams
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
 
@@ -157,7 +158,7 @@ def test_a_closed_comm_leaves_no_connection_open() -> None:
         parts.wrapped = wrapped
 
         class Holder:
-            _replica = wrapped
+            seams = Seams()
 
         parts.release(Holder())
         began = time.monotonic()

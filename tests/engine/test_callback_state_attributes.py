@@ -111,13 +111,16 @@ def test_a_handler_of_the_resumed_epoch_does_not_change_what_was_saved() -> None
     learn, seen = make(), []
     learn.add_cb(Keep())
     learn.add_cb(Callback(before_draw=lambda cb: seen.append(cb.learn.remembers.fresh)))
-    state = kept[2]['callbacks']['remembers']
+    state = kept[2]['callbacks']['remembers']['__attributes__']
     assert state['fresh'] is False  # in the middle of an epoch
     learn.fit(
         2,
         resume={
             **kept[2],
-            'callbacks': {**kept[2]['callbacks'], 'remembers': {**state, 'fresh': True}},
+            'callbacks': {
+                **kept[2]['callbacks'],
+                'remembers': {'__attributes__': {**state, 'fresh': True}},
+            },
         },
     )
     assert seen[0] is True  # `before_epoch`, which came again, has set it to False
@@ -135,7 +138,7 @@ def test_options_are_those_of_the_checkpoint() -> None:
         return synth_learner(n_train=3, cbs=Scaled(by))
 
     _, kept = train_without_stop(lambda: with_option(1.0), lambda learn, _: learn.fit(1))
-    assert kept[1]['callbacks']['scaled'] == {'by': 1.0, 'n': 2}
+    assert kept[1]['callbacks']['scaled'] == {'__attributes__': {'by': 1.0, 'n': 2}}
     learn = with_option(5.0)
     learn.add_cb(Keep())
     learn.fit(1, resume=kept[1])
@@ -159,7 +162,7 @@ def test_parts_of_the_model_stay_its_own() -> None:
     learn.add_cb(Keep())
     learn.fit(1, resume=kept[1])
     assert learn.holds.first is learn.model.a and learn.holds.params[0] is learn.model.a
-    assert kept[1]['callbacks']['holds'] == {'n': 4}
+    assert kept[1]['callbacks']['holds'] == {'__attributes__': {'n': 4}}
 
 
 def test_what_would_not_load_is_left_out_and_named(tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_a_tensor_of_the_loop_is_data() -> None:
     learn = synth_learner(cbs=Keeps())
     learn.add_cb(Keep())
     learn.fit(1)
-    state = learn.keep.kept[0]['callbacks']['keeps']
+    state = learn.keep.kept[0]['callbacks']['keeps']['__attributes__']
     assert list(state) == ['kept'] and isinstance(state['kept'], Tensor)
 
 

@@ -106,7 +106,7 @@ def test_a_handler_of_a_loss_is_checked_in_the_first_batches_only(event: str) ->
     assert 0.5 <= extra <= 3  # the call, and the share of timed steps
 
 
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
 def test_a_loss_set_without_effect_is_a_warning(event: str) -> None:
     def double(cb: Callback) -> None:
         cb.learn.loss = 2 * torch.ones(())

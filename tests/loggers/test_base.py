@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, MetricError, OptionError, Recorder, TimeError
+from learnkit import Callback, MetricError, OptionError, TimeError
 from learnkit.loggers import (
     ConsoleLogger,
     CSVLogger,
     JSONLinesLogger,
-    Logger,
     MlflowLogger,
     TensorBoardLogger,
     WandbLogger,
@@ -41,13 +40,6 @@ def test_losses_match_a_plain_loop(tmp_path: Path) -> None:
     losses, evaluated = logged(tmp_path, 'loss'), logged(tmp_path, 'valid_loss')
     assert losses == pytest.approx({s: train[s - 1] for s in (4, 8, 12, 16, 20, 24, 28)}, rel=1e-6)
     assert evaluated == pytest.approx({10: valid[0], 20: valid[1], 30: valid[2]}, rel=1e-6)
-
-
-def test_each_step_comes_once_and_in_order(tmp_path: Path) -> None:
-    learn = learner(tmp_path, LogHalf, JSONLinesLogger(every='3ba'))
-    learn.fit(2)
-    learn.fit(1)
-    assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 31))
 
 
 def test_hypers_match_the_step(tmp_path: Path) -> None:
@@ -180,17 +172,6 @@ def test_a_rate_in_a_tensor_matches_the_step(tmp_path: Path) -> None:
     assert len(set(learn.recorder.lrs)) == 10
 
 
-def test_two_evaluations_in_one_step_leave_the_last(tmp_path: Path) -> None:
-    learn = learner(
-        tmp_path,
-        LogHalf,
-        JSONLinesLogger,
-        Callback(after_epoch=lambda cb: cb.learn.do_evaluation()),
-    )
-    learn.fit(1)
-    assert list(logged(tmp_path, 'valid_loss')) == list(logged(tmp_path, 'valid_half')) == [10]
-
-
 def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
     again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
     learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
@@ -218,38 +199,12 @@ def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
         learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
 
 
-def test_one_name_by_two_of_one_class(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r'by First \(`first`\) and by First \(`first_2`\)'):
-        learner(tmp_path, First(), First(), JSONLinesLogger).fit(1)
-
-
-def test_one_name_in_evaluation(tmp_path: Path) -> None:
-    def log(cb: Callback) -> None:
-        if not cb.training:
-            cb.learn.log('same', 1.0)
-
-    with pytest.raises(OptionError, match=r'`valid_same` .* step 10'):
-        learner(tmp_path, Callback(after_loss=log), Callback(after_pred=log), JSONLinesLogger).fit(
-            1
-        )
-
-
 def test_the_name_of_a_metric(tmp_path: Path) -> None:
     def log(cb: Callback) -> None:
         cb.learn.log('l1_loss', 1.0)
 
     learn = learner(tmp_path, Callback(before_step=log), JSONLinesLogger, metrics=nn.L1Loss())
     with pytest.raises(MetricError, match=r"log\('l1_loss'\)"):
-        learn.fit(1)
-
-
-def test_the_loggers_own_names(tmp_path: Path) -> None:
-    learn = learner(
-        tmp_path,
-        Callback(before_step=lambda cb: cb.learn.log('lr', 1.0)),
-        JSONLinesLogger(every='2ba'),
-    )
-    with pytest.raises(OptionError, match=r'`lr`.* step 2: .* JSONLinesLogger'):
         learn.fit(1)
 
 
@@ -300,14 +255,6 @@ def test_only_fits_are_logged(tmp_path: Path) -> None:
     assert (tmp_path / 'metrics.jsonl').read_text() == before
     learn.fit(1)
     assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 21))
-
-
-def test_without_a_recorder(tmp_path: Path) -> None:
-    learn = learner(tmp_path, JSONLinesLogger)
-    learn.remove_cb(Recorder)
-    learn.fit(1)
-    expected = [{'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}]
-    assert read_log(tmp_path / 'metrics.jsonl') == expected
 
 
 def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
@@ -407,12 +354,6 @@ def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
     assert {k: params[0][k] for k in expected} == expected
     assert params[0]['callbacks'].endswith('JSONLinesLogger, LogHalf')
     assert params[0]['callback/json_lines_logger/every'] == '10ba'
-
-
-def test_the_base_logger_trains(tmp_path: Path) -> None:
-    learn = learner(tmp_path, Logger())
-    learn.fit(1)
-    assert learn.base_logger._last_written == 10
 
 
 @pytest.mark.cuda

@@ -227,14 +227,6 @@ def test_tensorboard_images_text_and_configuration(tmp_path: Path) -> None:
     assert json.loads(params.tensor_proto.string_val[0])['model'] == 'Linear'
 
 
-def test_tensorboard_appends_to_an_existing_folder(tmp_path: Path) -> None:
-    pytest.importorskip('tensorboard')
-    for _ in range(2):
-        with learner(tmp_path, TensorBoardLogger('tb', every='5ba')) as learn:
-            learn.fit(1)
-    assert [s for s, _ in tensorboard_points(tmp_path, 'loss')] == [5, 10, 15, 20]
-
-
 def test_tensorboard_gives_each_run_a_folder(tmp_path: Path) -> None:
     pytest.importorskip('tensorboard')
     for _ in range(2):

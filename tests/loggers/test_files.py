@@ -73,13 +73,6 @@ def test_csv_names_are_quoted(tmp_path: Path) -> None:
     assert [row[name] for row in read_log(tmp_path / 'metrics.csv')] == list(range(10))
 
 
-def test_pandas_reads_csv(tmp_path: Path) -> None:
-    pd = pytest.importorskip('pandas')
-    learner(tmp_path, CSVLogger(every='1ba')).fit(1)
-    found = pd.read_csv(tmp_path / 'metrics.csv')['loss'].tolist()
-    assert found == pytest.approx(plain_losses(1)[0], rel=1e-6)
-
-
 def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
     pd = pytest.importorskip('pandas')
     learn = learner(tmp_path, CSVLogger(every='1ba'))
@@ -107,19 +100,6 @@ def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: 
     assert steps(tmp_path / name) == [5, 10, 15, 20]
     learner(tmp_path, cls(every='5ba', append=False)).fit(1)
     assert steps(tmp_path / name) == [5, 10]
-
-
-@BOTH
-def test_several_learners_append_in_turn(tmp_path: Path, cls: Any, name: str) -> None:
-    logger = cls(every='5ba')
-    first, second = learner(tmp_path, logger), learner(tmp_path)
-    first.fit(1)
-    second.add_cb(logger)
-    second.fit(1)
-    second.fit(1)
-    first.add_cb(logger)
-    first.fit(1)
-    assert steps(tmp_path / name) == list(range(5, 45, 5))
 
 
 @BOTH
@@ -222,13 +202,6 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path: Path, cls: Any, name: 
         assert all(json.loads(line) for line in lines)
     else:
         assert len({line.count(',') for line in lines}) == 1
-
-
-@BOTH
-def test_a_file_with_only_a_torn_line(tmp_path: Path, cls: Any, name: str) -> None:
-    (tmp_path / name).write_text('{"st' if cls is JSONLinesLogger else 'st')
-    learner(tmp_path, cls).fit(1)
-    assert steps(tmp_path / name) == [10]
 
 
 @BOTH
@@ -359,14 +332,6 @@ def test_images_without_pillow_are_refused_by_name(monkeypatch: pytest.MonkeyPat
         encode_png(as_images(torch.rand(3, 2, 2))[0])
 
 
-@pytest.mark.parametrize('shape', [(7, 5), (1, 7, 5), (3, 7, 5), (4, 7, 5), (2, 1, 7, 5)])
-def test_png_is_what_pillow_reads(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    images = as_images(torch.rand(shape))
-    (tmp_path / 'a.png').write_bytes(encode_png(images[0]))
-    read = np.array(pytest.importorskip('PIL.Image').open(tmp_path / 'a.png'))
-    assert np.array_equal(read.reshape(images[0].shape), images[0])
-
-
 def test_images_of_every_kind() -> None:
     floats = torch.tensor([[0.0, 0.5, 1.0], [-3.0, 2.0, float('nan')]])
     assert as_images(floats)[0, :, :, 0].tolist() == [[0, 128, 255], [0, 255, 0]]
@@ -404,16 +369,3 @@ def test_a_later_line_that_is_not_of_a_log_is_reported_before_training(
     with pytest.raises(OptionError, match='log'):
         learn.fit(1)
     assert learn.time.ba == 0 and (tmp_path / log.fname).read_text() == text
-
-
-@pytest.mark.parametrize('captions', ['ab', 5, iter('ab'), ['a']])
-def test_captions_that_are_not_a_list_are_refused(captions: Any) -> None:
-    with pytest.raises(OptionError, match='give a list of 2'):
-        arrange_images(torch.zeros(2, 3, 8, 6), captions)
-
-
-def test_captions_may_be_any_text() -> None:
-    matplotlib = pytest.importorskip('matplotlib')
-    with matplotlib.rc_context({'text.usetex': True}):
-        drawn = arrange_images(torch.zeros(2, 3, 8, 6), ['a_$b', 'name\udcff.png'], grid=False)
-    assert drawn.shape == (2, 143, 96, 3) and (drawn[:, :15] < 128).any((1, 2, 3)).all()

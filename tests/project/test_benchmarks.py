@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import environments, gpu, tasks
+from benchmarks import gpu, tasks
 from benchmarks.programs import classify_learnkit, classify_loop, classify_tuned
 from tests.helpers.measuring import devices
 
@@ -66,16 +66,6 @@ def test_the_large_gpt_has_124_million_weights() -> None:
     assert sum(p.numel() for p in resnet.parameters()) == 11_173_962  # He's ResNet-18 for CIFAR
 
 
-def test_a_gpt_sees_no_later_token() -> None:
-    model = gpu.GPT(vocabulary=7, length=6)
-    tokens = torch.randint(7, (2, 6))
-    changed = tokens.clone()
-    changed[:, 4:] = (changed[:, 4:] + 1) % 7
-    a, b = model(tokens), model(changed)
-    torch.testing.assert_close(a[:, :4], b[:, :4])
-    assert not torch.allclose(a[:, 4:], b[:, 4:])
-
-
 # -- time to accuracy ------------------------------------------------------------------------------
 
 
@@ -103,23 +93,6 @@ def test_programs_train_in_place(
     assert right.double().mean() > 0.95
 
 
-def test_lines_of_code_are_counted() -> None:
-    source = '''"""A docstring
-
-of three lines."""
-# a comment
-import torch  # counts
-
-def f(
-    x,
-):
-    "Another."
-    return """one
-two"""
-'''
-    assert tasks.count_lines(source) == 6
-
-
 def test_every_task_has_a_setting_and_every_package_a_program() -> None:
     settings = tasks.json.loads(tasks.SETTINGS.read_text('utf-8'))
     assert settings.keys() == tasks.TASKS.keys()
@@ -127,46 +100,3 @@ def test_every_task_has_a_setting_and_every_package_a_program() -> None:
         assert settings[task]['epochs'] in tasks.TASKS[task].epochs
         for package in tasks.PACKAGES:
             assert tasks.program_of(task, package).exists()
-
-
-def test_the_table_sorts_by_seconds_and_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tasks, 'is_installed', lambda library: library != 'fastai')
-
-    def rounds(*seconds: float) -> list[dict[str, float]]:
-        return [{'seconds': s, 'score': 0.97, 'first_epoch': 2.0} for s in seconds]
-
-    found = {'learnkit': rounds(1.0, 9.0, 2.0), 'loop': rounds(3.0, 1.0, 1.5), 'keras': 'an error'}
-    lines = tasks.report('digits', found).splitlines()
-    assert lines[4].startswith('| by hand | 1.50 | 0.970 | 2.0 |')
-    assert lines[5].startswith('| learnkit | 2.00 |')
-    assert '| fastai | not installed | | |' in lines[6] and '| Keras 3 | failed' in lines[7]
-    assert lines[-1] == 'an error'
-
-
-def test_scores_of_seeds_have_their_mean_and_standard_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tasks, 'train_once', lambda task, program, data, seed, *rest: (0.0, seed))
-    monkeypatch.setattr(tasks, 'score_model', lambda task, seed, data, part: seed % 100 / 10)
-    monkeypatch.setattr(tasks, 'prepare_process', lambda task, package: (None, None))
-    lines = tasks.report_scores('digits', ['loop', 'learnkit'], 3).splitlines()
-    assert lines[1].split() == ['by', 'hand', '0.1000', '+-', '0.0577']  # of 0, 0.1 and 0.2
-    assert lines[2].split() == ['learnkit', '0.1000', '+-', '0.0577']
-
-
-def test_a_process_continues_in_an_environment_that_exists(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(environments, 'FOLDER', tmp_path)
-    monkeypatch.setattr(environments.os, 'execv', lambda *args: calls.append(args))
-    monkeypatch.setenv('PYTHONPATH', '')
-    environments.continue_in('tasks', 'benchmarks.tasks', ['--tune'])
-    assert calls == []
-    python = tmp_path / 'tasks' / 'bin' / 'python'
-    python.parent.mkdir(parents=True)
-    python.touch()
-    environments.continue_in('tasks', 'benchmarks.tasks', ['--tune'])
-    assert calls == [(python, [str(python), '-m', 'benchmarks.tasks', '--tune'])]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import distributed, parts, scaling
-from benchmarks.teams import SUBJECTS, TASKS, Clock, in_turns
+from benchmarks.teams import TASKS, in_turns
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -45,13 +45,6 @@ def test_subjects_train_alike_to_the_last_bit(name: str, monkeypatch: pytest.Mon
 
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_the_steady_part_of_a_turn() -> None:
-    clock = Clock([(0.0, 0.0), (5.0, 3.0), (7.0, 4.0)])
-    assert (
-        clock.per_step(replace(TASKS['linears'], n_batches=4)) == [0.5, 0.25] and clock.ticks == []
-    )
 
 
 def test_parts_are_measured() -> None:
@@ -111,16 +104,3 @@ def test_scaling_arithmetic() -> None:
     )
     assert eight['data: the latter, share of an epoch'] == pytest.approx(0.1 / 1250)
     assert set(scaling.costs(s, 64)) == set(eight)
-
-
-def test_the_table_takes_other_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert distributed.main(['--scale', '--step-ms', '50']) == 0
-    printed = capsys.readouterr().out
-    assert printed == scaling.table(scaling.Setting(step_ms=50.0)) + '\n'
-    assert [
-        line.split()[-1] for line in printed.splitlines() if line.startswith('flag: waited')
-    ] == ['52.3']
-    with pytest.raises(SystemExit):
-        distributed.main(['--workloads', 'no-such'])
-    assert set(distributed.WORKLOADS) == set(TASKS)
-    assert all(set(w.subjects) == set(SUBJECTS) for w in distributed.WORKLOADS.values())

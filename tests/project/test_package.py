@@ -21,7 +21,6 @@ import torch
 
 import learnkit
 from benchmarks import step
-from benchmarks.harness import Comparison, Result, Workload, report
 from benchmarks.subjects import SUBJECTS, Task
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
@@ -201,40 +200,6 @@ def test_the_map_shows_the_packages_in_their_order() -> None:
     assert [*(name for _, _, name in order), '__main__'] == PACKAGES
 
 
-def test_imports_are_read_right() -> None:
-    known = dict.fromkeys(
-        ['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT
-    )
-    source = '\n'.join(
-        [
-            'import os, learnkit.errors',
-            'from ..loop import Loop',
-            'from . import hooks, thing',
-            'from .hooks import A',
-            'if TYPE_CHECKING:',
-            '    from ..learner import Learner',
-            'class A:',
-            '    def f(self):',
-            '        from learnkit import x',
-        ]
-    )
-    found = imports_of('callbacks.mixup', source, known)
-    assert {one.importer for one in found} == {'callbacks.mixup'}
-    assert sorted(one.imported for one in found) == [
-        'callbacks',
-        'callbacks.hooks',
-        'callbacks.hooks',
-        'errors',
-        'learner',
-        'learnkit',
-        'loop',
-    ]
-    assert imports_of('callbacks', 'from .mixup import A', known) == [
-        Import('callbacks', 'callbacks.mixup')
-    ]
-    assert imports_of('learnkit', 'from .loop import Loop', known) == [Import('learnkit', 'loop')]
-
-
 # ------------------------------------------------------------------------------------- files, names
 
 
@@ -411,28 +376,6 @@ def test_benchmarks_train_alike(subject: str) -> None:
         assert torch.equal(expected, got)
 
 
-def test_benchmark_arithmetic() -> None:
-    comparisons = (
-        Comparison('x more', 'x', 'raw', 'ns', 1000),
-        Comparison('y more', 'y', 'x', 'ns', 1000),
-    )
-    libraries = {'raw': 'torch', 'x': 'torch', 'y': 'no_such_library'}
-    workload = Workload('w', 'title', 'none', libraries, comparisons=comparisons)
-    assert workload.installed() == ['raw', 'x']
-
-    result = Result(
-        workload, {'raw': [10.0, 20.0, 10.0], 'x': [15.0, 30.0, 40.0]}, {'y': 'why it failed'}
-    )
-    row = {'subject': 'x', 'median': 30, 'over': 10, 'ratio': 1.5, 'ratio_min': 1.5, 'ratio_max': 4}
-    assert result.rows()[1] == row
-    assert result.differences() == [
-        {'label': 'x more', 'unit': 'ns', 'median': 10_000, 'min': 5_000, 'max': 30_000}
-    ]
-    assert 'why it failed' in report(result)
-
-    assert Result(workload, {'x': [1.0]}, {'raw': 'failed'}).rows() == []
-
-
 @pytest.mark.full
 def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / 'step.json'
@@ -451,18 +394,6 @@ def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [row['subject'] for row in table['rows']] == ['raw', 'learnkit-bare']
     assert all(row['median'] > 0 for row in table['rows'])
     assert 'learnkit-bare' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    'arguments', [['--frameworks', 'other'], ['--rounds', '0'], ['--json', 'no/such/folder/x']]
-)
-def test_benchmark_refuses_bad_arguments(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        step.main(arguments)
-    assert stopped.value.code == 2
-    assert arguments[1] in capsys.readouterr().err
 
 
 def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:

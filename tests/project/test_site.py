@@ -16,7 +16,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import pytest
 
 import learnkit
-from learnkit.engine.events import EVENTS, LEVELS, LIFECYCLE
+from learnkit.engine.events import EVENTS, LIFECYCLE
 from tests.helpers.building import build
 from tests.helpers.fresh import output_of
 
@@ -67,17 +67,6 @@ def test_the_drawing_has_every_event_in_order_and_is_what_the_page_shows() -> No
     ]
     assert {text for kind, text in texts if kind != 'note'} == set(EVENTS)
     assert sum(kind == 'note' for kind, _ in texts) == sum(m.is_note for m in LIFECYCLE)
-
-
-def test_the_drawing_nests_as_the_loop_does() -> None:
-    drawn = drawing()
-    heights = [int(n) for n in re.findall(r'<rect[^>]*height="(\d+)"', drawn)]
-    lefts = [int(n) for n in re.findall(r'<rect[^>]* x="(\d+)"', drawn)]
-    assert len(heights) == sum(m.event.startswith('[for each') for m in LIFECYCLE)
-    # each in the last
-    assert lefts[:4] == sorted(set(lefts[:4])) and heights[:4] == sorted(heights[:4], reverse=True)
-    levels = [m for m in LIFECYCLE if m.event in {level.before for level in LEVELS.values()}]
-    assert drawn.count('class="level"') == len(levels)
 
 
 def test_the_map_is_what_its_script_draws_and_its_page_shows() -> None:
@@ -138,23 +127,6 @@ def broken(folder: Path) -> Iterator[str]:
                 yield f'{path.name}: no {url}'
     for path in folder.rglob('*.css'):
         yield from (f'{path.name} loads {url}' for url in FETCHED.findall(path.read_text('utf-8')))
-
-
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
-    (tmp_path / 'b.html').write_text('<p id="here">x</p>')
-    (tmp_path / 'a.html').write_text(
-        '<a href="b.html#here">1</a><a href="b.html#there">2</a><a href="c.html">3</a><a href="https://x.org">4</a>'
-        '<a href="#own">5</a><i id="own"></i><img src="data:image/png;base64,">'
-        '<script src="https://x.org/y.js"></script>'
-    )
-    assert Page('<img src="a.png"><img src="b.png" alt="b">').silent == ['a.png']
-    (tmp_path / 's.css').write_text('@import "https://x.org/f.css"; a { background: url(i.png) }')
-    assert list(broken(tmp_path)) == [
-        'a.html: no b.html#there',
-        'a.html: there is no c.html',
-        'a.html loads https://x.org/y.js',
-        's.css loads https://x.org/f.css',
-    ]
 
 
 @pytest.fixture(scope='module')

@@ -158,7 +158,7 @@ def test_addition_with_accumulation(row: Any, size: int | None) -> None:
 
 
 @pytest.mark.silent('a callback that sets learn.loss alone: warnings')
-@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward'])
+@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
 def test_setting_loss_alone_is_warned_of(row: Any, event: str) -> None:
     def double(cb: Any) -> None:
         cb.learn.loss = cb.learn.loss * 2
