@@ -256,6 +256,12 @@ def check_opt_func(
     check_maker(opt_func)
     maker = unwrap_partial(opt_func)
     name = getattr(maker, '__name__', repr(maker))
+    is_muon = maker is getattr(torch.optim, 'Muon', None)
+    if is_muon and any(p.ndim != 2 for p in iterate_params(groups)):
+        raise OptimizerError(
+            'Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
+            'these with AdamW.'
+        )
     try:
         inspect.signature(opt_func).bind(groups, lr=0.0, **options)
     except ValueError:

@@ -13,7 +13,8 @@ from tests.helpers.libraries import import_or_skip, require, skip_if_absent
 
 @pytest.fixture
 def without_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'torchmetrics', None)
+    for name in ('torchmetrics', 'torchmetrics.classification'):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, 'fastai', None)
     monkeypatch.delenv('LEARNKIT_ALL_LIBRARIES', raising=False)
 
