@@ -39,6 +39,7 @@ class Advice:
         batch = learn.seams.batch
 
         def check_and_train(learn: LearnerLike) -> None:
+            __tracebackhide__ = True
             learn.seams.batch = batch
             check_first_batch(learn)
             learn.train_batch()

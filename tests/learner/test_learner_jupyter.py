@@ -58,9 +58,7 @@ LOOKS = {
     'learn.history': 'valid_loss',
     'learn.recorder': '80 steps',
     'learn.timings': 'backward',
-    "learn.explain('after_batch')": 'Recorder.after_batch',
     'learn.time': '2 epochs',
-    "Time('1h20m')": '1:20:00',
     'learn.check_resume()': 'to the last bit',
 }
 
@@ -74,19 +72,6 @@ def test_it_is_shown_as_a_table_in_the_pages_colours_and_as_text(
     assert expected in html and '<table' in html and html.count('<tr>') == html.count('</tr>') > 0
     assert not re.search(r'(?<!border-)color|background|<script|<style|https?:', html)
     assert text and len(text) < 3000 and len(html) < 5000
-
-
-def test_a_trace_is_folded(kernel: Kernel) -> None:
-    [output] = kernel.run("""
-def double(cb): cb.learn.xb = tuple(2 * x for x in cb.xb)
-with learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback(before_batch=double)), learn.trace() as trace:
-    learn.fit(2)
-trace""")
-    html, n = output.data['text/html'], int(kernel.value('len(trace)'))
-    assert n >= 84
-    assert f'... {n - 60} more ...' in html
-    assert '<td style="text-align:left">xb</td>' in html
-    assert html.count('<tr>') == 62
 
 
 def test_a_models_own_picture_is_not_taken_for_the_learners(kernel: Kernel) -> None:
@@ -129,7 +114,6 @@ def test_the_graph_is_one_picture_that_is_kept(kernel: Kernel) -> None:
     assert re.fullmatch(
         r'loss after 600 steps: train \d\.\d{4}, valid \d\.\d{4}', graph.data['text/plain']
     )
-    assert graph.metadata['image/png'] == {'width': 576, 'height': 307}
     assert 5_000 < len(graph.data['image/png']) < 80_000
     assert kernel.value('__import__("matplotlib.pyplot").pyplot.get_fignums()') == '[]'
 
