@@ -26,9 +26,7 @@ from learnkit.callbacks.lr_suggestions import valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.core.batch import detuplify, to_detach
-from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.denominator import LossWeights, check_weight_func
 from learnkit.core.errors import (
     CallbackError,
     CancelError,
@@ -46,6 +44,7 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders, decodes_batches
 from learnkit.data.evaluator import as_every
 from learnkit.debug.repr import learner_html, learner_text
+from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine import own_loop
 from learnkit.engine.advice import Advice
 from learnkit.engine.budget import Budget, parse_iteration, parse_length
@@ -64,6 +63,7 @@ from learnkit.engine.checks import (
 )
 from learnkit.engine.closure import ClosureStep
 from learnkit.engine.counters import COUNTER_OF_UNIT
+from learnkit.engine.denominator import LossWeights, check_weight_func
 from learnkit.engine.dispatch import ContextStack, as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.loop import Loop

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from learnkit.core.denominator import (
+from learnkit.core.errors import LossError, OptionError
+from learnkit.engine.denominator import (
     ClassTargets,
     Denominator,
     Elements,
@@ -25,7 +26,6 @@ from learnkit.core.denominator import (
     Unknown,
     denominator_of,
 )
-from learnkit.core.errors import LossError, OptionError
 
 __all__ = [
     'BaseLoss',

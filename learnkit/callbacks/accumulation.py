@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.denominator import check_is_mean
-from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
 from learnkit.core.validation import check_count, warn_user
+from learnkit.distributed.dtensor import local_shards
 from learnkit.engine.callback import Callback
+from learnkit.engine.denominator import check_is_mean
 from learnkit.engine.microbatch import divide
 from learnkit.engine.own_loop import OptimizeCall
 

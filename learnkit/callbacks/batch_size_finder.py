@@ -13,7 +13,6 @@ from typing_extensions import override
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.lr_finder import NoEvaluations
 from learnkit.core.batch import batch_counter, slice_batch
-from learnkit.core.comm import launched_as
 from learnkit.core.errors import BatchError, CancelFitException, FitError, add_note
 from learnkit.core.interrupts import deferred_interrupts
 from learnkit.core.learner_type import LearnerLike
@@ -21,6 +20,7 @@ from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.data.show import first_batch
 from learnkit.distributed.callback import DistributedTraining
+from learnkit.distributed.comm import launched_as
 from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback, declared
 from learnkit.engine.microbatch import is_out_of_memory

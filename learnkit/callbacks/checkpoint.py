@@ -37,13 +37,13 @@ from learnkit.checkpoint.weights import (
     find_trainable,
     leave_out_frozen_weights,
 )
-from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError, TimeError
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count, warn_user
 from learnkit.core.version import VERSION
+from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.callback_state import warn_of_lost_attributes
 from learnkit.engine.counters import Every

@@ -12,11 +12,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from learnkit.callbacks.training import bad_option
-from learnkit.core.dtensor import distribute_like, local_shards
 from learnkit.core.errors import OptionError, WeightsError
 from learnkit.core.model import has_lazy_tensors
 from learnkit.core.time import Time
 from learnkit.core.validation import is_number
+from learnkit.distributed.dtensor import distribute_like, local_shards
 from learnkit.engine.callback import Callback
 
 __all__ = ['EMA']

@@ -24,7 +24,6 @@ from learnkit.checkpoint.saving import (
     resolve_path,
 )
 from learnkit.core.batch import call_by_name, count_stacked, describe, map_tensors, passed_names
-from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import (
     DistributedError,
     ModelError,
@@ -36,6 +35,7 @@ from learnkit.core.files import atomic_write, check_file
 from learnkit.core.model import bare_model, preserved_modes
 from learnkit.core.optional import check_libraries
 from learnkit.core.random import preserved_rng
+from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, canonical_event
 

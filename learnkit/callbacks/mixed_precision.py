@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.core.errors import (
     CancelStepException,
     ModelError,
@@ -22,6 +21,7 @@ from learnkit.core.errors import (
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import check_count, check_number, warn_user
+from learnkit.distributed.dtensor import is_dtensor, local_shard, local_shards, total_norm
 from learnkit.engine.callback import Callback
 
 __all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']

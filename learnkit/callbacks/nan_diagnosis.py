@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from learnkit.callbacks.hooks import Hooks, run_uncompiled
 from learnkit.callbacks.model_summary import restored_model
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
-from learnkit.core.dtensor import local_shard, unpack_shards
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
+from learnkit.distributed.dtensor import local_shard, unpack_shards
 
 __all__ = [
     'all_finite',

@@ -13,12 +13,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from typing_extensions import override
 
 from learnkit.core.batch import map_tensors, short_repr
-from learnkit.core.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.plain import as_plain
 from learnkit.core.validation import is_number
 from learnkit.data.dataloaders import epoch_length, evaluation_loaders
+from learnkit.distributed.dtensor import is_dtensor, local_shards, total_norm
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
 

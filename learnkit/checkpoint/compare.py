@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.dtensor import gather_full_state
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
 from learnkit.core.validation import check_count
+from learnkit.distributed.dtensor import gather_full_state
 from learnkit.engine.callback_state import collect_nondeterministic_state
 
 __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']

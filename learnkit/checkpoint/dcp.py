@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
-from learnkit.core.comm import Comm
-from learnkit.core.dtensor import empty_on_host, full_tensor, is_dtensor
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
+from learnkit.distributed.comm import Comm
+from learnkit.distributed.dtensor import empty_on_host, full_tensor, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -31,7 +31,6 @@ from learnkit.core.batch import (
     passed_names,
     tensors_in,
 )
-from learnkit.core.dtensor import gather_full_state, mesh_of
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import as_local_path, atomic_write, check_file
 from learnkit.core.learner_type import LearnerLike
@@ -44,6 +43,7 @@ from learnkit.core.plain import to_plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.show import first_batch
+from learnkit.distributed.dtensor import gather_full_state, mesh_of
 from learnkit.engine.checks import check_function
 from learnkit.engine.optimizer import has_foreign_opt
 from learnkit.optim.state import is_torch_state

@@ -33,7 +33,14 @@ from learnkit.checkpoint.weights import (
     compare_stored,
     load_stored,
 )
-from learnkit.core.dtensor import (
+from learnkit.core.errors import CheckpointError, add_note
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model, model_device
+from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
+from learnkit.core.random import capture_rng, restore_rng
+from learnkit.core.validation import warn_user
+from learnkit.data.position import check_position
+from learnkit.distributed.dtensor import (
     distribute_like,
     gather_full_state,
     host_mesh,
@@ -42,13 +49,6 @@ from learnkit.core.dtensor import (
     mesh_of,
     on_host,
 )
-from learnkit.core.errors import CheckpointError, add_note
-from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, model_device
-from learnkit.core.plain import as_plain, identify_memory, is_dense, to_plain
-from learnkit.core.random import capture_rng, restore_rng
-from learnkit.core.validation import warn_user
-from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state
 from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import (

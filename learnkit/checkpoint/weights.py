@@ -18,11 +18,11 @@ from learnkit.checkpoint.compare import digest
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
-from learnkit.core.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 from learnkit.core.errors import CheckpointError, OptionError, WeightsError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, move_to_device
 from learnkit.core.plain import identify_memory, is_dense, to_plain
+from learnkit.distributed.dtensor import distribute_like, full_tensor, local_shard, mesh_of
 
 __all__ = [
     'Stored',

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from learnkit.core.comm import Comm
 from learnkit.core.time import Timestamp
+from learnkit.distributed.comm import Comm
 
 __all__ = ['LearnerLike']
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learnkit.core.comm import Comm
+from learnkit.distributed.comm import Comm
 
 __all__ = ['BatchShare', 'Weights']
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import batch_counter
-from learnkit.core.comm import SINGLE_RANK, join_ranks
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
@@ -23,6 +22,7 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.batch_share import BatchShare, Weights
+from learnkit.distributed.comm import SINGLE_RANK, join_ranks
 from learnkit.distributed.compare import (
     check_alike,
     check_bare,

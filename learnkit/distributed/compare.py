@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learnkit.core.comm import Comm
-from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
+from learnkit.distributed.comm import Comm
 from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.dtensor import is_dtensor
 
 __all__ = [
     'check_alike',

@@ -13,9 +13,9 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
-from learnkit.core.comm import Comm, has_agent_store
 from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.distributed.comm import Comm, has_agent_store
 from learnkit.engine.dispatch import format_place
 
 __all__ = ['Failures', 'is_lost']

@@ -13,7 +13,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from learnkit.core.dtensor import (
+from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import has_weights, wrappers_of
+from learnkit.distributed.ddp import broadcast_tensors
+from learnkit.distributed.dtensor import (
     close_hosts,
     distribute_like,
     full_tensor,
@@ -21,10 +25,6 @@ from learnkit.core.dtensor import (
     open_hosts,
     reshard,
 )
-from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
-from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import has_weights, wrappers_of
-from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.distributed.parallel import Parallelism
 from learnkit.engine.callback import declared
 from learnkit.optim.wrapper import OptimWrapper

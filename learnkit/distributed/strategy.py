@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from learnkit.checkpoint.dcp import replace_at, take_parts
 from learnkit.core.batch import count_samples, find_bs, slice_batch
-from learnkit.core.comm import Comm
-from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
+from learnkit.distributed.comm import Comm
 from learnkit.distributed.compare import compute_checksum
+from learnkit.distributed.dtensor import is_dtensor
 from learnkit.engine.microbatch import divide, weighted_loss
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from learnkit.core.batch import count_samples, describe, has_certain_size, short_repr, slice_batch
-from learnkit.core.denominator import check_is_mean
 from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
@@ -20,6 +19,7 @@ from learnkit.core.validation import (
     warn_of_order,
     warn_user,
 )
+from learnkit.engine.denominator import check_is_mean
 
 __all__ = ['Advice', 'check_first_batch', 'explain_error']
 

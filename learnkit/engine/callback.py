@@ -26,8 +26,8 @@ from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, cano
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from learnkit.core.comm import Comm
     from learnkit.core.time import Timestamp
+    from learnkit.distributed.comm import Comm
     from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Callback', 'IntervalCallback', 'Periodic', 'MissingAttribute']

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.dtensor import reshard
 from learnkit.core.interrupts import run_all
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
+from learnkit.distributed.dtensor import reshard
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from learnkit.core.batch import count_samples, find_bs, microbatches
-from learnkit.core.comm import has_joined
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
+from learnkit.distributed.comm import has_joined
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import end_run, open_run
 

@@ -27,14 +27,14 @@ from learnkit.core.batch import (
     rebuild,
     tensors_in,
 )
-from learnkit.core.comm import SINGLE_RANK, Comm
-from learnkit.core.denominator import IGNORED, denominator_of
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.files import as_local_path
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
+from learnkit.distributed.comm import SINGLE_RANK, Comm
 from learnkit.engine.callback import Callback
 from learnkit.engine.counters import sample_count
+from learnkit.engine.denominator import IGNORED, denominator_of
 from learnkit.inference.sinks import save_plain
 from learnkit.metrics.merge import gather_on_host, interleave
 

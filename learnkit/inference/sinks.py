@@ -19,10 +19,10 @@ from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit.core.batch import describe
-from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.files import as_local_path
 from learnkit.core.plain import ATOMS, as_atom
+from learnkit.distributed.comm import Comm
 
 __all__ = ['check_sink', 'open_sink', 'save_plain']
 

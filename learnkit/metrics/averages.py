@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.core.batch import count_samples, describe, short_repr, to_detach
-from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, unwrap_partial, whole_batch
 from learnkit.core.validation import warn_user
+from learnkit.engine.denominator import denominator_of
 from learnkit.metrics.base import Mean, Metric, flatten_mapping, is_scalar, widen
 
 __all__ = [

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.denominator import IGNORED
 from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.engine.denominator import IGNORED
 from learnkit.metrics.averages import SumMetric
 from learnkit.metrics.base import flatten_pair
 

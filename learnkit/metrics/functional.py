@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.denominator import IGNORED, count_targets
 from learnkit.core.errors import MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
+from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
 from learnkit.metrics.counts import flatten_classes

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from learnkit.core.batch import are_equal, map_tensors, to_device
-from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
+from learnkit.distributed.comm import Comm
 from learnkit.metrics.state import (
     Pairs,
     collect_accumulated,

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import OptimizerError, did_you_mean
 from learnkit.core.model import unwrap_partial
+from learnkit.distributed.dtensor import local_shard
 
 __all__ = [
     'HYPERS',

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from learnkit.core.dtensor import local_shards
 from learnkit.core.errors import OptimizerError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import is_count, is_number
+from learnkit.distributed.dtensor import local_shards
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, iterate_params
 from learnkit.optim.wrapper import OptimWrapper
 

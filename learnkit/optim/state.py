@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
-from learnkit.core.dtensor import distribute_like, is_dtensor
+from learnkit.distributed.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS, Split
 
 __all__ = ['is_torch_state', 'differences', 'load_state']

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
-from learnkit.core.dtensor import local_shard
 from learnkit.core.errors import (
     LearnkitError,
     ModelError,
@@ -22,6 +21,7 @@ from learnkit.core.errors import (
     UnknownEventError,
     WeightsError,
 )
+from learnkit.distributed.dtensor import local_shard
 from learnkit.testing import synth_learner
 from tests.helpers.ranks import run_ranks
 

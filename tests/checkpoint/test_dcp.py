@@ -17,9 +17,9 @@ from learnkit import EMA, Callback, Checkpoint
 from learnkit.checkpoint.dcp import Writers, find_parts_folder, load_parts, take_parts
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.folder import check_files, find
-from learnkit.core.comm import join_ranks
-from learnkit.core.dtensor import gather_full_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
+from learnkit.distributed.comm import join_ranks
+from learnkit.distributed.dtensor import gather_full_state
 from tests.helpers.fsdp import WithStatistics, learner, max_difference, state_values
 from tests.helpers.ranks import run_ranks, started_ranks
 

@@ -23,9 +23,9 @@ from learnkit import (
     ProgressCallback,
 )
 from learnkit.callbacks import EMA
-from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.distributed import DistributedTraining
+from learnkit.distributed.comm import SINGLE_RANK
 from tests.helpers.distributing import compare, make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks
 

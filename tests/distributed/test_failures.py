@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from learnkit import Callback
-from learnkit.core.comm import join_ranks
 from learnkit.core.errors import DistributedError
+from learnkit.distributed.comm import join_ranks
 from learnkit.distributed.failures import is_lost
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks

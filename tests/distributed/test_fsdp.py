@@ -20,8 +20,8 @@ from learnkit import (
 )
 from learnkit.callbacks.training import ChannelsLast, GradientValueClip
 from learnkit.checkpoint.compare import digest, learn_state
-from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, LossError, ModelError, OptionError
+from learnkit.distributed.dtensor import is_dtensor
 from learnkit.distributed.fsdp import Sharded, check_can_be_sharded, find_units
 from learnkit.optim.optimizers import SGD, Adam, Lookahead, MuonAdamW, RAdam, RMSProp
 from tests.helpers.fsdp import Block, Net, WithStatistics, learner, max_difference, state_values

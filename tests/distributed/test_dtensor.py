@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from learnkit import Checkpoint, DistributedError
-from learnkit.core import dtensor as dtensors
-from learnkit.core.dtensor import close_hosts, host_mesh, open_hosts
+from learnkit.distributed import dtensor as dtensors
+from learnkit.distributed.dtensor import close_hosts, host_mesh, open_hosts
 from tests.helpers.fsdp import learner, state_values
 from tests.helpers.ranks import run_ranks
 

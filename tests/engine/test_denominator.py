@@ -26,8 +26,8 @@ from learnkit import (
     Recorder,
     TrainEvalCallback,
 )
-from learnkit.core.denominator import Samples, Unknown, denominator_of
 from learnkit.core.errors import OptionError
+from learnkit.engine.denominator import Samples, Unknown, denominator_of
 from learnkit.losses import (
     DiceLoss,
     FocalLossFlat,
