@@ -35,8 +35,8 @@ MAX_SIZE = 8192  # largest size to try if the number of training samples is not 
 
 def find_batch_size(
     learn: LearnerLike,
-    max_size: int | None = None,
-    exact: bool = False,
+    max_size: int | None,
+    exact: bool,
 ) -> int:
     "Return the largest batch size with which a training step fits in memory."
     check_not_running(learn)

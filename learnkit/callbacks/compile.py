@@ -71,7 +71,7 @@ TIMED = 6
 ODD_IN_A_ROW = 8
 
 
-def compile_learner(learn: LearnerLike, step: bool = False, **options: Any) -> Any:
+def compile_learner(learn: LearnerLike, step: bool, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself

@@ -238,13 +238,13 @@ class NoEvaluations(EvaluationSchedule):
 
 def lr_find(
     learn: LearnerLike,
-    start_lr: Any = 1e-7,
-    end_lr: Any = 10,
-    num_it: int = 100,
-    stop_div: bool = True,
-    show_plot: bool = True,
-    suggest_funcs: Any = valley,
-    ax: Any = None,
+    start_lr: Any,
+    end_lr: Any,
+    num_it: int,
+    stop_div: bool,
+    show_plot: bool,
+    suggest_funcs: Any,
+    ax: Any,
 ) -> Any:
     "Train a few batches with a growing rate, undo the training, and return suggested rates."
     funcs = _name_functions(suggest_funcs)

@@ -148,7 +148,7 @@ class Replay(Callback):
 
 def replay(
     learn: LearnerLike,
-    detect_anomaly: bool = False,  # whether autograd names the operation with a NaN gradient
+    detect_anomaly: bool,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."
     source = learn.replay_source

@@ -114,8 +114,8 @@ class _StopAt(Callback):
 
 def check_resume(
     learn: LearnerLike,
-    n_batches: int = 8,
-    stop_after: int | None = None,
+    n_batches: int,
+    stop_after: int | None,
 ) -> ResumeCheck:
     "Compare an uninterrupted run with a resumed one, bit by bit."
     n = check_count('n_batches', n_batches, 2, FitError)

@@ -64,7 +64,7 @@ __all__ = [
 def save(
     learn: LearnerLike,
     file: str | Path,
-    with_opt: bool | None = None,
+    with_opt: bool | None,
 ) -> Path:
     "Save the weights, and return the path of the file."
     path = find_weights_path(learn, file)
@@ -108,9 +108,9 @@ def write_file(learn: LearnerLike, path: Path, write: Callable[[Path], None]) ->
 def load(
     learn: LearnerLike,
     file: str | Path,
-    with_opt: bool | None = None,
-    device: torch.device | str | int | None = None,
-    strict: bool = True,
+    with_opt: bool | None,
+    device: torch.device | str | int | None,
+    strict: bool,
 ) -> Any:
     "Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner."
     learn.world.barrier()  # rank 0 may still be writing the file in `save`
@@ -168,9 +168,9 @@ def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
 
 def export(
     learn: LearnerLike,
-    fname: str | Path = 'export.pt2',
-    act: Callable[[Any], Any] | None = None,
-    sample: Any = None,
+    fname: str | Path,
+    act: Callable[[Any], Any] | None,
+    sample: Any,
 ) -> Path:
     "Export the model for serving by `torch.export`, for any batch size, and return the path of the file."
     if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):

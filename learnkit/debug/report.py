@@ -70,9 +70,9 @@ img.plot {{ width: min(100%, 32rem) }}
 
 def write_report(
     learn: LearnerLike,
-    fname: str | Path = 'report.html',
-    predictions: bool = True,
-    top_k: int = 9,
+    fname: str | Path,
+    predictions: bool,
+    top_k: int,
 ) -> Path:
     "Write a report of a run as one HTML file, and return its path."
     check_count('top_k', top_k)

@@ -60,9 +60,9 @@ _RESULT = 'back.ckpt'  # file of rank 0's result
 def launch(
     learn: LearnerLike,
     fn: Callable[[Any], Any],  # function called with the Learner in each process
-    nproc: int = 2,  # number of processes
+    nproc: int,  # number of processes
     *,
-    timeout: Any = '10m',  # timeout of the process group
+    timeout: Any,  # timeout of the process group
     **options: Any,  # further arguments of `DistributedTraining`
 ) -> Any:
     "Implement `Learner.launch`."

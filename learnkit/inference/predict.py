@@ -69,9 +69,9 @@ __all__ = [
 
 def validate(
     learn: LearnerLike,
-    ds_idx: int | None = None,
-    dl: Any = None,
-    cbs: Any = None,
+    ds_idx: int | None,
+    dl: Any,
+    cbs: Any,
 ) -> Any:
     "Compute and return the loss and metrics, as a list with names: `[valid_loss, *metrics]` of each loader."
     loader_name = _find_name(learn, ds_idx, dl)
@@ -104,16 +104,16 @@ def validate(
 
 def get_preds(
     learn: LearnerLike,
-    ds_idx: int = 1,
-    dl: Any = None,
-    with_input: bool = False,
-    with_decoded: bool = False,
-    with_loss: bool = False,
-    act: Callable[[Any], Any] | None = None,
-    inner: bool = False,
-    reorder: bool = True,
-    cbs: Any = None,
-    sink: Any = None,
+    ds_idx: int,
+    dl: Any,
+    with_input: bool,
+    with_decoded: bool,
+    with_loss: bool,
+    act: Callable[[Any], Any] | None,
+    inner: bool,
+    reorder: bool,
+    cbs: Any,
+    sink: Any,
     **kwargs: Any,
 ) -> Any:
     "Return predictions and targets of a loader on the CPU, concatenated along the first dimension."
@@ -211,15 +211,15 @@ def _run_predictions(
 
 def predict_iter(
     learn: LearnerLike,
-    dl: Any = None,
-    ds_idx: int = 1,
-    with_input: bool = False,
-    with_decoded: bool = False,
-    with_loss: bool = False,
-    act: Callable[[Any], Any] | None = None,
-    inner: bool = False,
-    cpu: bool = True,
-    cbs: Any = None,
+    dl: Any,
+    ds_idx: int,
+    with_input: bool,
+    with_decoded: bool,
+    with_loss: bool,
+    act: Callable[[Any], Any] | None,
+    inner: bool,
+    cpu: bool,
+    cbs: Any,
 ) -> PredictionStream:
     "Return an iterator over the predictions of each batch, computed on demand in the loader's order."
     check_function('act', act)
@@ -247,8 +247,8 @@ def predict_iter(
 def predict(
     learn: LearnerLike,
     item: Any,
-    rm_type_tfms: Any = None,
-    with_input: bool = False,
+    rm_type_tfms: Any,
+    with_input: bool,
 ) -> tuple[Any, ...]:
     "Predict on one sample."
     if callable(getattr(learn.dls, 'test_dl', None)):
@@ -309,14 +309,14 @@ def _predict_typed(
 
 def tta(
     learn: LearnerLike,
-    ds_idx: int = 1,
-    dl: Any = None,
-    n: int = 4,
-    item_tfms: Any = None,
-    batch_tfms: Any = None,
-    beta: float | None = 0.25,
-    use_max: bool = False,
-    augment: Callable[..., Any] | None = None,
+    ds_idx: int,
+    dl: Any,
+    n: int,
+    item_tfms: Any,
+    batch_tfms: Any,
+    beta: float | None,
+    use_max: bool,
+    augment: Callable[..., Any] | None,
 ) -> tuple[Any, Any]:
     "Predict with test-time augmentation: `lerp(augmented, plain, beta)`."
     check_count('n', n)

@@ -24,10 +24,10 @@ __all__ = ['show_results']
 
 def show_results(
     learn: LearnerLike,
-    ds_idx: int = 1,
-    dl: Any = None,
-    max_n: int = 9,
-    shuffle: bool = False,
+    ds_idx: int,
+    dl: Any,
+    max_n: int,
+    shuffle: bool,
     **kwargs: Any,
 ) -> Any:
     "Show a batch with targets and predictions: images in a grid, other data as a table. Return the figure or table."

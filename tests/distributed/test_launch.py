@@ -21,7 +21,7 @@ from learnkit import EMA, SGD, Callback, Learner, mae
 from learnkit.checkpoint.compare import differences, learn_digest
 from learnkit.core.errors import DistributedError, LearnkitError, MissingExtraError, OptionError
 from learnkit.distributed import DistributedTraining
-from learnkit.distributed.launch import environment, free_port, launch
+from learnkit.distributed.launch import environment, free_port
 from learnkit.testing import synth_learner
 from tests.helpers.forks import start
 from tests.helpers.ranks import run_ranks
@@ -109,7 +109,7 @@ def test_everything_is_brought_back(capsys: pytest.CaptureFixture[str]) -> None:
         return {'ranks': learn.world.gather(learn.world.rank), 'x': torch.ones(2)}
 
     model = learn.model
-    result = launch(learn, train, 2, strategy='ddp', batch_size='global')
+    result = learn.launch(train, 2, strategy='ddp', batch_size='global')
     assert result['ranks'] == [0, 1] and torch.equal(result['x'], torch.ones(2))
     written = capsys.readouterr()
     assert written.out.count('process 0 of 2') == 1 and 'process 1' not in written.out
@@ -136,7 +136,7 @@ def test_one_process_trains_as_this_one_would_and_odd_results_stay_behind() -> N
         return learn
 
     with pytest.warns(UserWarning, match=r'returned a Learner'):
-        assert launch(there, train, 1) is None
+        assert there.launch(train, 1) is None
     assert learn_digest(here) == learn_digest(there)
 
 
@@ -158,7 +158,7 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
         learn.fit(1, cbs=Boom())
 
     with pytest.raises(DistributedError, match=r'Process 1 of 2 .*ValueError: boom') as error:
-        launch(learn, train, 2)
+        learn.launch(train, 2)
     assert 'Boom.after_loss (epoch 0, batch 2)' in str(error.value)
     assert wait_until_ended(pids(tmp_path)) and learn_digest(learn) == before
 
@@ -173,7 +173,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(DistributedError, match=r'Process 1 of 2 .* SIGKILL') as error:
-        launch(line(), die, 2)
+        line().launch(die, 2)
     assert error.value.args[0].endswith('SIGKILL.\nlast words\n')
     assert wait_until_ended(pids(tmp_path))
 
@@ -185,7 +185,7 @@ def test_one_that_does_not_end_with_the_others_is_ended(tmp_path: Path) -> None:
         (wait_for_ever if learn.world.rank else write_pid)(tmp_path, learn)
 
     with pytest.raises(DistributedError, match=r'Process 1 of 2 .* 1 s '):
-        launch(line(), linger, 2, timeout='1s')
+        line().launch(linger, 2, timeout='1s')
     assert wait_until_ended(pids(tmp_path))
 
 
@@ -201,7 +201,7 @@ def test_an_interrupt_ends_them(tmp_path: Path) -> None:
     button = Timer(0.1, stop_button)
     button.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(learn, partial(wait_for_ever, tmp_path), 2)
+        learn.launch(partial(wait_for_ever, tmp_path), 2)
     button.join()
     assert wait_until_ended(pids(tmp_path), 0.2) and learn_digest(learn) == before
 
@@ -212,7 +212,7 @@ def test_they_die_with_their_parent(
 ) -> None:
     folder = tmp_path_factory.mktemp('temporary')
     monkeypatch.setattr(tempfile, 'tempdir', str(folder))  # others launch at the same time
-    with start(lambda: launch(line(), partial(wait_for_ever, tmp_path), 2)) as parent:
+    with start(lambda: line().launch(partial(wait_for_ever, tmp_path), 2)) as parent:
         running = pids(tmp_path)
         assert len(running) == 2 and all(map(alive, running)), parent.stderr
         parent.send(signal.SIGKILL, group=False)
@@ -224,21 +224,21 @@ def test_they_die_with_their_parent(
 
 
 def _in_a_run(learn: Learner) -> None:
-    learn.fit(1, cbs=Callback(before_batch=lambda cb: launch(learn, print, 2)))
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: learn.launch(print, 2)))
 
 
 def _on_gpus(learn: Learner) -> None:
     learn.dls._device = torch.device('cuda')  # without a GPU, the setter refuses it
-    launch(learn, print, torch.cuda.device_count() + 2)
+    learn.launch(print, torch.cuda.device_count() + 2)
 
 
 REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
-    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
-    (lambda learn: launch(learn, print, 0), OptionError, 'nproc=0: give a whole number'),
-    (lambda learn: launch(learn, print, 2.0), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
-    (lambda learn: launch(learn, print, True), OptionError, 'nproc=True'),
-    (lambda learn: launch(learn, print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
-    (lambda learn: launch(learn, print, 2, timeout='3ep'), OptionError, 'timeout'),
+    (lambda learn: learn.launch(3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
+    (lambda learn: learn.launch(print, 0), OptionError, 'nproc=0: give a whole number'),
+    (lambda learn: learn.launch(print, 2.0), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
+    (lambda learn: learn.launch(print, True), OptionError, 'nproc=True'),
+    (lambda learn: learn.launch(print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
+    (lambda learn: learn.launch(print, 2, timeout='3ep'), OptionError, 'timeout'),
     (_in_a_run, DistributedError, 'inside a run'),
     (_on_gpus, DistributedError, r'and there is \d+ GPU'),
 ]
@@ -278,15 +278,15 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         cases: list[tuple[str, Callable[[], Any]]] = [
             (
                 r'learn\.note\.to \(dict\)',
-                lambda: launch(synth_learner(cbs=Note()), print),
+                lambda: synth_learner(cbs=Note()).launch(print),
             ),
             (
                 r'`file` of fn \(TextIOWrapper\)',
-                lambda: launch(line(), lambda learn: file.write('x')),
+                lambda: line().launch(lambda learn: file.write('x')),
             ),
             (
                 r'learn\.model \(Sequential\)',
-                lambda: launch(synth_learner(model=nn.Sequential(WithFile(file))), print),
+                lambda: synth_learner(model=nn.Sequential(WithFile(file))).launch(print),
             ),
             (r'learn\.dls\.train \(generator\)', _launch_generator),
         ]
@@ -301,7 +301,7 @@ def _launch_generator() -> None:
     x = torch.ones(2, 1)
     learn = synth_learner()
     learn.dls.train = ((x, x) for _ in range(3))
-    launch(learn, print)
+    learn.launch(print)
 
 
 def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         MissingExtraError, match=r'^learn.launch needs cloudpickle: pip install cloudpickle$'
     ):
-        launch(line(), print)
+        line().launch(print)
 
 
 def test_the_learners_own_callback_overrides_the_strategy() -> None:
@@ -352,8 +352,8 @@ def test_a_process_that_a_launcher_has_started_can_launch_others(
     ).split()
     for name in odd:
         monkeypatch.setenv(name, '7')
-    assert launch(
-        line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s'
+    assert line().launch(
+        lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s'
     ) == [0, []]
     env = environment(1, 2, 5)
     assert [env[name] for name in list(of_torchrun)[:-1]] == '1 1 2 2 0 127.0.0.1 5'.split()
