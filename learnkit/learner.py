@@ -17,8 +17,6 @@ import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 from typing_extensions import override
 
 from learnkit.callbacks.live_plot import ShowGraph
@@ -94,6 +92,7 @@ __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
 _open_learners: WeakSet[Learner] = WeakSet()  # Learners to close at interpreter exit
+_dropped_learners: list[Learner] = []  # garbage-collected, with callbacks that are still open
 
 # fastai's names; events to fire by hand around an evaluation
 _before_epoch = ['before_fit', 'before_epoch']
@@ -176,6 +175,7 @@ class Learner(Loop):
         size_func: Callable[..., int] | None = None,  # f(xb, yb) -> samples; None: as `find_bs`
         eval_every: str | int | Time | None = '1ep',  # epochs, '500ba', '10m'; None: never
     ) -> None:
+        _close_dropped()
         check_model(model)
         super().__init__()
         self.strategy = SingleProcess()
@@ -1760,16 +1760,17 @@ class Learner(Loop):
 
     @override
     def _open_for_use(self) -> None:
+        _close_dropped()
         _open_learners.add(self)
-        self._is_open_for_use = True  # when `__del__` runs, the WeakSet has dropped the Learner
+        self._is_open_for_use = True
         if self.run.depth:
             self._owner_pid = os.getpid()
 
     def close(self) -> None:
         """Close the resources of every callback; calling `close` twice has no effect.
 
-        The Learner can be used, and closed, again. A Learner that has run is also closed when it is garbage-collected,
-        and any other at interpreter exit.
+        The Learner can be used, and closed, again. A Learner that was garbage-collected is closed when the next Learner
+        is created or runs, and any other at interpreter exit.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -1790,21 +1791,9 @@ class Learner(Loop):
         return call_each(self, 'close') + call_each(self, 'post_close')
 
     def __del__(self) -> None:
-        """Close the callbacks of a Learner that has run; errors become warnings.
-
-        Does nothing at interpreter exit, when every Learner is closed already, and in a forked process.
-        """
-        if sys.is_finalizing() or self._owner_pid != os.getpid():
-            return
-        # garbage collection may run inside torch.export, which would trace tensor operations
-        is_traced = _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
-        with _disable_current_modes() if is_traced else nullcontext():
-            close_errors = self._close()
-        for e in close_errors:
-            warn_user(
-                f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
-                f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.'
-            )
+        # garbage is collected anywhere, also while torch traces: only note that callbacks are open
+        if self._owner_pid == os.getpid() and not sys.is_finalizing():
+            _dropped_learners.append(self)
 
     # -- attributes of the model and the callbacks -------------------------------------------------
 
@@ -1839,9 +1828,21 @@ class Learner(Loop):
         return learner_html(self)
 
 
+def _close_dropped() -> None:
+    "Close the callbacks of Learners that were garbage-collected; errors become warnings."
+    while _dropped_learners:
+        for e in _dropped_learners.pop()._close():
+            notes = ' '.join(getattr(e, '__notes__', ()))
+            warn_user(
+                f'{type(e).__name__} while a Learner that was dropped was closed: {e} {notes}. '
+                'Call `learn.close()` to have it raised.'
+            )
+
+
 @atexit.register
 def _close_all() -> None:
     "Close the callbacks of every Learner that is still open."
+    _close_dropped()
     raise_first(None, [e for learn in list(_open_learners) for e in learn._close()])
 
 

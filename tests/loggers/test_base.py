@@ -23,7 +23,6 @@ from learnkit.loggers import (
     WandbLogger,
     read_log,
 )
-from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 from tests.helpers.logging_fits import LogHalf, data, learner, plain_losses
 
 
@@ -366,26 +365,3 @@ def test_no_wait_for_the_device(tmp_path: Path) -> None:
 
     # a transfer when an epoch begins, and at the end
     assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3
-
-
-def test_a_learner_may_be_dropped_while_torch_locks_a_generator(tmp_path: Path) -> None:
-    # before Python 3.12, garbage is collected wherever an object is made, as inside `get_rng_state`
-    code = """
-import gc, torch
-from learnkit.loggers import CSVLogger
-from learnkit.testing import synth_learner
-
-def fit():
-    learn = synth_learner(cbs=CSVLogger('log.csv'))
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1)
-
-get_state = torch.default_generator.get_state
-gc.disable()
-fit()
-gc.enable()
-get_state()
-print('done')
-"""
-    printed = output_of(code, cwd=tmp_path, has=OPTIMIZER_MODULES)
-    assert printed == 'done\n' and (tmp_path / 'log.csv').exists()

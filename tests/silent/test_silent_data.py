@@ -676,6 +676,7 @@ def test_a_dropped_learner_is_closed(row: Callable[..., None]) -> None:
     learn.fit(1)
     del learn
     gc.collect()
+    regression()  # the next Learner
     row(was=0, now=len(calls), independent=2)
     assert calls == ['close', 'post_close']
 
@@ -688,6 +689,7 @@ def test_a_learner_is_closed_once() -> None:
     learn.close()
     del learn
     gc.collect()
+    learn = regression()
     assert calls == ['close', 'post_close']
     learn = regression(cbs=closing(calls))
     learn.validate()
@@ -695,6 +697,7 @@ def test_a_learner_is_closed_once() -> None:
     learn.validate()  # open again
     del learn
     gc.collect()
+    regression()
     assert calls == ['close', 'post_close'] * 3
 
 
@@ -721,8 +724,9 @@ def test_an_error_of_a_dropped_learner_is_a_warning() -> None:
     learn = regression(cbs=[Callback(close=fail), closing(calls)])
     learn.fit(1)
     del learn
+    gc.collect()
     with pytest.warns(UserWarning, match='OSError'):
-        gc.collect()
+        regression()
     assert calls == ['close', 'post_close']
 
 
@@ -1004,21 +1008,3 @@ def test_numbers_in_place_of_probabilities_are_warned_of(loss: Any) -> None:
     for y in (share * 3, share - 0.5, torch.eye(3, dtype=torch.float64)[[0, 1] * 4] * 2):
         with pytest.warns(UserWarning, match='these are not: they are negative, or do not sum'):
             fit(y)
-
-
-def test_a_learner_may_be_dropped_while_torch_is_imported() -> None:
-    # the collector runs wherever Python allocates, as inside the first import of one of torch's modules
-    code = """
-import gc, sys, torch
-from learnkit.testing import synth_learner
-learn = synth_learner()
-with learn.no_bar(): learn.fit(1)
-name = 'torch._subclasses.schema_check_mode'
-sys.modules[name] = type(sys)(name)  # what a module is that is being imported
-learn.cycle = learn
-del learn
-gc.collect()
-"""
-    command = [sys.executable, '-W', 'error', '-c', code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ''
