@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -78,9 +78,10 @@ def release_loss(learn: LearnerLike) -> None:
     "Detach `loss` from its graph, in place, so that a callback that has kept it keeps no graph."
     loss = learn.loss
     if isinstance(loss, Tensor) and loss.requires_grad:
-        learn.loss = loss.detach()
-        with suppress(RuntimeError):  # a view cannot be detached in place
+        try:
             loss.detach_()
+        except RuntimeError:  # a view cannot be detached in place
+            learn.loss = loss.detach()
 
 
 def refuse_run(learn: LearnerLike, value: object) -> None:
