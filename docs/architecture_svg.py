@@ -44,6 +44,7 @@ class Box:
 ROWS = (
     (
         Box('learner', ('#1 one method for each feature',), 2.1),
+        Box('sklearn', ('estimators',), 0.8),
         Box('interop', ('Composer, ksuit',), 1.15),
         Box('learnkit', ('public names',)),
         Box('testing', ('parts for tests',)),

@@ -23,7 +23,7 @@ class Task:
 PUBLIC_MODULES = (
     'learnkit learnkit.all learnkit.callbacks learnkit.monitors learnkit.metrics learnkit.losses learnkit.loggers '
     'learnkit.optim learnkit.data learnkit.testing learnkit.distributed learnkit.interop learnkit.checkpoint '
-    'learnkit.inference learnkit.debug'
+    'learnkit.inference learnkit.debug learnkit.sklearn'
 ).split()
 
 _ROWS = (
@@ -122,6 +122,12 @@ _ROWS = (
         'Callbacks of Composer and Noether',
         'Run callbacks that were written for other packages. Callbacks of fastai run as they are.',
         'interop.composer interop.ksuit',
+    ),
+    (
+        'sklearn',
+        'Estimators of scikit-learn',
+        'A Learner in pipelines, grid searches and cross-validation of scikit-learn.',
+        'sklearn',
     ),
     (
         'time',

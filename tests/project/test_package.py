@@ -45,6 +45,7 @@ PACKAGES = [
     'loggers',
     'debug',
     'learner',
+    'sklearn',
     'interop',
     'learnkit',
     'testing',
@@ -268,6 +269,7 @@ PUBLIC = [
     '.testing',
     '.distributed',
     '.interop',
+    '.sklearn',
 ]
 
 
