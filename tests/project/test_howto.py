@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(set((ROOT / 'docs/howto').glob('*.md')) - {ROOT / 'docs/howto/index.md'})
-NEEDED = {'optuna': 'optuna', 'hugging_face': 'transformers', 'logging': 'wandb', 'lora': 'peft'}
+NEEDED = {
+    'optuna': 'optuna',
+    'hugging_face': 'transformers',
+    'logging': 'wandb',
+    'lora': 'peft',
+    'export': 'onnxruntime',
+}
 
 
 def python_blocks(path: Path) -> list[str]:
@@ -17,7 +23,7 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def test_there_are_pages() -> None:
-    assert len(PAGES) >= 9 and all(map(python_blocks, PAGES))
+    assert len(PAGES) >= 21 and all(map(python_blocks, PAGES))
 
 
 @pytest.mark.notebook
