@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit import Callback, Learner
@@ -116,43 +115,6 @@ def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
     check(lives, tmp_path, straight, 2)
 
 
-class Slow(Callback):
-    "Makes a worker block in the second batch; a marker file shows the parent that training waits for it."
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def state_dict(self) -> None:
-        return None  # not in checkpoints
-
-    def before_fit(self) -> None:
-        if not self.marker.exists():
-            self.dls.train.dataset.__class__ = Stuck
-
-    def before_draw(self) -> None:
-        if self.iter == 1:
-            self.marker.touch()
-
-
-# the data set of the loaders
-class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
-    def __getitem__(self, i: int) -> Any:
-        if get_worker_info().id == 1:
-            sleep(30)
-        return super().__getitem__(i)
-
-
-def test_the_draw_that_fails_because_workers_got_the_signal_too(
-    straight_3: State, tmp_path: Path
-) -> None:
-    marker = tmp_path / 'waits'
-    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(marker))
-    job = training(tmp_path / 'run', make, n_epoch=3)
-    lives = run_until_done(job, [marker], signal.SIGTERM, group=True)
-    check(lives, tmp_path / 'run', straight_3, 1)
-    assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
-
-
 def test_during_a_save_in_the_background(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,17 +205,6 @@ def quiet_two(folder: Path, *cbs: Any) -> Learner:
     return checkpointed(folder / 'a')(Checkpoint(folder=folder / 'b'), *cbs)
 
 
-def test_two_of_them_both_save(straight: State, tmp_path: Path) -> None:
-    for event in ('after_loss', 'after_validate'):
-
-        def job(event: str = event) -> None:
-            quiet_two(tmp_path / event, Callback(**{event: send})).fit(2)
-
-        with start(job) as child:
-            assert child.wait() == 143, child.stderr
-        assert [len(names(tmp_path / event / f)) for f in 'ab'] == [1, 1]
-
-
 def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
     def job() -> str:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -342,28 +293,6 @@ def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: P
 
     with start(job) as child:
         assert (child.wait(), child.stdout) == (0, 'told\non\n'), child.stderr
-
-
-def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
-    "After an evaluation that never ended, a stop in training saves the current training state."
-    from learnkit import CancelEpochException
-
-    def cancel(cb: Any) -> None:
-        if cb.epoch == 0:
-            raise CancelEpochException
-
-    def stop(cb: Any) -> None:
-        if cb.training and cb.train_iter == 4:
-            send(cb)
-
-    def job() -> None:
-        checkpointed(tmp_path, every='5ba')(Callback(before_validate=cancel, before_draw=stop)).fit(
-            3
-        )
-
-    with start(job) as child:
-        assert child.wait() == 143, child.stderr
-    assert names(tmp_path)[-1].endswith('-ba5.ckpt') and all_load(tmp_path)
 
 
 @pytest.mark.full

@@ -113,10 +113,3 @@ def test_a_loss_with_weights_counts_too() -> None:
     with pytest.raises(WeightsError, match=r'loss_func: shape: w .*\[3\], .*\[2\]'):
         learn.fit(1, resume=kept[1])
     assert learn.loss_func.w.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 23: {len(MODELS)} other models in 3 ways of loading, all differences listed, nothing loaded'
-    )

@@ -70,10 +70,3 @@ def test_one_that_was_trained_stays_as_it_is(path: Path) -> None:
     with pytest.raises(WeightsError):
         learn.fit(1, resume=path)
     assert learn.opt is opt and isinstance(opt, OptimWrapper) and digest(opt.state_dict()) == before
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 24: {len(OTHERS)} other optimizers in 3 ways of loading, all refused, nothing loaded'
-    )

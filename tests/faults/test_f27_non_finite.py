@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit import Callback, Learner
-from learnkit.callbacks import GradientAccumulation, GuardNonFinite
+from learnkit.callbacks import GuardNonFinite
 from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
 from learnkit.engine.passes import TrainingPasses
@@ -183,20 +183,6 @@ def test_in_the_loss_function() -> None:
     cbs = [keep := Keep(), GuardNonFinite(), at_bad_batch('after_draw', mark_target)]
     learn = make_learner(cbs, loss_func=bad_loss)
     check(learn, keep, 'are finite: see the loss function, bad_loss')
-
-
-def test_in_an_accumulated_batch() -> None:
-    "The first two batches wait for their step, the third is bad: none is taken."
-    learn = make_learner(
-        [
-            keep := Keep(),
-            GuardNonFinite(),
-            GradientAccumulation(100),
-            at_bad_batch('after_draw', spoil_input),
-        ]
-    )
-    check(learn, keep, 'input 0 in sample 41')
-    assert learn.opt.n_steps == 0
 
 
 def test_running_statistics_and_finite_batches_are_those_of_a_fit_without_the_guard() -> None:

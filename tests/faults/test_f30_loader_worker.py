@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fastcore.basics import noop
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, get_worker_info
+from torch.utils.data import TensorDataset, get_worker_info
 
 from learnkit import DataLoaders, Learner
 from tests.faults.fault_helpers import BS, N_TRAIN, is_clean
@@ -129,40 +128,6 @@ def test_a_hanging_worker_raises_in_time_and_the_next_fit_works(tmp_path: Path) 
         for child in children:
             assert child.wait() == 0, child.stderr
             assert child.result < LIMIT_S, f'{child.result:.2f} s'
-
-
-class WorkerKillingSampler(RandomSampler):
-    "Sampler during whose second start, by a checkpoint, a worker of the pass dies."
-
-    loader: DataLoader
-    starts = 0  # of the class, as a sampler's own counts are restored
-
-    def __iter__(self) -> Iterator[int]:
-        type(self).starts += 1
-        if self.starts == 2:
-            os.kill(self.loader._iterator._workers[0].pid, signal.SIGKILL)
-            sleep(LIMIT_S)  # ended by torch's signal handler, which raises
-        return super().__iter__()
-
-
-def killed_while_saving(folder: Path) -> None:
-    warnings.filterwarnings('ignore', PERSISTENT)
-    found = torch_dls(n_workers=0)
-    dataset = found.train.dataset
-    sampler = WorkerKillingSampler(dataset)
-    found.train = sampler.loader = DataLoader(
-        dataset, BS, sampler=sampler, num_workers=2, persistent_workers=True
-    )
-    learn = checkpointed(folder / 'run', every='1ba')(dls=found)
-    with pytest.raises(RuntimeError, match='is killed by signal: Killed'):
-        learn.fit(2)
-    learn.fit(2, resume=bool(names(folder / 'run')))
-    assert len(learn.history) == 2 and all_load(folder / 'run')
-
-
-def test_a_worker_that_dies_while_a_checkpoint_draws_the_order_again(tmp_path: Path) -> None:
-    with start(partial(killed_while_saving, tmp_path)) as child:
-        assert child.wait() == 0, child.stderr
 
 
 @pytest.mark.full

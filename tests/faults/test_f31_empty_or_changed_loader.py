@@ -96,10 +96,3 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     assert same(straight.checkpoint_state(), learn.checkpoint_state()), (
         'with the right one it goes on'
     )
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 31: {len(EMPTY)} empty loaders and {len(CHANGED) * len(AT)} changed ones, all refused in time'
-    )

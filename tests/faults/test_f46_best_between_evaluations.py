@@ -97,25 +97,6 @@ def test_evaluations_within_epochs(tmp_path: Path) -> None:
     check(tmp_path, plan, written, is_within=lambda at: at % 2 == 0)
 
 
-def test_the_highest_is_best(tmp_path: Path) -> None:
-    plan = {3: 4.0, 6: 9.0, 9: 2.0}
-    written = train(tmp_path, plan, '2ba', 3, mode='max', monitor='valid_loss')
-    check(tmp_path, plan, written, lowest_is_best=False)
-
-
-def test_a_function(tmp_path: Path) -> None:
-    "It is called once an epoch, at its end."
-    calls: list[int] = []
-
-    def score(learn: Learner) -> float:
-        calls.append(learn.time.ba)
-        return [5.0, 1.0, 3.0][learn.epoch]
-
-    plan = {3: 5.0, 6: 1.0, 9: 3.0}
-    check(tmp_path, plan, train(tmp_path, plan, '2ba', 3, monitor=score, mode='min'))
-    assert calls == [3, 6, 9]
-
-
 def test_the_value_is_resumed(tmp_path: Path) -> None:
     "A run that is resumed between two evaluations writes the values of the run that was not stopped."
     plan = {3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0}
@@ -127,22 +108,6 @@ def test_the_value_is_resumed(tmp_path: Path) -> None:
             entry.path.unlink()
     make(Planned(plan)).fit(4, resume='latest')
     assert [e.info['value'] for e in reversed(entries(tmp_path / 'run'))] == straight
-
-
-def test_a_new_fit_begins_without_a_value(tmp_path: Path) -> None:
-    plan = {3: 1.0, 6: 2.0}
-    learn = checkpointed(tmp_path, every='1ba', keep_last=None)(Planned(plan))
-    learn.fit(1)
-    learn.fit(1)
-    values = [e.info['value'] for e in reversed(entries(tmp_path))]
-    assert values == [None, None, None, 1.0, None, None, None, 2.0]
-
-
-def test_the_best_two_are_written(tmp_path: Path) -> None:
-    plan = {3: 3.0, 6: 4.0, 9: 1.0, 12: 2.0, 15: 5.0}
-    options = {'monitor': 'valid_loss', 'keep_best': 2, 'keep_last': 1}
-    checkpointed(tmp_path, every=None, **options)(Planned(plan)).fit(5)
-    assert [e.info['ba'] for e in reversed(entries(tmp_path))] == [9, 12, 15]
 
 
 def check_random(folder: Path, n: int, make_rng: Callable[[int], random.Random]) -> None:
