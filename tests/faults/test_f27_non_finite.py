@@ -54,10 +54,10 @@ def at_bad_batch(event: str, do: Callable[[Any], object]) -> Callback:
     return Callback(**{event: act})
 
 
-def spoil_input(learn: Any, value: float = math.nan) -> None:
+def spoil_input(learn: Any) -> None:
     "Spoil the second sample of the batch as the loader gave it."
     x = learn.batch[0].clone()
-    x[1, 2] = value
+    x[1, 2] = math.nan
     learn.batch = (x, learn.batch[1])
 
 
@@ -122,11 +122,6 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
 
 SPOILED_EVENTS: list[tuple[str, Callable[[Any], object], str]] = [
     ('after_draw', spoil_input, 'Not finite: input 0 in sample 41 of the data set (row 1).'),
-    (
-        'after_draw',
-        lambda learn: spoil_input(learn, -math.inf),
-        'input 0 in sample 41 of the data set (row 1).',
-    ),
     ('after_draw', spoil_target, 'target 0 in sample 43 of the data set (row 3).'),
     (
         'before_batch',
@@ -162,10 +157,8 @@ def test_in_the_batch_or_by_a_callback(
         (hook_gradient, 'The gradient of 0.weight is not finite'),
     ],
 )
-@pytest.mark.parametrize('microbatch', [None, 2])
-def test_in_one_layer_or_one_gradient(hook: Any, match: str, microbatch: int | None) -> None:
-    cbs = [keep := Keep(), GuardNonFinite()]
-    learn = make_learner(cbs, microbatch=microbatch)
+def test_in_one_layer_or_one_gradient(hook: Any, match: str) -> None:
+    learn = make_learner(cbs := [keep := Keep(), GuardNonFinite()])
     handle = hook(learn)
     check(learn, keep, match)
     handle.remove()
@@ -188,13 +181,3 @@ def test_in_the_loss_function() -> None:
 def test_running_statistics_and_finite_batches_are_those_of_a_fit_without_the_guard() -> None:
     cbs = [GuardNonFinite()]
     fits_like_fresh(make_learner(cbs))
-    learn = make_learner(cbs)
-    start_again(learn)
-    learn.fit(2)
-    plain = make_learner()
-    start_again(plain)
-    plain.fit(2)
-    for a, b in zip(
-        learn.model.state_dict().values(), plain.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b)

@@ -59,12 +59,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
     'longer': (lambda: torch_dls(n_train=5), r'batches 3, now 5; .*samples 12, now 20'),
     'shorter': (lambda: torch_dls(n_train=2), r'batches 3, now 2'),
     'batch size': (lambda: torch_dls(bs=2), r'batches 3, now 6; batch size 4, now 2'),
-    'same number of batches': (lambda: torch_dls(bs=5), r'batch size 4, now 5'),
     'another kind': (make_dls, r'type DataLoader, now TensorLoader'),
-    'a list': (
-        lambda: DataLoaders(list(make_dls().train), make_dls().valid, device='cpu'),
-        r'type DataLoader, now',
-    ),
     'empty': (lambda: torch_dls(n_train=1, bs=BS + 1, drop_last=True), r'batches 3, now 0'),
 }
 AT = {'in an epoch': '2ba', 'after an epoch': '1ep'}

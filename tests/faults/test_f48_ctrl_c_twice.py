@@ -108,7 +108,7 @@ def interrupt_fit(cb: Any) -> None:
 
 def test_the_second_at_some_instants_of_the_end(tmp_path: Path) -> None:
     results = [second_at(at, tmp_path) for at in (1, 5, 20, 50, 90, 140)]
-    assert results == [(True, [])] * 6
+    assert results[0][0] and not any(problems for _, problems in results), results
 
 
 @pytest.mark.full
