@@ -34,7 +34,6 @@ from learnkit import (
     ProgressCallback,
     Recorder,
     TrainEvalCallback,
-    accuracy,
     defaults,
     mae,
     replacing_yield,
@@ -135,31 +134,6 @@ def test_the_defaults() -> None:
     assert learn.progress is learn.cbs[2]
     assert (learn.epoch, learn.n_epoch, learn.iter, learn.train_iter) == (0, 1, 0, 0)
     assert (learn.pct_train, learn.training) == (0.0, False)
-
-
-@pytest.mark.parametrize(
-    'make',
-    [lambda t, v: (t, v), lambda t, v: Alike(t, v)],
-    ids=['tuple', 'alike'],
-)
-def test_loaders_come_in_many_forms(make: Any) -> None:
-    train, valid = rows(), rows(2)
-    learn = bare(make(train, valid), model := line(), nn.MSELoss())
-    learn.fit(2)
-    assert same(model, by_hand(line(), mean_square, train))
-    x, y = (torch.cat(p) for p in zip(*valid, strict=True))
-    expected = F.mse_loss(model(x), y).item()
-    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
-
-
-class Alike:
-    "Works like DataLoaders, with `train` and loaders by number."
-
-    def __init__(self, train: Any, valid: Any) -> None:
-        self.train, self.valid = train, valid
-
-    def __getitem__(self, i: int) -> Any:
-        return (self.train, self.valid)[i]
 
 
 def test_the_training_sets_own_loss_function_is_taken() -> None:
@@ -438,49 +412,6 @@ def test_a_single_tensor_with_targets_from_a_callback() -> None:
     assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
     expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
     assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_hugging_face_model_trains_unaided() -> None:
-    transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-
-    def model() -> nn.Module:
-        torch.manual_seed(1)
-        return transformers.BertForSequenceClassification(config)
-
-    batches: list[Any] = [
-        transformers.BatchEncoding(
-            {
-                'input_ids': torch.randint(50, (4, 8)),
-                'attention_mask': torch.ones(4, 8, dtype=torch.long),
-                'labels': torch.randint(3, (4,)),
-            }
-        )
-        for _ in range(3)
-    ]
-    learn = bare((batches, batches), m := model(), None, metrics=accuracy)
-    learn.fit(1)
-    assert same(m, by_hand(model(), lambda m, b: m.train()(**b).loss, batches, n_epoch=1))
-    preds, targs = learn.get_preds()
-    m.eval()
-    with torch.no_grad():
-        logits = torch.cat([m(**b).logits for b in batches])
-    assert torch.allclose(preds, logits, atol=1e-5)
-    assert torch.equal(targs, torch.cat([b['labels'] for b in batches]))
-    expected = (logits.argmax(1) == targs).float().mean().item()
-    assert learn.history[0]['accuracy'] == pytest.approx(expected)
-    expected = F.cross_entropy(logits, targs).item()
-    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-4)
 
 
 # Loaders without a length

@@ -76,12 +76,6 @@ def data() -> SimpleNamespace:
     return SimpleNamespace(**tasks.split_rows(x, (x.sum(1) > 0).astype('int64'), 64, 64))
 
 
-def test_rows_are_split_once(data: SimpleNamespace) -> None:
-    assert [len(getattr(data, part)) for part in tasks.PARTS] == [192, 192, 64, 64, 64, 64]
-    joined = np.concatenate([data.x, data.x_valid, data.x_test])
-    assert len(np.unique(joined, axis=0)) == 320
-
-
 @pytest.mark.parametrize('program', [classify_learnkit, classify_loop, classify_tuned])
 def test_programs_train_in_place(
     program: Any, data: SimpleNamespace, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -57,17 +56,6 @@ def test_parts_are_measured() -> None:
     assert list(values) == labels and all(len(v) == 2 and min(v) > 0 for v in values.values())
     lines = parts.table(values).splitlines()
     assert len(lines) == 4 and 'kB' in lines[-1]
-
-
-@pytest.mark.full
-def test_every_part_can_be_measured() -> None:
-    def job(rank: int) -> Any:
-        # to compare with it
-        warnings.filterwarnings('ignore', message='2 processes .* this one trains alone')
-        return joined(rank, parts.in_rounds, list(parts.PARTS), 1)
-
-    for values in run_ranks(job):
-        assert {label: len(v) for label, v in values.items()} == dict.fromkeys(parts.PARTS, 1)
 
 
 def test_scaling_arithmetic() -> None:
