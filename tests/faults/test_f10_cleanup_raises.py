@@ -90,9 +90,7 @@ def test_after_a_run_without_errors_the_first_of_several_is_raised_at_the_end() 
 
 
 @pytest.mark.parametrize(
-    'bad',
-    [KeyError('two'), CancelFitException('stray')],
-    ids=lambda e: type(e).__name__,
+    'bad', [KeyError('two'), CancelFitException('stray')], ids=lambda e: type(e).__name__
 )
 def test_close_raises(bad: Exception) -> None:
     others: list[str] = []

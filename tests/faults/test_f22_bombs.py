@@ -14,15 +14,7 @@ import torch
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
-from tests.faults.file_helpers import (
-    forged,
-    rebuilt,
-    result_of,
-    saved,
-    split,
-    with_state,
-    write,
-)
+from tests.faults.file_helpers import forged, rebuilt, result_of, saved, split, with_state, write
 
 BIG = 1 << 33
 
@@ -61,9 +53,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     'lists in lists': state('{"a":' + '[' * 100_000 + ']' * 100_000 + '}'),
     'a number of a million digits': state('{"a":' + '1' * 1_000_000 + '}'),
 }
-WEIGHTS: dict[str, Callable[[Path], Path]] = {
-    'a path traversal': traversing,
-}
+WEIGHTS: dict[str, Callable[[Path], Path]] = {'a path traversal': traversing}
 BOMBS = {
     (kind, name): make
     for name, bombs in (('a.ckpt', CHECKPOINTS), ('a.pth', WEIGHTS))

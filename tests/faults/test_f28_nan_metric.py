@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, CheckpointError
-from learnkit.callbacks import (
-    Checkpoint,
-    EarlyStoppingCallback,
-    ReduceLROnPlateau,
-)
+from learnkit.callbacks import Checkpoint, EarlyStoppingCallback, ReduceLROnPlateau
 from learnkit.checkpoint.folder import entries, find
 from learnkit.metrics import ValueMetric
 from tests.faults.run_helpers import make_learner, quiet

@@ -18,20 +18,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from learnkit import EMA, Callback, DataLoaders, Learner
-from learnkit.callbacks import (
-    Checkpoint,
-    GradientAccumulation,
-    MixedPrecision,
-)
+from learnkit.callbacks import Checkpoint, GradientAccumulation, MixedPrecision
 from learnkit.checkpoint.compare import differences
 from tests.faults.run_helpers import Reach, State, quiet
 from tests.helpers.harness import run_until_done
@@ -69,17 +59,14 @@ class Noisy(Plain):
 
 
 class OwnNoise(Plain):
-    "Adds noise from its own generator, of one of three kinds."
+    "Adds noise from its own generator."
 
-    def __init__(self, rng: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.transforms = [{'rng': rng}]
+        self.transforms = [{'rng': np.random.default_rng(3)}]
 
     def __getitem__(self, i: int) -> Any:
-        rng = self.transforms[0]['rng']
-        if isinstance(rng, torch.Generator):
-            return self.x[i] + torch.rand(1, generator=rng), self.y[i]
-        return self.x[i] + float(rng.random()), self.y[i]
+        return self.x[i] + float(self.transforms[0]['rng'].random()), self.y[i]
 
 
 class Counting(Plain):
@@ -95,18 +82,17 @@ class Counting(Plain):
 
 
 class Loader:
-    "A user's loader that shuffles by a count, or by the global generator."
+    "A user's loader that shuffles by a count."
 
-    def __init__(self, counts: bool) -> None:
-        self.data, self.counts, self.n_passes = Plain(), counts, 0
+    def __init__(self) -> None:
+        self.data, self.n_passes = Plain(), 0
 
     def __len__(self) -> int:
         return N // BS
 
     def __iter__(self) -> Iterator[Any]:
         self.n_passes += 1
-        g = torch.Generator().manual_seed(self.n_passes) if self.counts else None
-        for ids in torch.randperm(N, generator=g).split(BS):
+        for ids in torch.tensor(shuffle(self.n_passes)).split(BS):
             yield self.data.x[ids], self.data.y[ids]
 
 
@@ -153,29 +139,6 @@ class LateCount(HiddenCount):
         self._n_passes += 1
 
 
-class Wrapping(Own):
-    "Holds the sampler that counts."
-
-    def setup(self) -> None:
-        self.inner = HiddenCount()
-
-    def order(self) -> list[int]:
-        return self.inner.order()[::-1]
-
-
-class OwnRandom(Own):
-    def setup(self) -> None:
-        self.rng = random.Random(3)
-
-    def order(self) -> list[int]:
-        return self.rng.sample(range(N), N)
-
-
-class GlobalRandom(Own):
-    def order(self) -> list[int]:
-        return random.sample(range(N), N)
-
-
 class InClosure(Own):
     "Keeps its count where no attribute shows it."
 
@@ -187,22 +150,7 @@ class InClosure(Own):
         return shuffle(self.seed())
 
 
-class Batches(Own):
-    "A batch sampler with a count."
-
-    def setup(self) -> None:
-        self._n_passes = 0
-
-    def __len__(self) -> int:
-        return N // BS
-
-    def __iter__(self) -> Iterator[Any]:
-        self._n_passes += 1
-        ids = shuffle(self._n_passes)
-        yield from (ids[i : i + BS] for i in range(0, N, BS))
-
-
-OWN_SAMPLERS: list[type[Own]] = [HiddenCount, LateCount, Wrapping, OwnRandom, GlobalRandom]
+OWN_SAMPLERS: list[type[Own]] = [HiddenCount, LateCount]
 
 # -- callbacks -------------------------------------------------------------------------------------
 
@@ -219,21 +167,6 @@ class Jitter(Callback):
     def after_loss(self) -> None:
         if self.training:
             self.learn.loss_grad = self.learn.loss_grad * (1 + self.draw())
-
-
-class Helper:
-    "An object of a callback that holds a generator."
-
-    def __init__(self, rng: Any) -> None:
-        self.parts = {'deep': [rng]}
-
-
-class HelperJitter(Jitter):
-    def __init__(self) -> None:
-        self.helper = Helper(random.Random(5))
-
-    def draw(self) -> float:
-        return float(self.helper.parts['deep'][0].random())
 
 
 class NestedJitter(Jitter):
@@ -324,45 +257,23 @@ def sampled(sampler: Callable[[], Any], **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Plain(), BS, sampler=sampler(), **options)
 
 
-def seeded(cls: Any, seed: int = 3) -> Any:
-    if cls is torch.Generator:
-        return torch.Generator().manual_seed(seed)
-    return np.random.default_rng(seed) if cls is np.random.Generator else cls(seed)
-
-
-KINDS = {
-    'torch': torch.Generator,
-    'python': random.Random,
-    'numpy': np.random.Generator,
-    'old numpy': np.random.RandomState,
-}
-
-
 LOADERS: dict[str, Callable[[], Any]] = {
-    'in memory': lambda: DataLoaders.from_tensors(make_xy(), make_xy(), bs=BS, seed=1).train,
-    'one of its own': lambda: Loader(counts=False),
-    'one of its own that counts': lambda: Loader(counts=True),
+    'one of its own that counts': Loader,
     'a data set that counts': torch_loader(Counting),
-    'weighted': sampled(lambda: WeightedRandomSampler([1.0, 3.0] * 10, N)),
-    'batches that count': lambda: DataLoader(Plain(), batch_sampler=Batches()),
-    'batches of a sampler that counts': lambda: DataLoader(
-        Plain(), batch_sampler=BatchSampler(HiddenCount(), BS, False)
-    ),
-    'a generator': lambda: torch_loader(generator=seeded(torch.Generator))(),
+    'a generator': lambda: torch_loader(generator=torch.Generator().manual_seed(3))(),
     'noise': torch_loader(Noisy),
+    'noise of its own': torch_loader(OwnNoise),
     'workers, noise': torch_loader(Noisy, num_workers=2),
     'workers, a data set that counts': torch_loader(Counting, num_workers=2),
     'workers, sampler HiddenCount': sampled(HiddenCount, num_workers=2),
+    'batches of a sampler that counts': lambda: DataLoader(
+        Plain(), batch_sampler=BatchSampler(HiddenCount(), BS, False)
+    ),
     **{f'sampler {cls.__name__}': sampled(cls) for cls in OWN_SAMPLERS},
-    **{
-        f'noise of its own, {name}': torch_loader(lambda cls=cls: OwnNoise(seeded(cls)))
-        for name, cls in KINDS.items()
-    },
 }
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     'EMA, accumulation, bf16': lambda: [EMA(0.9), GradientAccumulation(8), MixedPrecision('bf16')],
     'a generator': lambda: [Jitter(random.Random(3))],
-    'a generator in a helper': lambda: [HelperJitter()],
     'generators in nested callbacks': lambda: [NestedJitter()],
 }
 # set-ups with state that is missing from checkpoints

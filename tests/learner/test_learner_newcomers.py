@@ -257,11 +257,7 @@ A = np.random.default_rng(0).normal(size=(32, 4)).astype('float32')
 B = np.zeros((32, 1), dtype='float32')
 
 
-@pytest.mark.parametrize(
-    'batch',
-    [(A, B), {'input': A, 'y': B}],
-    ids=['tuple', 'dict'],
-)
+@pytest.mark.parametrize('batch', [(A, B), {'input': A, 'y': B}], ids=['tuple', 'dict'])
 def test_batches_of_arrays(batch: Any) -> None:
     A.flags.writeable = False  # as pandas gives them
     learn = Learner([batch], nn.Linear(4, 1), F.mse_loss)

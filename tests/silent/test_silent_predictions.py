@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from learnkit import (
-    SGD,
-    Callback,
-    CrossEntropyLossFlat,
-    DataLoaders,
-    Learner,
-)
+from learnkit import SGD, Callback, CrossEntropyLossFlat, DataLoaders, Learner
 
 N_CLASSES = 3
 PAD = -100

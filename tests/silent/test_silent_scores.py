@@ -14,14 +14,7 @@ import torch
 import torchmetrics.functional
 from torch import Tensor, nn
 
-from learnkit import (
-    SGD,
-    APScoreBinary,
-    DataLoaders,
-    Learner,
-    RocAucBinary,
-    TensorLoader,
-)
+from learnkit import SGD, APScoreBinary, DataLoaders, Learner, RocAucBinary, TensorLoader
 from learnkit.metrics import (
     APScoreMulti,
     ExplainedVariance,

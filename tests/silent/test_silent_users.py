@@ -24,13 +24,7 @@ from learnkit import (
 )
 from learnkit.callbacks import EarlyStoppingCallback, GuardNonFinite
 from learnkit.losses import CrossEntropyLossFlat
-from learnkit.metrics import (
-    DiceMulti,
-    F1ScoreMulti,
-    accuracy_multi,
-    foreground_acc,
-    top_k_accuracy,
-)
+from learnkit.metrics import DiceMulti, F1ScoreMulti, accuracy_multi, foreground_acc, top_k_accuracy
 
 X = torch.linspace(-2, 2, 64 * 3, dtype=torch.float64).sin().view(64, 3)
 Y = X.sum(1, keepdim=True)
