@@ -72,15 +72,6 @@ def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
     check(lives, tmp_path, straight, len(SIGNAL_POINTS))
 
 
-def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
-    "Test a loader with its own generator."
-    end = in_child(training(tmp_path / 'straight', make_learner))
-    places = SIGNAL_POINTS[1::3]
-    job = training(tmp_path / 'run', make_learner, order=5)
-    lives = run_until_done(job, places, signal.SIGTERM, group=False)
-    check(lives, tmp_path / 'run', end, len(places))
-
-
 def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make = lambda: make_learner(eval_every='2ba')
     end = in_child(training(tmp_path / 'straight', make, n_epoch=4))
@@ -124,14 +115,6 @@ def test_during_a_save_in_the_background(
     job = training(tmp_path, every='1ba', n_epoch=3)
     lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path, straight_3, 3)
-
-
-def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
-    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, is kept."
-    for place in ('after_fit', 'cleanup'):
-        job = training(tmp_path / place, n_epoch=3, order=999)
-        lives = run_until_done(job, [place], signal.SIGTERM, group=False)
-        assert lives.codes == [143, 0] and same(straight_3, lives.result), lives.stderr
 
 
 # -- handlers --------------------------------------------------------------------------------------

@@ -182,16 +182,3 @@ def test_evaluating_in_a_handler_changes_nothing(event: str) -> None:
     plain = without_an_evaluation(event if trigger(event) else '')
     assert look.seen and (digest(learn), rows(learn)) == plain
     is_clean(learn)
-
-
-@pytest.mark.parametrize('event', ['after_batch', 'cleanup'])
-def test_closing_in_a_handler(event: str) -> None:
-    closed: list[int] = []
-    learn = make_learner(
-        cbs := [At(event, lambda cb: cb.learn.close()), Callback(close=lambda cb: closed.append(1))]
-    )
-    start_again(learn)
-    learn.fit(N_EPOCH)
-    is_clean(learn)
-    learn.remove_cb(cbs[0])
-    fits_like_fresh(learn)

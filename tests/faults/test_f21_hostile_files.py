@@ -124,12 +124,6 @@ def test_a_message_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 # A program
 
 
-def test_the_states_that_are_saved_pass(tmp_path: Path) -> None:
-    read_state(write(tmp_path / 'a.ckpt'))
-    saved(tmp_path / 'a.pth', make_state()['model'])
-    assert len(read_weights(tmp_path / 'a.pth').model) == 13
-
-
 def test_sample_inputs_of_a_program(tmp_path: Path) -> None:
     "An exported program, which unpickles its sample inputs, is neither a checkpoint nor weights."
     path, sentinel = tmp_path / 'net.pt2', tmp_path / 'sentinel'

@@ -59,17 +59,6 @@ def test_it_trains_as_in_the_main_thread() -> None:
     is_clean(learn)
 
 
-def test_made_in_one_thread_used_in_others() -> None:
-    learn = in_thread(make_learner)
-    for run in (lambda f: f(), in_thread, lambda f: f(), in_thread):
-        n = len(learn.history)
-        run(lambda: fitted(learn))
-        assert digest(learn) == fresh()['digest'] and rows(learn)[n:] == fresh()['rows']
-        values, preds = in_thread(learn.validate), in_thread(learn.get_preds)
-        assert list(values) == list(learn.validate()) and preds[0].equal(learn.get_preds()[0])
-    is_clean(learn)
-
-
 @pytest.mark.parametrize(
     'error', [ValueError(1), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
 )

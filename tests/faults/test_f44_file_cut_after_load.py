@@ -78,16 +78,6 @@ def load_pth(learn: Learner, path: Path) -> None:
     learn.load(path, with_opt=True)
 
 
-def load_pth_by_mapping(learn: Learner, path: Path) -> None:
-    "Torch is configured to map the files that it loads."
-    config = torch.utils.serialization.config.load
-    config.mmap, before = True, config.mmap
-    try:
-        learn.load(path, with_opt=True)
-    finally:
-        config.mmap = before
-
-
 def load_safetensors(learn: Learner, path: Path) -> None:
     learn.load(path.with_suffix('.safetensors'))
 
@@ -98,7 +88,6 @@ def load_checkpoint(learn: Learner, path: Path) -> None:
 
 LOADS: list[Callable[[Learner, Path], None]] = [
     load_pth,
-    load_pth_by_mapping,
     load_safetensors,
     load_checkpoint,
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import Callback, Learner
+from learnkit import Callback
 from learnkit.checkpoint.folder import Entry, entries, find
 from tests.faults.run_helpers import N_TRAIN, checkpointed
 
@@ -52,10 +52,9 @@ def expected_value(plan: Plan, entry: Entry, is_within: Callable[[int], bool]) -
 def train(folder: Path, plan: Plan, every: str, n_epoch: int, **options: Any) -> list[Entry]:
     "Train, and return every written checkpoint in order."
     watch = All()
-    fit = {'eval_every': options.pop('eval_every', None)}
+    fit = {k: options.pop(k) for k in ('eval_every',) if k in options}
     make = checkpointed(folder, every=every, keep_last=1, background=False, **options)
-    learn: Learner = make(Planned(plan), watch, **{k: v for k, v in fit.items() if v})
-    learn.fit(n_epoch)
+    make(Planned(plan), watch, **fit).fit(n_epoch)
     return sorted(watch._seen.values(), key=lambda e: e.number)
 
 
@@ -63,14 +62,12 @@ def check(
     folder: Path,
     plan: Plan,
     written: Sequence[Entry],
-    lowest_is_best: bool = True,
     is_within: Callable[[int], bool] = lambda at: False,  # whether an evaluation is within an epoch
 ) -> None:
     "Check the values, that the best and the newest were kept, and that 'best' finds the best."
     values = [expected_value(plan, e, is_within) for e in written]
     assert [e.info['value'] for e in written] == values
-    sign = 1 if lowest_is_best else -1
-    scored = [(sign * v, e.number) for v, e in zip(values, written, strict=True) if v is not None]
+    scored = [(v, e.number) for v, e in zip(values, written, strict=True) if v is not None]
     kept = [e.number for e in reversed(entries(folder))]
     if not scored:
         assert kept == [written[-1].number]
@@ -81,11 +78,10 @@ def check(
     assert found is not None and found[0].name == written[best - 1].path.name
 
 
-@pytest.mark.parametrize('every', ['1ba', '2ba', '3ba', '4ba', '5ba', '1ep', '2ep'])
+@pytest.mark.parametrize('every', ['1ba', '2ba', '4ba', '1ep', '2ep'])
 def test_intervals(tmp_path: Path, every: str) -> None:
     "An epoch has three batches; the second evaluation is the best."
     plan = {3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0}
-    check(tmp_path / 'default', plan, train(tmp_path / 'default', plan, every, 4))
     check(tmp_path, plan, train(tmp_path, plan, every, 4, monitor='valid_loss'))
     found = find('best', tmp_path)
     assert found is not None and (found[2]['value'], found[2]['ba']) == (1.0, 6)

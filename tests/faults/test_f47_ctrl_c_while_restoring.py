@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import Learner, Replay
+from learnkit import Learner
 from learnkit.callbacks.lr_finder import LRFinder
 from learnkit.core.interrupts import deferred_interrupts, run_all
 from learnkit.engine.snapshot import Snapshot
-from tests.faults.fault_helpers import N_EPOCH, digest, fits_like_fresh, make_learner
+from tests.faults.fault_helpers import fits_like_fresh, make_learner
 from tests.helpers.interrupting import Interrupter, interrupt, interrupting, press
 
 # outside of `deferred_interrupts` an interrupt inside a `__del__` is only a warning
@@ -89,27 +89,6 @@ def test_at_many_instants(name: str) -> None:
         bad += [problem] * bool(problem)
     print(f'row 47: {n} instants of the restoring of {name}, the next fit differs after {len(bad)}')
     assert n > 50 and not bad, bad[:10]
-
-
-def test_weights_are_those_from_before_the_search() -> None:
-    learn = make_learner()
-    learn.fit(N_EPOCH)
-    before = digest(learn)
-    for at in (1, 30, 100):
-        with interrupting(Interrupter(at, Snapshot.undo.__code__)):
-            find(learn)
-        assert digest(learn) == before
-
-
-def test_a_replayed_batch() -> None:
-    learn = make_learner(Replay())
-    learn.fit(1)
-    before = digest(learn)
-    for at in (1, 30, 100):
-        with redirect_stdout(io.StringIO()):
-            with interrupting(Interrupter(at, Snapshot.undo.__code__)):
-                learn.replay()
-        assert digest(learn) == before
 
 
 # -- the mechanism ---------------------------------------------------------------------------------

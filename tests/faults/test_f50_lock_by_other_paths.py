@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +63,9 @@ def test_other_paths(run: Path) -> None:
         assert is_refused_elsewhere(path), name
 
 
-def read_lock(run: Path) -> None:
-    (run / '.lock').read_text()
-
-
 def copy_folder(run: Path) -> None:
     unfinished = shutil.ignore_patterns('.*.tmp-*')  # gets its final name at any time
     shutil.copytree(run, run.with_name('copy'), ignore=unfinished)
-
-
-def archive_folder(run: Path) -> None:
-    shutil.make_archive(str(run.with_name('archive')), 'tar', run)
-
-
-def be_refused(run: Path) -> None:
-    assert is_refused(run) and is_refused(Path(os.path.relpath(run)))
-
-
-READERS: list[Callable[[Path], None]] = [read_lock, copy_folder, archive_folder, be_refused]
-
-
-@pytest.mark.parametrize('read', READERS)
-def test_whoever_reads_the_folder_leaves_the_lock(run: Path, read: Callable[[Path], None]) -> None:
-    read(run)
-    assert is_refused(run) and is_refused_elsewhere(run)
 
 
 def test_a_run_whose_callback_reads_its_folder(tmp_path: Path) -> None:

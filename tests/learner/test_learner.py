@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import random
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from learnkit import (
     Learner,
     LoaderError,
     OptimizerError,
-    OptionError,
     Periodic,
     ProgressCallback,
     Recorder,
@@ -400,20 +398,6 @@ def test_a_dataclass_batch_is_given_by_name() -> None:
     assert torch.equal(learn.get_preds()[1], torch.cat([b.labels for b in batches]))
 
 
-def test_a_single_tensor_with_targets_from_a_callback() -> None:
-    batches = [torch.randn(4, 3) for _ in range(3)]
-
-    def rebuild(cb: Any) -> None:
-        cb.learn.yb = (cb.x,)
-
-    dls = (batches, batches)
-    learn = bare(dls, model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild))
-    learn.fit(2)
-    assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
-    expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
-    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
-
-
 # Loaders without a length
 
 
@@ -553,55 +537,3 @@ def test_load_leaves_an_optimizer_and_takes_fastais_options(tmp_path: Path) -> N
     for p in learn.model.parameters():
         p.requires_grad_(False)
     assert learn.load('line').opt is None
-
-
-class Image(Tensor):
-    "A tensor subclass like fastai's typed tensors."
-
-
-class DecodingLoader:
-    "A loader like fastai's: batches of typed tensors, a copy in another order, parts of the data set."
-
-    def __init__(self, shuffle: bool = False) -> None:
-        self.shuffle = shuffle
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x = torch.arange(4.0).view(4, 1)
-        x = x.flip(0) if self.shuffle else x
-        yield x.as_subclass(Image), (2 * x).as_subclass(Image)
-
-    def __len__(self) -> int:
-        return 1
-
-    def new(self, shuffle: bool, drop_last: bool = False) -> Any:
-        random.random()  # as fastai's, which draw a seed
-        return DecodingLoader(shuffle)
-
-    def decode_batch(self, b: Any) -> Any:
-        return b
-
-    def show_results(self, b: Any, preds: Tensor, max_n: int) -> list[float]:
-        return [float(x) for x in b[0][:max_n]]
-
-    @property
-    def valid(self) -> Any:
-        raise IndexError('the data set has other splits')
-
-
-def test_typed_batches_are_cast_to_plain_tensors_and_predicted_on() -> None:
-    seen: set[type] = set()
-    note = Callback(after_loss=lambda cb: seen.update(map(type, (cb.x, cb.y, cb.pred, cb.loss))))
-    learn = synth_learner(dls=DataLoaders(DecodingLoader(), DecodingLoader()), cbs=note)
-    assert [cb.name for cb in learn.cbs][-2] == 'cast_to_tensor'
-    learn.fit(1)
-    assert seen == {Tensor}
-    preds, targets = learn.get_preds(dl=DecodingLoader())
-    assert type(preds) is type(targets) is Tensor
-    assert torch.equal(targets, 2 * torch.arange(4.0).view(4, 1))
-    assert learn.show_results(max_n=2) == [0.0, 1.0]
-    before = random.getstate()
-    assert learn.show_results(max_n=2, shuffle=True) == [3.0, 2.0]
-    assert random.getstate() == before
-    with pytest.raises(OptionError, match='shuffle'):
-        synth_learner().show_results(shuffle=True)
-    assert 'cast_to_tensor' not in [cb.name for cb in synth_learner().cbs]

@@ -54,11 +54,8 @@ def frames(error: Any) -> list[str]:
 
 LOOKS = {
     'learn': '2 parameters',
-    'learn.dls': 'TensorLoader',
     'learn.history': 'valid_loss',
     'learn.recorder': '80 steps',
-    'learn.timings': 'backward',
-    'learn.time': '2 epochs',
     'learn.check_resume()': 'to the last bit',
 }
 

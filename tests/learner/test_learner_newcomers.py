@@ -17,13 +17,8 @@ from learnkit import Callback, DataLoaders, GuardNonFinite, Learner, TensorLoade
 from learnkit.core.errors import BatchError, LoaderError, LossError, MetricError
 from learnkit.losses import MSELossFlat
 from learnkit.metrics import (
-    Dice,
-    F1Score,
-    RocAuc,
     accuracy,
     accuracy_multi,
-    foreground_acc,
-    mse,
     top_k_accuracy,
 )
 from learnkit.testing import synth_learner
@@ -71,32 +66,6 @@ def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     assert learn.history[0]['accuracy_multi'] == pytest.approx(expected)
 
 
-def test_one_output_for_other_metrics_of_classes() -> None:
-    pytest.importorskip('torchmetrics')
-    pred, targ = torch.randn(8, 1), torch.ones(8).long()
-    for metric, expected_text in (
-        (F1Score(), '`F1ScoreMulti`'),
-        (RocAuc(), '`RocAucMulti`'),
-        (Dice(), 'the model two outputs'),
-        (foreground_acc, 'the model two outputs'),
-    ):
-        with pytest.raises(MetricError, match=f'one output along axis -?1: .*{expected_text}'):
-            metric(pred, targ)
-
-
-@pytest.mark.parametrize('metric', [accuracy, {'a': accuracy}])
-def test_targets_that_are_not_class_numbers(metric: Any) -> None:
-    learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
-    untouched(learn, MetricError, r'not class numbers.*`mse`')
-    learn.metrics = [mse] if metric is accuracy else []
-    train = (X, LABELS.float())
-    learn.dls = DataLoaders.from_tensors(train, (X, LABELS.float()), bs=16, device='cpu')
-    learn.metrics = accuracy  # of whole numbers, whatever their dtype
-    with learn.no_bar():
-        learn.fit(1)
-    assert 0 <= learn.history[0]['accuracy'] <= 1
-
-
 # -- shapes that would be broadcast ----------------------------------------------------------------
 
 BROADCASTING: list[Callable[..., Any]] = [
@@ -131,15 +100,6 @@ def test_losses_that_flatten_are_fine(loss: Any) -> None:
     assert len(learn.history) == 1
 
 
-def test_shapes_may_be_fixed_in_after_pred() -> None:
-    def squeeze(cb: Callback) -> None:
-        cb.learn.pred = cb.pred.squeeze(1)
-
-    learn = learner(Y, cbs=Callback(after_pred=squeeze))
-    with learn.no_bar():
-        learn.fit(1)
-
-
 # -- targets and weights of a loss -----------------------------------------------------------------
 
 CE, BCEL = F.cross_entropy, F.binary_cross_entropy_with_logits
@@ -164,20 +124,6 @@ HINTS = [
 def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
     e = untouched(learner(y, n_out, loss), Exception)
     assert expected_text in notes(e), notes(e)
-
-
-def test_a_hint_of_targets_whose_loss_fails_in_backward() -> None:
-    e = untouched(learner(LABELS[:, None], loss_func=F.huber_loss), RuntimeError)
-    assert "y.astype('float32')" in notes(e), notes(e)
-
-
-def test_other_errors_of_a_loss_get_no_hint() -> None:
-    def loss(pred: Tensor, y: Tensor) -> Tensor:
-        raise ValueError('Long story')
-
-    assert notes(untouched(learner(LABELS, 3, loss), ValueError)).startswith(
-        'loss got Tensor[16, 3] float32 and the targets (Tensor[16] int64,)\n'
-    )
 
 
 def test_batch_norm_with_one_sample() -> None:

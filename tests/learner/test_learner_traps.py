@@ -25,7 +25,6 @@ from learnkit import (
     GradientAccumulation,
     Learner,
     LoaderError,
-    Recorder,
     SaveModelCallback,
     accuracy,
 )
@@ -197,11 +196,6 @@ def test_train_sets_the_mode_and_warns() -> None:
         learn.train(5)  # type: ignore[arg-type]
 
 
-def test_a_callback_may_set_the_mode() -> None:
-    with learner(cbs=Callback(before_batch=lambda cb: cb.learn.train())).no_bar() as learn:
-        learn.fit(1)
-
-
 def test_a_whole_number_as_the_rate_is_doubted() -> None:
     def fit(lr: Any) -> list[str]:
         learn = learner()
@@ -287,12 +281,6 @@ def test_names_in_the_place_of_things(
         make()
 
 
-def test_callbacks_that_are_not_there_are_left_out() -> None:
-    learn = learner()
-    before = list(learn.cbs)
-    assert learn.remove_cb(GradientAccumulation).remove_cb(Recorder()).cbs == before
-
-
 @pytest.mark.parametrize(
     ('call', 'error'),
     [
@@ -373,16 +361,6 @@ def test_the_hints_of_batches_work() -> None:
     learner_of(indexed, loss_func=lambda pred, y, idx: F.cross_entropy(pred, y)).fit(1)
 
 
-def test_other_errors_of_a_model_get_no_hint_of_its_inputs() -> None:
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(super().forward(x), 1)
-
-    with pytest.raises(TypeError) as e:
-        learner(Fails(4, 3)).fit(1)
-    assert e.value.__notes__[0] == 'Fails got (Tensor[16, 4] float32,)'
-
-
 # ------------------------------------------------------------------------------------------ devices
 
 
@@ -400,42 +378,7 @@ def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> N
         make()
 
 
-def test_a_device_that_torch_does_not_know() -> None:
-    with pytest.raises(LoaderError, match=r"device='gpu'.*'cuda'"):
-        DataLoaders([(X, Y)], device='gpu')
-
-
 # ----------------------------------------------------------------------------------- what comes back
-
-
-LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 3.0, -2.0]])
-
-
-@pytest.mark.parametrize(
-    ('loss_func', 'targets', 'expected'),
-    [
-        *((loss, torch.tensor([0, 1]), LOGITS.softmax(1)) for loss in CROSS_ENTROPIES),
-        (nn.NLLLoss(), torch.tensor([0, 1]), LOGITS.exp()),
-        (nn.BCEWithLogitsLoss(), torch.ones(2, 3), LOGITS.sigmoid()),
-        (nn.MSELoss(), torch.ones(2, 3), LOGITS),
-        (lambda pred, targ: (pred - targ).mean(), torch.ones(2, 3), LOGITS),
-    ],
-)
-def test_predictions_of_torchs_losses_are_probabilities(
-    loss_func: Any, targets: Tensor, expected: Tensor
-) -> None:
-    learn = Learner([(LOGITS, targets)], nn.Identity(), loss_func)
-    dl = [(LOGITS, targets)]
-    assert torch.allclose(learn.get_preds(dl=dl)[0], expected)
-    assert torch.equal(learn.get_preds(dl=dl, act=lambda x: x)[0], LOGITS)
-    ((preds, _),) = learn.predict_iter(dl)
-    assert torch.allclose(preds, expected)
-
-
-def test_probabilities_of_pixels_are_along_dimension_one() -> None:
-    x, y = torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)
-    learn = Learner([(x, y)], nn.Identity(), nn.CrossEntropyLoss())
-    assert torch.allclose(learn.get_preds(dl=[(x, y)])[0], x.softmax(1))
 
 
 def test_values_of_validate_have_names() -> None:

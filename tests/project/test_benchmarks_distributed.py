@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import distributed, parts, scaling
+from benchmarks import distributed, scaling
 from benchmarks.teams import TASKS, in_turns
 from tests.helpers.ranks import run_ranks
 
@@ -44,18 +44,6 @@ def test_subjects_train_alike_to_the_last_bit(name: str, monkeypatch: pytest.Mon
 
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_parts_are_measured() -> None:
-    labels = [
-        'flag there and back',
-        'gathering a number from each process',
-        'random generators of each process, in a checkpoint',
-    ]
-    values, _ = run_ranks(joined, 2, parts.in_rounds, labels, 2)
-    assert list(values) == labels and all(len(v) == 2 and min(v) > 0 for v in values.values())
-    lines = parts.table(values).splitlines()
-    assert len(lines) == 4 and 'kB' in lines[-1]
 
 
 def test_scaling_arithmetic() -> None:

@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from learnkit.checkpoint.file import read_state
 from tests.helpers.forks import start
@@ -152,17 +151,3 @@ def test_text_resumes_after_a_kill(text: Any, tmp_path: Path) -> None:
     resumed = run(lambda: text.main(options(tmp_path / 'cut', '--resume')))
     assert figures(resumed) == figures(whole)
     check_same(all_weights(tmp_path / 'whole'), all_weights(tmp_path / 'cut'))
-
-
-@pytest.mark.notebook
-def test_the_perplexity_counts_tokens_that_are_not_padding(text: Any, tmp_path: Path) -> None:
-    "The epoch's loss is the mean over all tokens, computed here for each description without padding."
-    corpus, tokenizer = text.prepare(tmp_path, 40, 500)
-    model = text.make_gpt(tokenizer, width=16, depth=1).eval()
-    learn = text.Learner(text.language_loaders(corpus, tokenizer, bs=7), model)
-    losses = []
-    with torch.no_grad():
-        for ids in map(torch.tensor, corpus['valid']['input_ids']):
-            scores = model(input_ids=ids[None]).logits[0]
-            losses.append(F.cross_entropy(scores[:-1], ids[1:], reduction='none'))
-    assert learn.validate()[0] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)

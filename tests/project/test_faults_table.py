@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,15 +51,3 @@ def test_results_become_rows() -> None:
         ['2', r'500 offsets; and 3 \| 4', '1 failed', '3.5 |'],
         ['1', '', '1 skipped', '0.0 |'],
     ]
-
-
-def test_the_page_keeps_what_is_around_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, 'PAGE', page := tmp_path / 'faults.md')
-    page.write_text(f'before\n{table.BEGIN}\nold\n{table.END}\nafter\n')
-    for text in ('once', 'twice'):
-        table.write(text)
-    assert page.read_text() == f'before\n{table.BEGIN}\n\ntwice\n\n{table.END}\nafter\n'
-    real = Path(table.HERE.parents[1] / 'docs' / 'faults.md').read_text('utf-8')
-    assert real.count(table.BEGIN) == real.count(table.END) == 1

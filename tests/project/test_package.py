@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import os
 import re
 import sys
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 import learnkit
-from benchmarks import step
 from benchmarks.subjects import SUBJECTS, Task
 from tests.helpers.fresh import OPTIMIZER_MODULES, output_of
 
@@ -283,26 +281,6 @@ def test_benchmarks_train_alike(subject: str) -> None:
 
     for expected, got in zip(weights('raw'), weights(subject), strict=True):
         assert torch.equal(expected, got)
-
-
-@pytest.mark.full
-def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / 'step.json'
-    options = [
-        '--workloads',
-        'a',
-        '--frameworks',
-        'learnkit-bare',
-        '--rounds',
-        '1',
-        '--json',
-        str(file),
-    ]
-    assert step.main(options) == 0
-    (table,) = json.loads(file.read_text('utf-8'))['tables']
-    assert [row['subject'] for row in table['rows']] == ['raw', 'learnkit-bare']
-    assert all(row['median'] > 0 for row in table['rows'])
-    assert 'learnkit-bare' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

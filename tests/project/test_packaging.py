@@ -141,16 +141,3 @@ def test_other_commands_are_refused(argv: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and 'usage: python -m learnkit' in capsys.readouterr().err
-
-
-def test_the_demo_gets_its_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr('learnkit.demo.main', lambda argv: seen.append(argv) or 3)
-    assert main(['demo', '--epochs', '2', '--out', 'there']) == 3
-    assert seen == [['--epochs', '2', '--out', 'there']]
-
-
-def test_the_citation_has_this_version() -> None:
-    assert f'\nversion: {VERSION}\n' in (ROOT / 'CITATION.cff').read_text('utf-8')

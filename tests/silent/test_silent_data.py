@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from itertools import count, product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from learnkit import BestMetric, Callback, Learner, Recorder, TrackerCallback, TrainEvalCallback
+from learnkit import Callback, Learner
 from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, LossError, MetricError
 from learnkit.data.dataloaders import DataLoaders
-from learnkit.data.evaluator import Evaluator
 from learnkit.losses import CrossEntropyLossFlat
 from learnkit.metrics import Metric
 
@@ -66,45 +64,6 @@ def test_validate_in_after_epoch() -> None:
     for now, independent in found:
         assert now == pytest.approx(independent, rel=1e-12)
     assert learn.validate(dl=[test])[0] == pytest.approx(found[-1][1], rel=1e-12)
-
-
-def test_callbacks_that_evaluate_call_each_other_once() -> None:
-    "A starts B's handler once a run, and B starts A's: each level of runs has one callback fewer."
-    calls: list[str] = []
-
-    def evaluating(name: str) -> Callback:
-        def evaluate(cb: Any) -> None:
-            calls.append(name)
-            cb.learn.validate()
-
-        return Callback(after_epoch=evaluate)
-
-    regression(cbs=[evaluating('a'), evaluating('b')]).fit(2)
-    assert calls == ['a', 'b', 'b', 'a'] * 2
-
-
-def test_a_callback_that_changes_batches_and_evaluates_is_named() -> None:
-    class Double(Callback):
-        def before_batch(self) -> None:
-            self.learn.xb = (2 * self.x,)
-
-        def after_epoch(self) -> None:
-            self.losses = self.learn.validate()
-
-    learn = regression(cbs=Double())
-    with pytest.warns(UserWarning, match='Double.*before_batch'):
-        learn.fit(1)
-    assert learn.double.losses[0] == pytest.approx(mean_square(learn, *points(6, 2)), rel=1e-12)
-
-
-def test_logging_after_an_evaluation_inside_another_keeps_its_column() -> None:
-    def evaluate(cb: Any) -> None:
-        cb.learn.validate()
-        cb.learn.log('gap', 2.0)
-
-    learn = regression(cbs=Callback(after_eval=evaluate))
-    learn.fit(1)
-    assert learn.history[0]['valid_gap'] == 2.0 and 'gap' not in learn.history[0]
 
 
 # -- targets ---------------------------------------------------------------------------------------
@@ -169,25 +128,6 @@ def test_a_loss_of_the_predictions_alone(form: str) -> None:
     assert targs is None and preds.shape == (10, 2)
 
 
-def test_a_loss_that_needs_targets_keeps_its_error() -> None:
-    for loss in (nn.MSELoss(), nn.functional.mse_loss, lambda pred, targ: pred.mean()):
-        learn = Learner(unlabeled('tuple'), Encoder(), loss)
-        with pytest.raises(BatchError, match='Tensor'):
-            learn.fit(1)
-
-
-def test_a_loss_that_may_take_targets_is_not_called_in_predictions_without() -> None:
-    def loss(pred: Tensor, *targs: Tensor) -> Tensor:
-        return (pred - targs[0]).square().mean()
-
-    x, y = points(8, 1)
-    learn = regression(loss_func=loss)
-    learn.fit(1)
-    preds, targs = learn.get_preds(dl=[(x,)])
-    assert targs is None and torch.equal(preds, learn.model(x).detach())
-    assert learn.validate(dl=[(x, y)])[0] == pytest.approx(mean_square(learn, x, y), rel=1e-12)
-
-
 class Detector(nn.Module):
     "Predict a box and a score from `x`."
 
@@ -232,17 +172,6 @@ def test_targets_of_dicts_by_name() -> None:
     assert targs[1].dtype == torch.int64
     preds, none = learn.get_preds(dl=[{'x': boxed(1)[0]['x']}])
     assert none is None and len(preds) == 2
-
-
-def test_targets_from_tensors_and_datasets() -> None:
-    batch = boxed(1)[0]
-    samples = [{k: v[i] for k, v in batch.items()} for i in range(5)]
-    for dls in (
-        DataLoaders.from_tensors(batch, batch, bs=5, shuffle=False, targets='boxes'),
-        DataLoaders.from_datasets(samples, samples, bs=5, shuffle=False, targets='boxes'),
-    ):
-        learn = Learner(dls, Encoder(), lambda pred, boxes: (pred - boxes[:, :2]).square().mean())
-        assert torch.equal(learn.get_preds()[1], batch['boxes'])
 
 
 @pytest.mark.parametrize(
@@ -343,29 +272,6 @@ class Numbers(IterableDataset[Any]):
             yield i + torch.rand(1).double(), torch.ones(1).double()
 
 
-class Stateful(Counting):
-    "A stream that saves its position."
-
-    def __init__(self, n: int | None = None) -> None:
-        super().__init__(n)
-        self.at = self.first = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self.first = self.first, 0
-        for i, batch in enumerate(super().__iter__()):
-            if i < first:
-                continue
-            self.at = i + 1
-            yield batch
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {'at': self.at}
-
-    def load_state_dict(self, sd: dict[str, int]) -> None:
-        self.first = sd['at']
-
-
 class Notes(Callback):
     "Record the first input of each training batch, and the state at one of them."
 
@@ -437,7 +343,6 @@ def test_a_fit_that_failed_begins_the_stream_again() -> None:
 LOADERS: dict[str, Callable[[], Any]] = {
     'endless': Noisy,
     'ends': lambda: Noisy(5),
-    'stateful': lambda: Stateful(5),
     'torch': lambda: DataLoader(Numbers(11), 2),
     'workers': lambda: DataLoader(Numbers(40), 2, num_workers=2),
 }
@@ -445,7 +350,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     ('kind', 'at'),
-    [*product(['endless', 'ends', 'stateful', 'torch'], [1, 4, -1, -2]), ('workers', 4)],
+    [*product(['endless', 'ends', 'torch'], [1, 4, -1, -2]), ('workers', 4)],
 )
 def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
     learn = streaming(LOADERS[kind](), 3)
@@ -623,52 +528,6 @@ def test_dicts_become_columns() -> None:
     fresh = regression(metrics=metrics)
     fresh.model.load_state_dict(learn.model.state_dict())
     assert fresh.validate() == values
-
-
-def test_dicts_of_several_loaders_and_of_training() -> None:
-    torch.manual_seed(0)
-    day, night = points(6, 2), points(5, 3)
-    train = points(8, 1)
-    dls = DataLoaders([train], {'day': [day], 'night': Evaluator([night], metrics=Extremes)})
-    learn = Learner(
-        dls,
-        nn.Linear(1, 1).double(),
-        nn.MSELoss(),
-        metrics=errors,
-        opt_func=torch.optim.SGD,
-        lr=0.0,
-        default_cbs=False,
-        cbs=[TrainEvalCallback, Recorder(train_metrics=True)],
-    )
-    learn.logger = lambda r: None
-    learn.fit(1)
-    of = {
-        name: by_hand(learn.model, *data)
-        for name, data in (('train', train), ('day', day), ('night', night))
-    }
-    expected = {
-        'train_bias': of['train']['bias'],
-        'train_abs_mean': of['train']['abs_mean'],
-        'day/bias': of['day']['bias'],
-        'day/abs_mean': of['day']['abs_mean'],
-        'night/min': of['night']['min'],
-        'night/max': of['night']['max'],
-        'night/bias': 1.0,
-    }
-    assert {name: learn.history[0][name] for name in expected} == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize('column', ['max', 'tm_n'])
-def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
-    tracker = TrackerCallback(column, comp=np.less)
-    metrics = [errors, Extremes, {'mean_squared': squared}, make_several()]
-    learn = regression(metrics=metrics, cbs=tracker)
-    best_metric = BestMetric('valid_loss', targets=[column])
-    learn.fit(4, cbs=best_metric)
-    assert tracker.best == pytest.approx(min(r[column] for r in learn.history), rel=1e-12)
-    assert best_metric.at_best[column] == min(learn.history, key=lambda r: r['valid_loss'])[column]
-    with pytest.raises(MetricError, match='no_such'):
-        learn.fit(1, cbs=TrackerCallback('no_such'))
 
 
 def test_bad_dicts_are_errors_before_the_first_step() -> None:

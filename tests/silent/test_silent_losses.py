@@ -143,37 +143,6 @@ def test_a_mean_over_samples_is_not_warned_of(kind: str, dtype: torch.dtype) -> 
     assert count_warnings(lambda: learn.fit(2)) == 0
 
 
-def test_a_weight_func_is_not_compared() -> None:
-    learn = learner(
-        class_batches([8] * 3),
-        LOSSES['weighted lambda'],
-        microbatch=4,
-        weight_func=lambda xb, yb: CLASS_WEIGHT[yb[0]].sum().item(),
-    )
-    batches = class_batches([8] * 3)
-    assert count_warnings(lambda: learn.fit(1)) == 0
-    expected = plain_weights(batches, LOSSES['weighted lambda'])
-    assert distance(weights_of(learn.model), expected) < 1e-12
-
-
-class Remembering(nn.Module):
-    "A loss with a buffer that each call changes."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer('n_calls', torch.zeros(()))
-
-    def forward(self, pred: Tensor, y: Tensor) -> Tensor:
-        self.n_calls += 1
-        return F.cross_entropy(pred, y)
-
-
-def test_the_comparison_leaves_buffers_of_the_loss() -> None:
-    loss_func = Remembering()
-    learner(class_batches([8] * 3), loss_func, microbatch=4).fit(1)
-    assert loss_func.n_calls == 6
-
-
 # -- sums and means over elements ------------------------------------------------------------------
 
 

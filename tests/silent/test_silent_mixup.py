@@ -196,24 +196,3 @@ def test_between_it_is_the_weighted_mean_of_blended_targets(kind: str) -> None:
         )
         count = sum(lam[i] * weight[y[i]] + (1 - lam[i]) * weight[y1[i]] for i in range(8))
         assert note['loss'] == pytest.approx(float(total / count), rel=1e-6)
-
-
-def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
-    "With one share for all samples the measured divisor is exact."
-    x, _ = pictures('classes')
-    y = torch.arange(8) % 3
-    model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
-    grads, losses = [], []
-    for loss in (own_loss, nn.CrossEntropyLoss(WEIGHT)):
-        torch.manual_seed(4)
-        dls = DataLoaders([(x / 200, y)])
-        learn = Learner(dls, model, loss, cbs=CutMix(), opt_func=torch.optim.SGD, lr=0.0)
-        learn.logger = lambda row: None
-
-        def look(cb: Any) -> None:
-            grads.append(cb.learn.model[1].weight.grad.clone())
-            losses.append(cb.loss.item())
-
-        learn.fit(1, cbs=Callback(after_backward=look))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    assert torch.allclose(*grads, rtol=1e-12, atol=1e-15)

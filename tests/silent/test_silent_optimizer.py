@@ -12,16 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from learnkit import (
-    SGD,
-    Adam,
     Callback,
-    GradientAccumulation,
     Learner,
     OptimWrapper,
     TrainEvalCallback,
 )
 from learnkit.checkpoint.compare import learn_digest
-from learnkit.core.errors import OptionError
 from learnkit.optim.hyperparams import params
 
 LR = 0.1
@@ -104,34 +100,6 @@ def test_a_torch_class_without_a_rate_has_its_own(maker: Any) -> None:
     assert learn.lr == plain.param_groups[0]['lr']
 
 
-def test_decay_set_on_one_group_spares_biases() -> None:
-    model, other = net(), net()
-    learn = learner(model, opt_func=SGD, lr=LR)
-    learn.create_opt()
-    learn.opt.hypers[0]['wd'] = 0.5
-    learn.fit(1)
-    train_plainly(other, DecayMatrices(other.parameters(), LR, 0.5))
-    assert gap(model, other) < 1e-15
-
-
-class DecayMatrices:
-    "SGD that decays matrices alone."
-
-    def __init__(self, params: Any, lr: float, wd: float) -> None:
-        self.params, self.lr, self.wd = list(params), lr, wd
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in self.params:
-            if p.ndim == 2:
-                p.mul_(1 - self.lr * self.wd)
-            p.sub_(self.lr * p.grad)
-
-    def zero_grad(self) -> None:
-        for p in self.params:
-            p.grad = None
-
-
 def test_a_rate_set_by_hand_stays() -> None:
     model, other = net(), net()
     opt, plain = (torch.optim.SGD(m.parameters(), lr=LR) for m in (model, other))
@@ -192,27 +160,6 @@ def split(model: nn.Module) -> list[Any]:
     return [params(model[0]), [*params(model[1:])]]
 
 
-def test_a_new_layer_joins_its_group_with_its_rate_and_decay() -> None:
-    learn = learner(net(), opt_func=Adam, splitter=split)
-    learn.fit(1, lr=[0.01, 0.1], wd=0.1)
-    learn.model[0] = nn.Linear(3, 8).double()
-    learn.model[3] = nn.Linear(8, 1).double()
-    learn.fit(1, lr=[0.02, 0.2], wd=0.3)
-    named = {p: n for n, p in learn.model.named_parameters()}
-    found = {
-        named[p]: (g['lr'], g['weight_decay']) for g in learn.opt.param_groups for p in g['params']
-    }
-    assert found == {
-        '0.weight': (0.02, 0.3),
-        '0.bias': (0.02, 0.0),
-        '1.weight': (0.2, 0.0),
-        '1.bias': (0.2, 0.0),
-        '3.weight': (0.2, 0.3),
-        '3.bias': (0.2, 0.0),
-    }
-    assert len(learn.opt.param_lists) == 2
-
-
 def drop_norm(p: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(p)[:2] + list(p)[4:], lr=lr)
 
@@ -232,23 +179,6 @@ def test_what_is_left_out_is_named_once(how: str) -> None:
     learn.fit(1)  # a warning would be an error
     assert len(caught) == 1
     assert bool((model[1].weight == 1).all())
-
-
-def test_of_several_optimizers_a_new_layer_is_named() -> None:
-    def pair(p: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
-        return {
-            'body': torch.optim.SGD(model[0].parameters(), lr=lr),
-            'head': torch.optim.Adam(model[1:].parameters(), lr=lr),
-        }
-
-    model = net()
-    learn = learner(model, opt_func=pair, lr=LR)
-    learn.fit(1)
-    old = set(model[3].parameters())
-    model[3] = nn.Linear(8, 1).double()
-    with pytest.warns(UserWarning, match=r'3\.weight, 3\.bias'):
-        learn.fit(1)
-    assert not old & (set(learn.opt.parameters()) | set(learn.opt.state))
 
 
 # ------------------------------------------------------------- parameters of the loss function
@@ -348,28 +278,6 @@ def test_weights_are_switched_around_training(cls: Any) -> None:
     plain.eval()
     assert gap(model, other) == 0
     assert [loss for loss, _ in seen] == evaluated
-
-
-@free
-@pytest.mark.parametrize('events', [('before_eval', 'after_eval'), ('after_train', 'before_train')])
-@pytest.mark.parametrize('wrapped', [True, False])
-def test_a_callback_may_switch_the_weights_itself(
-    cls: Any, events: tuple[str, str], wrapped: bool
-) -> None:
-    def switch(mode: str) -> Any:
-        return lambda cb: getattr(cb.opt if wrapped else cb.opt[0], mode)()
-
-    model, other = net(), net()
-    before, after = events
-    own = Callback(**{before: switch('eval'), after: switch('train')})
-    learn = learner(model, own, opt_func=cls, lr=LR)
-    learn.fit(3)
-    plain = cls(other.parameters(), lr=LR)
-    for _ in range(3):
-        plain.train()
-        train_plainly(other, plain)
-        plain.eval()
-    assert gap(model, other) < 1e-5
 
 
 @free
@@ -526,13 +434,6 @@ def test_a_closure_optimizer_is_resumed_exactly() -> None:
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0
-
-
-def test_a_second_evaluation_is_refused_where_it_cannot_be() -> None:
-    learn = learner(net(), GradientAccumulation(8), opt_func=with_closure(sam), lr=LR)
-    with pytest.raises(OptionError):
-        learn.fit(1)
-    learner(net(), GradientAccumulation(8), opt_func=library.Lion, lr=LR).fit(1)
 
 
 def test_the_user_declares_which_optimizers_need_a_closure() -> None:

@@ -115,10 +115,6 @@ def f1_by_hand(pred: Tensor, targ: Tensor) -> Tensor:
 F1 = partial(torchmetrics.functional.f1_score, task='multiclass', num_classes=2, average='macro')
 
 
-def error_of_tokens(pred: Tensor, targ: Tensor) -> dict[str, Tensor]:
-    return {'error': (pred.argmax(1) != targ).float().mean(), 'half': torch.tensor(0.5)}
-
-
 def learner_with(func: Callable[..., Any], n_batches: int) -> Learner:
     batches = [class_scores()] * n_batches
     dls = DataLoaders(batches, batches)
@@ -137,18 +133,3 @@ def test_a_score_of_the_set_warns_in_a_fit(func: Callable[..., Any], cure: str) 
             learn.fit(1)
         learn.validate()  # once
     assert len(caught) == 1
-
-
-@pytest.mark.parametrize(
-    ('func', 'n_batches'),
-    [
-        (error_of_tokens, 2),
-        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0])), 2),
-        (f1_by_hand, 1),  # of one batch, the value is the data set's
-        (lambda pred, targ: pred.median() if len(pred) == 21 else pred[99], 2),
-    ],
-)
-def test_means_do_not_warn(func: Callable[..., Any], n_batches: int) -> None:
-    learn = learner_with(func, n_batches)
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,12 @@ from learnkit import (
     Learner,
     LossError,
     MetricError,
-    SaveModelCallback,
     accuracy,
     error_rate,
 )
-from learnkit.callbacks import EarlyStoppingCallback, GuardNonFinite
+from learnkit.callbacks import GuardNonFinite
 from learnkit.losses import CrossEntropyLossFlat
-from learnkit.metrics import DiceMulti, F1ScoreMulti, accuracy_multi, foreground_acc, top_k_accuracy
+from learnkit.metrics import DiceMulti, foreground_acc, top_k_accuracy
 
 X = torch.linspace(-2, 2, 64 * 3, dtype=torch.float64).sin().view(64, 3)
 Y = X.sum(1, keepdim=True)
@@ -133,15 +131,6 @@ def test_shapes_are_compared_in_each_pass() -> None:
         learn.fit(1)
 
 
-def test_targets_first_are_warned_of() -> None:
-    def keras(y_true: Tensor, y_pred: Tensor) -> Tensor:
-        return (y_true - y_pred).square().mean()
-
-    for options in ({'loss_func': keras}, {'metrics': keras}):
-        with pytest.warns(UserWarning, match=r'keras\(y_true, y_pred\)'):
-            learner(**options).fit(1)
-
-
 # -- metrics ---------------------------------------------------------------------------------------
 
 
@@ -168,16 +157,6 @@ def test_a_metric_in_place_changes_no_training() -> None:
     assert torch.equal(plain.model.weight, other.model.weight)
 
 
-def test_a_second_sigmoid_is_warned_of() -> None:
-    y = (X > 0).double()
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()).double()
-    for metric in (accuracy_multi, F1ScoreMulti()):
-        with pytest.warns(UserWarning, match='applies a sigmoid .* `sigmoid=False`'):
-            learner(y, nn.BCELoss(), model, metrics=metric).fit(1)
-    learner(y, nn.BCELoss(), model, metrics=partial(accuracy_multi, sigmoid=False)).fit(1)
-    learner(y, nn.BCEWithLogitsLoss(), model[0], metrics=accuracy_multi).fit(1)
-
-
 def test_ignored_targets_count_in_no_metric() -> None:
     y = torch.arange(16 * 6).view(16, 6) % 4
     scores = F.one_hot(y, 4).double() * 10
@@ -192,31 +171,7 @@ def test_ignored_targets_count_in_no_metric() -> None:
     assert foreground_acc(maps, targets) == 1 and DiceMulti()(maps, targets) == 1
 
 
-def test_a_monitor_that_nobody_knows_is_warned_of(tmp_path: Any) -> None:
-    name = 'cost'
-    metrics = {name: lambda pred, y: (pred - y).abs().mean()}
-    for make in (SaveModelCallback, EarlyStoppingCallback):
-        with pytest.warns(UserWarning, match=f"monitor='{name}': higher counts as better"):
-            learner(metrics=metrics, path=tmp_path, cbs=make(name)).fit(1)
-        learner(metrics=metrics, path=tmp_path, cbs=make(name, comp='less')).fit(1)
-
-
 # -- layers ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(('event', 'moves'), [('before_epoch', True), ('after_batch', False)])
-def test_unfrozen_layers_are_trained_or_warned_of(event: str, moves: bool) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    unfreeze: Callable[[Any], Any] = lambda cb: cb.learn.model[0].requires_grad_(True)
-    learn = learner(model=model, cbs=Callback(**{event: unfreeze}))
-    if moves:
-        learn.fit(1)
-    else:
-        with pytest.warns(UserWarning, match='within the epoch.*: 0.weight, 0.bias'):
-            learn.fit(1)
-    assert torch.equal(model[0].weight, before) != moves
 
 
 # -- predictions -----------------------------------------------------------------------------------
