@@ -26,8 +26,6 @@ def without_head(model: Any) -> Any:
 
 OTHERS: dict[str, dict[str, Any]] = {
     'another class': {'opt_func': torch.optim.SGD},
-    'another state': {'opt_func': torch.optim.RMSprop},
-    'momentum': {'opt_func': partial(torch.optim.SGD, momentum=0.9)},
     'more groups': {'splitter': by_layer},
     'fewer parameters': {'splitter': without_head},
     'lbfgs': {'opt_func': torch.optim.LBFGS},

@@ -40,17 +40,6 @@ def kill(pid: int, reap: bool = True) -> None:
         os.waitpid(pid, 0)
 
 
-def test_one_process_twice(tmp_path: Path) -> None:
-    (tmp_path / 'link').symlink_to(tmp_path / 'run')
-    with FolderLock(tmp_path / 'run'):
-        for name in ('run', 'link'):
-            with pytest.raises(FolderInUseError, match=r'in use: this process .* since 2'):
-                FolderLock(tmp_path / name).acquire()
-        assert not can_lock(tmp_path / 'run'), 'being refused gave nothing up'
-    with FolderLock(tmp_path / 'link'):
-        pass
-
-
 def test_the_owner_is_killed_while_its_worker_lives(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 

@@ -182,26 +182,6 @@ class NestedJitter(Jitter):
         return sum(cb.draw() for cb in self.inner)
 
 
-class CountingCallback(Jitter):
-    def __init__(self) -> None:
-        self.n, self.seen = 0, [0]
-
-    def draw(self) -> float:
-        self.n += 1
-        self.seen.append(self.n)
-        return self.n % 3 / 10 + len(self.seen) % 5 / 10
-
-
-class NestedCounting(Jitter):
-    "Holds a callback that counts."
-
-    def __init__(self) -> None:
-        self.inner = CountingCallback()
-
-    def draw(self) -> float:
-        return self.inner.draw()
-
-
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -279,7 +259,6 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
 # set-ups with state that is missing from checkpoints
 LOST = {
     'sampler InClosure': SetUp(train=sampled(InClosure), warns='InClosure'),
-    'nested callbacks that count': SetUp(cbs=lambda: [NestedCounting()], warns='CountingCallback'),
     'persistent workers, noise': SetUp(
         train=torch_loader(Noisy, num_workers=2, persistent_workers=True),
         warns='persistent workers',

@@ -57,12 +57,11 @@ def test_defaults_reach_the_accuracy(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(str(tmp_path / name) in out for name in FILES)
 
 
-def test_same_seed_same_weights_other_seed_other_weights(tmp_path: Path) -> None:
-    for name, seed in ('a', 1), ('b', 1), ('c', 2):
-        assert run_main('--epochs', 1, '--bs', 256, '--seed', seed, '--out', tmp_path / name) == 0
-    a, b, c = (torch.load(tmp_path / name / 'model.pth', weights_only=True) for name in 'abc')
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    for name in 'ab':
+        assert run_main('--epochs', 1, '--bs', 256, '--out', tmp_path / name) == 0
+    a, b = (torch.load(tmp_path / name / 'model.pth', weights_only=True) for name in 'ab')
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not any(torch.equal(a[k], c[k]) for k in a if k.endswith('weight'))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,20 +381,6 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
     assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
     expected = F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item()
     assert learn.history[-1]['mae'] == pytest.approx(expected, rel=1e-5)
-
-
-@dataclass
-class Sample:
-    ids: Tensor
-    labels: Tensor
-
-
-def test_a_dataclass_batch_is_given_by_name() -> None:
-    batches = [Sample(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
-    learn = bare((batches, batches), model := ByName(), None)
-    learn.fit(2)
-    assert same(model, by_hand(ByName(), lambda m, b: F.mse_loss(m.lin(b.ids), b.labels), batches))
-    assert torch.equal(learn.get_preds()[1], torch.cat([b.labels for b in batches]))
 
 
 # Loaders without a length

@@ -229,7 +229,7 @@ def test_arrays_and_loaders_in_the_place_of_a_number() -> None:
                 do(given)
 
 
-@pytest.mark.parametrize('train', [(X, Y), [A, B]])
+@pytest.mark.parametrize('train', [(X, Y), [X, Y]])
 def test_inputs_and_targets_in_the_place_of_batches(train: Any) -> None:
     learn = Learner([(X, Y)], nn.Linear(4, 1))
     for give in (

@@ -235,15 +235,6 @@ def test_a_softmax_before_cross_entropy(loss_func: Any, model: nn.Module) -> Non
     assert 'softmax' in warning and 'get_preds' in warning
 
 
-def test_a_sigmoid_before_the_loss_of_logits() -> None:
-    y = (Y > 0).float()[:, None]
-    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
-    for loss_func, n in ((nn.BCEWithLogitsLoss(), 1), (nn.BCELoss(), 0)):
-        learn = Learner([(X, y)], model, loss_func)
-        with learn.no_bar():
-            assert len(warnings_of(lambda learn=learn: learn.fit(1))) == n
-
-
 @pytest.mark.parametrize('f', [F.relu, torch.sigmoid])
 def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
     with learner(Numbered(f)).no_bar() as learn:
@@ -281,22 +272,6 @@ def test_names_in_the_place_of_things(
         make()
 
 
-@pytest.mark.parametrize(
-    ('call', 'error'),
-    [
-        (lambda: learner().fit(X, Y), FitError),
-        (lambda: learner().fit(learner().dls), FitError),
-        (lambda: learner()(X), UnknownEventError),
-        (lambda: learner(loss_func=X), LossError),
-    ],
-)
-def test_data_is_described_and_not_printed(call: Callable[[], Any], error: type[Exception]) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    warning = str(caught.value)
-    assert len(warning) < 250 and '\n' not in warning and 'tensor(' not in warning
-
-
 # ------------------------------------------------------------------------------ loaders and batches
 
 
@@ -310,12 +285,6 @@ def test_a_list_of_loaders(entry: Any) -> None:
         LoaderError, match=rf"'train'.*[lL]ist of {kind},.*tuple `\(train, valid\)`"
     ):
         learner_of([entry, entry])
-
-
-@pytest.mark.parametrize('valid', [[LOADER, LOADER], (LOADER, LOADER)])
-def test_a_list_of_validation_loaders(valid: Any) -> None:
-    with pytest.raises(LoaderError, match=r"'valid'.*of DataLoader,.*a dict by name"):
-        DataLoaders(LOADER, valid)
 
 
 class Adds(nn.Linear):
@@ -350,15 +319,6 @@ def test_batches_that_do_not_fit_the_model(
     with pytest.raises((TypeError, AttributeError)) as e:
         learner_of(DataLoaders([batch], device='cpu'), model).fit(1)
     assert re.search(expected_text, e.value.__notes__[0])
-
-
-def test_the_hints_of_batches_work() -> None:
-    flat = DataLoaders([(X, X, Y)], device='cpu', n_inp=2)
-    named = DataLoaders([{'input': X, 'labels': Y}], device='cpu')
-    indexed = DataLoaders([(X, Y, Y)], device='cpu', n_inp=1)
-    learner_of(flat, Adds(4, 3)).fit(1)
-    learner_of(named).fit(1)
-    learner_of(indexed, loss_func=lambda pred, y, idx: F.cross_entropy(pred, y)).fit(1)
 
 
 # ------------------------------------------------------------------------------------------ devices
