@@ -104,15 +104,3 @@ def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
     assert str(path) in found['error_text']
     assert found['mb'] < 50, found
     assert not any((parent / 'escaped').exists() for parent in path.parents)
-
-
-def test_ties_are_no_bomb(tmp_path: Path) -> None:
-    "The same weights under forty names, as in a model whose layers share them."
-    w = torch.ones(50_000)
-    write(tmp_path / 'a.ckpt', {'model': {f'layers.{i}.w': w for i in range(40)}})
-    state, _ = read_state(tmp_path / 'a.ckpt')
-    assert len(state['model']) == 40 and (tmp_path / 'a.ckpt').stat().st_size < 220_000
-    assert (
-        len(read_weights(saved(tmp_path / 'a.pth', {f'layers.{i}.w': w for i in range(40)})).model)
-        == 40
-    )

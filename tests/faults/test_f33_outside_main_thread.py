@@ -26,7 +26,6 @@ from tests.faults.fault_helpers import (
     rows,
     start_again,
 )
-from tests.helpers.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
@@ -103,14 +102,3 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
     assert list(results[0]) == list(learn.validate())
     is_clean(learn)
     fits_like_fresh(learn, cb)
-
-
-def test_importing_installs_no_handler_and_starts_no_thread() -> None:
-    code = (
-        'import signal, threading, torch\n'
-        'state = lambda: (list(map(signal.getsignal, signal.valid_signals())), threading.active_count())\n'
-        'before = state()\n'
-        'import learnkit\n'
-        'assert before == state()'
-    )
-    output_of(code)

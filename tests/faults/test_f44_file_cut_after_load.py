@@ -16,7 +16,8 @@ from torch import nn
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
-from tests.faults.run_helpers import At, in_child, make_learner, quiet, same
+from tests.faults.fault_helpers import At
+from tests.faults.run_helpers import in_child, make_learner, quiet, same
 
 WIDTH = 64  # so that a weight fills several pages
 

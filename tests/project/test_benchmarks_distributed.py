@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import distributed, scaling
+from benchmarks import distributed
 from benchmarks.teams import TASKS, in_turns
 from tests.helpers.ranks import run_ranks
 
@@ -44,39 +44,3 @@ def test_subjects_train_alike_to_the_last_bit(name: str, monkeypatch: pytest.Mon
 
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_scaling_arithmetic() -> None:
-    s = scaling.Setting(
-        parameters=1e9,
-        gradient_bytes=2,
-        nvlink_gb_s=100,
-        hop_us=0,
-        step_ms=100,
-        backward=0.5,
-        bucket_mb=100,
-        host_hop_us=10,
-        disk_gb_s=1,
-        state_bytes=10,
-        samples=1e6,
-        batch=10,
-        list_ns=100,
-    )
-    eight, many = scaling.costs(s, 8), scaling.costs(s, 1024)
-    assert eight['gradients: all-reduce, ms'] == pytest.approx(2 * 7 / 8 * 2e9 / 1e11 * 1e3)
-    # the last bucket: 35 ms fit into backward
-    assert eight['gradients: waited for, ms a step'] == pytest.approx(2.0)
-    assert scaling.costs(replace(s, step_ms=20), 8)[
-        'gradients: waited for, ms a step'
-    ] == pytest.approx(25.0)
-    assert many['flag: there and back in a ring, ms'] == pytest.approx(20.46)
-    assert many['flag: waited for, ms a step'] == 0
-    assert scaling.costs(replace(s, step_ms=20), 1024)[
-        'flag: waited for, ms a step'
-    ] == pytest.approx(0.46)
-    assert (
-        eight['epoch: length, s'] == pytest.approx(1250.0)
-        and many['start: sockets of a process'] == 2046
-    )
-    assert eight['data: the latter, share of an epoch'] == pytest.approx(0.1 / 1250)
-    assert set(scaling.costs(s, 64)) == set(eight)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,17 +66,12 @@ class Output(OrderedDict[str, Tensor]):
 
 
 class WithOutput(nn.Module):
-    def __init__(self, make: Any, with_loss: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(3, 1).double()
-        self.make = make
-        self.with_loss = with_loss
 
-    def forward(self, x: Tensor) -> Any:
-        logits = self.lin(x)
-        if not self.with_loss:
-            return self.make(logits=logits)
-        return self.make(logits=logits, loss=(logits - x.sum(1, keepdim=True)).square().mean())
+    def forward(self, x: Tensor) -> Output:
+        return Output(logits=self.lin(x))
 
 
 def test_pred_is_what_the_model_returned() -> None:
@@ -86,36 +80,13 @@ def test_pred_is_what_the_model_returned() -> None:
         cb.learn.pred = cb.pred.logits
 
     torch.manual_seed(0)
-    learn = learner(WithOutput(Output), cbs=Callback(after_pred=drop))
+    learn = learner(WithOutput(), cbs=Callback(after_pred=drop))
     learn.fit(1)
     weight, loss = train_by_hand()
     torch.testing.assert_close(learn.model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
     assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
     preds, _ = learn.get_preds()
     torch.testing.assert_close(preds, learn.model.lin(X).detach(), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize('make', [Output, dict, SimpleNamespace])
-def test_the_loss_in_an_output_is_used_after_the_event(make: Any) -> None:
-    kinds = []
-
-    def look(cb: Callback) -> None:
-        kinds.append(type(cb.pred))
-        # the loss of the output still counts
-        cb.learn.pred = cb.pred['logits'] if make is dict else cb.pred.logits
-
-    def mae(pred: Tensor, y: Tensor) -> Tensor:
-        return (pred - y).abs().mean()
-
-    torch.manual_seed(0)
-    model = WithOutput(make, with_loss=True)
-    learn = learner(model, loss_func=None, metrics=mae, cbs=Callback(after_pred=look))
-    learn.fit(1)
-    weight, loss = train_by_hand()
-    assert set(kinds) == {make}
-    torch.testing.assert_close(model.lin.weight.detach(), weight, rtol=0, atol=1e-12)
-    expected = loss, (model.lin(X) - Y).abs().mean().item()
-    assert list(learn.validate()) == pytest.approx(list(expected), abs=1e-12)
 
 
 # -- gradients before a step -----------------------------------------------------------------------

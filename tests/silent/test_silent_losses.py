@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, CancelBackwardException, DataLoaders, GradientAccumulation, Learner
+from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
 from learnkit.metrics import Perplexity
 from tests.helpers.ranks import run_ranks
 from tests.silent.test_silent_means import (
@@ -202,23 +202,9 @@ class Penalty(Callback):
         self.learn.loss_grad = self.loss + penalty(self.learn.model)
 
 
-class OwnBackward(Callback):
-    def before_backward(self) -> None:
-        self.learn.loss = self.loss + penalty(self.learn.model)
-        self.learn.loss.backward()
-        raise CancelBackwardException
-
-
-class OwnLoop(Learner):
-    def train_batch(self) -> None:
-        self.optimize(self.compute_loss(self.forward(self.model, self.x)))
-
-
 WAYS: dict[str, Callable[..., Learner]] = {
     'loss_grad': lambda batches: learner(batches, F.cross_entropy, Penalty()),
-    'own backward': lambda batches: learner(batches, F.cross_entropy, OwnBackward()),
     'microbatches': lambda batches: learner(batches, F.cross_entropy, Penalty(), microbatch=3),
-    'own loop': lambda batches: learner(batches, F.cross_entropy, Penalty(), cls=OwnLoop),
 }
 
 

@@ -89,17 +89,6 @@ def test_a_torch_class_trains_as_by_hand(maker: Any, given: str) -> None:
     assert gap(model, other) == 0
 
 
-@pytest.mark.parametrize('maker', [torch.optim.LBFGS, torch.optim.Adadelta, torch.optim.Adagrad])
-def test_a_torch_class_without_a_rate_has_its_own(maker: Any) -> None:
-    model, other = net(), net()
-    learn = learner(model, opt_func=maker)
-    learn.fit(1)
-    plain = maker(other.parameters())
-    train_with_closure(other, plain, first=False)
-    assert gap(model, other) == 0
-    assert learn.lr == plain.param_groups[0]['lr']
-
-
 def test_a_rate_set_by_hand_stays() -> None:
     model, other = net(), net()
     opt, plain = (torch.optim.SGD(m.parameters(), lr=LR) for m in (model, other))
@@ -218,29 +207,6 @@ def test_a_loss_is_trained_once_whoever_adds_it(maker: Any, adds: bool) -> None:
     train_with_closure(other, plain, False, plain_loss)
     assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
     assert loss.log_var != 0
-
-
-def test_a_resumed_optimizer_has_grown_too() -> None:
-    states: list[Any] = []
-
-    def turn_on(cb: Any) -> None:
-        if cb.epoch == 1 and not cb.learn.resumed:
-            cb.model[0].requires_grad_(True)
-
-    def keep(cb: Any) -> None:
-        if cb.train_iter == 25:
-            states.append(cb.learn.checkpoint_state())
-
-    def made(*cbs: Any) -> Learner:
-        model = net()
-        model[0].requires_grad_(False)
-        cbs = Callback(before_epoch=turn_on), *cbs
-        return learner(model, *cbs, opt_func=torch.optim.Adam, lr=LR)
-
-    whole, again = made(Callback(batch_checkpoint=keep)), made()
-    whole.fit(4)
-    again.fit(4, resume=states[0])
-    assert gap(whole.model, again.model) == 0 and len(again.opt.state) == 6
 
 
 # -------------------------------------------------------------------------------------- modes
