@@ -56,20 +56,16 @@ ASKED_FOR = {'notebook', 'browser', 'site', 'dist'}  # what runs with `-m` alone
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     "Skip files without a test that `-m` selects; collecting all files takes as long as some of these tests."
-    markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
     if collection_path.suffix != '.py':
         return None
-    source = collection_path.read_text('utf-8')
+    source, expression = collection_path.read_text('utf-8'), config.option.markexpr
+    markers = {*re.findall(r'(?<!not )\b\w+', expression)} - {'and', 'or', 'not'}
     if not markers:
-        unwanted = re.findall(r'not (\w+)', config.option.markexpr)
-        return (
-            True
-            if any(f'\npytestmark = pytest.mark.{marker}\n' in source for marker in unwanted)
-            else None
-        )
-    if not markers <= ASKED_FOR:
-        return None
-    return None if any(f'mark.{marker}' in source for marker in markers) else True
+        unwanted = re.findall(r'not (\w+)', expression)
+        skips = any(f'\npytestmark = pytest.mark.{marker}\n' in source for marker in unwanted)
+    else:
+        skips = markers <= ASKED_FOR and not any(f'mark.{m}' in source for m in markers)
+    return skips or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,10 +96,6 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition('[')[0]
 
 
-def file_of(nodeid: str) -> str:
-    return nodeid.partition('::')[0]
-
-
 def slow_functions() -> dict[str, float]:
     "Return the seconds of each test in slow.txt, with its slowest arguments."
     lines = [line.split() for line in SLOW.read_text('utf-8').splitlines()]
@@ -115,26 +107,17 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = slow_functions()
     of_file: Counter[str] = Counter()
     for name, seconds in slow.items():
-        of_file[file_of(name)] += seconds
-    items.sort(key=lambda item: -of_file[file_of(item.nodeid)])
-    if not config.option.quick:
-        return
-    first = {function_of(item.nodeid): item for item in reversed(items)}
-    quick = {id(item) for name, item in first.items() if name not in slow}
-    without = {file_of(name) for name in first} - {
-        file_of(name) for name in first if name not in slow
-    }
-    for file in without:  # no module goes untested: of these the quickest
-        name = min((name for name in first if file_of(name) == file), key=slow.__getitem__)
-        if slow[name] < 0.5:
-            quick.add(id(first[name]))
-    select(config, items, [item for item in items if id(item) in quick])
+        of_file[name.partition('::')[0]] += seconds
+    items.sort(key=lambda item: -of_file[item.nodeid.partition('::')[0]])
+    if config.option.quick:
+        first = {function_of(item.nodeid): item for item in reversed(items)}
+        select(config, items, [item for name, item in first.items() if name not in slow])
 
 
 def select(config: pytest.Config, items: list[pytest.Item], wanted: list[pytest.Item]) -> None:
     ids = {id(item) for item in wanted}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
-    items[:] = wanted
+    items[:] = [item for item in items if id(item) in ids]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -142,16 +125,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.option.write_slow:
         return
     seconds: Counter[str] = Counter()
-    for report in (
-        r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'duration')
-    ):
-        seconds[report.nodeid] += report.duration
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[report.nodeid] += getattr(report, 'duration', 0.0)
     longest: dict[str, float] = {}
     for nodeid, duration in seconds.items():
         longest[function_of(nodeid)] = max(duration, longest.get(function_of(nodeid), 0.0))
-    lines = [
-        f'{duration:.2f} {name}' for name, duration in sorted(longest.items()) if duration >= 0.05
-    ]
+    lines = [f'{s:.2f} {name}' for name, s in sorted(longest.items()) if s >= 0.05]
     SLOW.write_text('\n'.join([*lines, '']), 'utf-8')
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests in a browser: one Chromium, one JupyterLab, and a fresh page for each test."""
+"""Shared by the tests in a browser: one Chromium."""
 
 from __future__ import annotations
 
@@ -25,25 +25,3 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=path, args=['--no-sandbox'])
         yield chromium
         chromium.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    "Open a new page for a test."
-    from tests.helpers.lab import fresh_page
-
-    with fresh_page(browser) as page:
-        yield page
-
-
-@pytest.fixture(scope='session')
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    "Start a JupyterLab server."
-    from tests.helpers.lab import Lab
-
-    server = Lab(tmp_path_factory.mktemp('jupyterlab'))
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.stop()

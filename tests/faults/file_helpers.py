@@ -149,16 +149,6 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
     return path
 
 
-def with_pickle(path: Path, pickle: bytes) -> Path:
-    "Replace the pickle of torch's archive; its record of four floats stays if the pickle refers to a storage."
-    saved(path, {'w': torch.arange(4.0)})
-    folder = next(iter(members(path))).partition('/')[0]
-    used = {
-        k: v for k, v in members(path).items() if b'storage' in pickle or not k.endswith('data/0')
-    }
-    return rebuilt(path, lambda _: {**used, f'{folder}/data.pkl': pickle})
-
-
 def fork(f: Callable[[], Any]) -> int:
     "Run `f` in a forked child, and return the exit code, which is 0 unless `f` raises."
     with warnings.catch_warnings():

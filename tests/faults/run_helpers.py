@@ -13,7 +13,7 @@ from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.compare import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
-from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
+from tests.faults.fault_helpers import BS, N_TRAIN, N_VALID, make_learner
 from tests.helpers.forks import reached, start
 from tests.helpers.resuming import scramble
 
@@ -119,23 +119,3 @@ def all_load(folder: Path) -> bool:
 def content(learn: Learner) -> str:
     "Digest what a load would change: weights, buffers, and the optimizer's state."
     return digest([learn.model.state_dict(), learn.opt and learn.opt.state_dict()['state']])
-
-
-__all__ = [
-    'At',
-    'BS',
-    'Drawn',
-    'Reach',
-    'State',
-    'all_load',
-    'checkpointed',
-    'content',
-    'in_child',
-    'make_learner',
-    'make_model',
-    'names',
-    'quiet',
-    'same',
-    'torch_dls',
-    'training',
-]

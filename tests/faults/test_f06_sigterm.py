@@ -6,19 +6,17 @@ import os
 import random
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from learnkit import Callback, Learner
-from learnkit.callbacks import Checkpoint, checkpoint
-from tests.faults.fault_helpers import make_learner
+from learnkit import Callback
+from learnkit.callbacks import checkpoint
+from tests.faults.fault_helpers import At, make_learner
 from tests.faults.run_helpers import (
     State,
     all_load,
@@ -74,25 +72,10 @@ def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
     check(lives, tmp_path, straight, len(SIGNAL_POINTS))
 
 
-def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
-    "Test a loader with its own generator."
-    end = in_child(training(tmp_path / 'straight', make_learner))
-    places = SIGNAL_POINTS[1::3]
-    job = training(tmp_path / 'run', make_learner, order=5)
-    lives = run_until_done(job, places, signal.SIGTERM, group=False)
-    check(lives, tmp_path / 'run', end, len(places))
-
-
 def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make = lambda: make_learner(eval_every='2ba')
     end = in_child(training(tmp_path / 'straight', make, n_epoch=4))
-    places: list[Any] = [
-        ('valid after_pred', 2),
-        'valid before_batch',
-        'train after_batch',
-        ('valid before_batch', 3),
-        'before_eval',
-    ]
+    places: list[Any] = [('valid after_pred', 2), 'train after_batch', ('valid before_batch', 3)]
     job = training(tmp_path / 'run', make, n_epoch=4)
     lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path / 'run', end, len(places))
@@ -116,43 +99,6 @@ def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
     check(lives, tmp_path, straight, 2)
 
 
-class Slow(Callback):
-    "Makes a worker block in the second batch; a marker file shows the parent that training waits for it."
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def state_dict(self) -> None:
-        return None  # not in checkpoints
-
-    def before_fit(self) -> None:
-        if not self.marker.exists():
-            self.dls.train.dataset.__class__ = Stuck
-
-    def before_draw(self) -> None:
-        if self.iter == 1:
-            self.marker.touch()
-
-
-# the data set of the loaders
-class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
-    def __getitem__(self, i: int) -> Any:
-        if get_worker_info().id == 1:
-            sleep(30)
-        return super().__getitem__(i)
-
-
-def test_the_draw_that_fails_because_workers_got_the_signal_too(
-    straight_3: State, tmp_path: Path
-) -> None:
-    marker = tmp_path / 'waits'
-    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(marker))
-    job = training(tmp_path / 'run', make, n_epoch=3)
-    lives = run_until_done(job, [marker], signal.SIGTERM, group=True)
-    check(lives, tmp_path / 'run', straight_3, 1)
-    assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
-
-
 def test_during_a_save_in_the_background(
     straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,14 +115,6 @@ def test_during_a_save_in_the_background(
     job = training(tmp_path, every='1ba', n_epoch=3)
     lives = run_until_done(job, places, signal.SIGTERM, group=False)
     check(lives, tmp_path, straight_3, 3)
-
-
-def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
-    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, is kept."
-    for place in ('after_fit', 'cleanup'):
-        job = training(tmp_path / place, n_epoch=3, order=999)
-        lives = run_until_done(job, [place], signal.SIGTERM, group=False)
-        assert lives.codes == [143, 0] and same(straight_3, lives.result), lives.stderr
 
 
 # -- handlers --------------------------------------------------------------------------------------
@@ -197,22 +135,6 @@ def test_the_handler_of_before_is_called_after_the_save(tmp_path: Path) -> None:
         assert (child.wait(), child.stdout) == (143, 'told 15 1\n'), child.stderr
 
 
-def test_a_handler_of_before_may_end_the_process_in_its_own_way(tmp_path: Path) -> None:
-    def again(signum: int, frame: Any) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
-
-    def job(handler: Any, folder: Path) -> None:
-        signal.signal(signal.SIGTERM, handler)
-        checkpointed(folder)(Callback(after_loss=send)).fit(1)
-
-    for handler, code in ((again, -15), (lambda *_: sys.exit(7), 7)):
-        folder = tmp_path / str(code)
-        with start(partial(job, handler, folder)) as child:
-            assert child.wait() == code, child.stderr
-        assert len(names(folder)) == 1 and all_load(folder)
-
-
 def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
     def own_handler(signum: int, frame: Any) -> None:
         "Never called."
@@ -231,27 +153,8 @@ def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
                 run()
             assert now() == before
         assert seen[0][0] is not own_handler and seen[0][1:] == before[1:] and seen[-1] == before
-        learn.remove_cbs(Checkpoint)
-        two = quiet_two(tmp_path)
-        two.fit(1)
-        assert now() == before, 'two at a time put back what was there before both'
     finally:
         signal.signal(signal.SIGTERM, kept)
-
-
-def quiet_two(folder: Path, *cbs: Any) -> Learner:
-    return checkpointed(folder / 'a')(Checkpoint(folder=folder / 'b'), *cbs)
-
-
-def test_two_of_them_both_save(straight: State, tmp_path: Path) -> None:
-    for event in ('after_loss', 'after_validate'):
-
-        def job(event: str = event) -> None:
-            quiet_two(tmp_path / event, Callback(**{event: send})).fit(2)
-
-        with start(job) as child:
-            assert child.wait() == 143, child.stderr
-        assert [len(names(tmp_path / event / f)) for f in 'ab'] == [1, 1]
 
 
 def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
@@ -294,35 +197,17 @@ def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize('event', ['after_loss', 'valid', 'after_fit'])
-def test_in_ipython_the_fit_ends_and_the_learner_trains_on(event: str, tmp_path: Path) -> None:
+def test_in_ipython_the_fit_ends_and_the_learner_trains_on(tmp_path: Path) -> None:
     def job() -> list[Any]:
         sys.modules['IPython'] = SimpleNamespace(get_ipython=lambda: 'a shell')  # type: ignore[assignment]
-        signals: list[Any] = []
-
-        def once(cb: Any) -> None:
-            if cb.training == (event != 'valid') or event == 'after_fit':
-                if not signals:
-                    signals.append(send(cb))
-
-        learn = checkpointed(tmp_path)(
-            Callback(**{'after_loss' if event == 'valid' else event: once})
-        )
+        learn = checkpointed(tmp_path)(At('after_loss', send))
         learn.fit(2)
         first = learn.opt.n_steps, names(tmp_path)
         learn.fit(2, resume=True)
-        return [
-            *first,
-            learn.opt.n_steps,
-            len(learn.history),
-            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
-        ]
+        is_restored = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        return [*first, learn.opt.n_steps, len(learn.history), is_restored]
 
-    steps = {'after_loss': 1, 'valid': 3, 'after_fit': 6}[event]
-    first = [f'00001-ep{0 if steps < 6 else 1}-ba{min(steps, 3)}.ckpt'] + ['00002-ep2-ba6.ckpt'] * (
-        steps == 6
-    )
-    assert in_child(job) == [steps, first, 6, 2, True]
+    assert in_child(job) == [1, ['00001-ep0-ba1.ckpt'], 6, 2, True]
 
 
 def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: Path) -> None:
@@ -342,28 +227,6 @@ def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: P
 
     with start(job) as child:
         assert (child.wait(), child.stdout) == (0, 'told\non\n'), child.stderr
-
-
-def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
-    "After an evaluation that never ended, a stop in training saves the current training state."
-    from learnkit import CancelEpochException
-
-    def cancel(cb: Any) -> None:
-        if cb.epoch == 0:
-            raise CancelEpochException
-
-    def stop(cb: Any) -> None:
-        if cb.training and cb.train_iter == 4:
-            send(cb)
-
-    def job() -> None:
-        checkpointed(tmp_path, every='5ba')(Callback(before_validate=cancel, before_draw=stop)).fit(
-            3
-        )
-
-    with start(job) as child:
-        assert child.wait() == 143, child.stderr
-    assert names(tmp_path)[-1].endswith('-ba5.ckpt') and all_load(tmp_path)
 
 
 @pytest.mark.full

@@ -32,23 +32,23 @@ def send(cb: Any = None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
-    "Train with the signal in a step, and `n` more signals at a moment of each save."
+def stopped(folder: Path, moment: str) -> None:
+    "Train with the signal in a step, and three more at a moment of each save."
     module, name = MOMENTS[moment]
     real = getattr(module, name)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(n):
+        for _ in range(3):
             send()
         return real(*args, **kwargs)
 
     setattr(module, name, again)
-    checkpointed(folder, every='1ba' if background else None)(Callback(after_loss=send)).fit(2)
+    checkpointed(folder, every=None)(Callback(after_loss=send)).fit(2)
 
 
 @pytest.mark.parametrize('moment', MOMENTS)
 def test_at_a_moment_of_the_save(moment: str, tmp_path: Path) -> None:
-    with start(partial(stopped, tmp_path, moment, 3, False)) as child:
+    with start(partial(stopped, tmp_path, moment)) as child:
         assert child.wait() == 143, child.stderr
     assert child.code == 143 and names(tmp_path) == ['00001-ep0-ba1.ckpt'] and all_load(tmp_path)
 

@@ -1,6 +1,4 @@
-"""Row 15: files with a right digest that are not a checkpoint, or not written as one: an error names the file.
-
-So it is for archives of weights that torch would not write."""
+"""Row 15: files with a right digest that are not a checkpoint, or not written as one: an error names the file."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_LZMA
 
 import pytest
 import torch
@@ -57,10 +54,6 @@ def entry(**changes: Any) -> Change:
     return headed(lambda h: h['loss'].update(changes))
 
 
-def long(length: int) -> Change:
-    return lambda path: forged(path, *split(path), length=length)
-
-
 CASES: dict[str, Change] = {
     'an empty file': lambda path: path.write_bytes(b''),
     'a folder': lambda path: (path.unlink(), path.mkdir()),
@@ -68,29 +61,17 @@ CASES: dict[str, Change] = {
     'a text': lambda path: path.write_text('hello' * 100),
     'a file of torch.save': lambda path: saved(path, {'a': 1}),
     'a safetensors file of weights': headed(lambda h: {'w': h['loss']}),
-    'seven bytes': lambda path: path.write_bytes(b'1234567'),
-    'a length of 10 GB': long(10**10),
-    'a length of 2**64 - 1': long(2**64 - 1),
     'a header without an end': text(b'"views":', b'"views"'),
     'a header that is not UTF-8': text(b'"views"', b'"\xffiews"'),
-    'a header nested deeply': text(b'"dtype":"F32"', b'"dtype":' + b'[' * 50_000),
     'no state': no_meta('state'),
-    'no info': no_meta('info'),
-    'no format': no_meta('learnkit'),
     'no digest': no_meta('sha256'),
     'a format that is not a number': meta(learnkit='two'),
-    'info that is a list': meta(info='[1]'),
     'info that is not JSON': meta(info='{'),
     'a state that is not a string': headed(lambda h: h['__metadata__'].update(state={})),
-    'a state that is not JSON': meta(state='{'),
     'a state that is a list': meta(state='[]'),
-    'views that are a list': meta(views='[]'),
     'a tensor that is missing': headed(lambda h: str(h.pop('loss'))),
     'a tensor that the state alone has': meta(state='{"w":{"$tensor":"v"}}'),
     'a dtype that is unknown': entry(dtype='F31'),
-    'a dtype of another size': entry(dtype='F64'),
-    'a shape that is larger': entry(shape=[3]),
-    'a shape that is huge': entry(shape=[2**62, 2**62]),
     'a shape with a negative size': entry(shape=[-1]),
     'offsets that overlap': entry(data_offsets=[0, 8]),
     'offsets beyond the file': entry(data_offsets=[2**40, 2**40 + 8]),
@@ -104,7 +85,6 @@ CASES: dict[str, Change] = {
     'a view that is a function': meta(views='{"loss":{"dtype":"save"}}'),
     'a key that is a list': meta(state='{"a":{"$dict":[[[1],2]]}}'),
     'bytes that are none': meta(state='{"a":{"$bytes":"x"}}'),
-    'a complex number of three': meta(state='{"a":{"$complex":[1.0,2.0,3.0]}}'),
 }
 
 
@@ -133,54 +113,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             read_state(tmp_path / name)
 
 
-# Archives of weights
-
-
-def without(name: str) -> Change:
-    return lambda path: rebuilt(
-        path, lambda r: {k: v for k, v in r.items() if not k.endswith(name)}
-    )
-
-
-def renamed(old: str, new: str) -> Change:
-    return lambda path: rebuilt(path, lambda r: {k.replace(old, new): v for k, v in r.items()})
-
-
-def in_the_table(at: int, bit: int) -> Change:
-    "Set a bit in each entry of the table of records."
-
-    def change(path: Path) -> None:
-        body, entry = bytearray(path.read_bytes()), 0
-        while (entry := body.find(b'PK\1\2', entry + 1)) > 0:
-            body[entry + at] |= bit
-        path.write_bytes(body)
-
-    return change
-
-
-ARCHIVES: dict[str, Change] = {
-    'no pickle': without('data.pkl'),
-    'no version': without('version'),
-    'a record missing': without('data/0'),
-    'an absolute name': renamed('a/byteorder', '/byteorder'),
-    'two folders': renamed('a/version', 'b/version'),
-    'records with the attribute of a folder': in_the_table(38, 0x10),
-    'encrypted records': in_the_table(8, 1),
-    'records of LZMA': lambda path: rebuilt(path, dict, ZIP_LZMA),
-    'bytes before the archive': lambda path: path.write_bytes(b'PK' + path.read_bytes()),
-}
-
-
-@pytest.mark.parametrize('case', ARCHIVES)
-def test_archives(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize('name', ['data.pkl', 'data/0'])
+def test_archives_of_weights_without_a_record(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path / 'a.pth', {'w': torch.ones(3), 'b': torch.ones(1)})
     assert read_weights(path).model['w'].tolist() == [1, 1, 1]
-    ARCHIVES[case](path)
+    rebuilt(path, lambda r: {k: v for k, v in r.items() if not k.endswith(name)})
     with pytest.raises(WeightsError, match='Nothing was loaded') as e:
         read_weights(path)
     assert str(path) in str(e.value)
-
-
-def test_an_archive_written_by_zipfile_loads(tmp_path: Path) -> None:
-    path = rebuilt(saved(tmp_path / 'a.pth', {'w': torch.ones(3)}), dict)
-    assert read_weights(path).model['w'].tolist() == [1, 1, 1]

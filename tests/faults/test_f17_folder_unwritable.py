@@ -79,10 +79,3 @@ def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match='cannot hold checkpoints'):
         learn.fit(2, resume=tmp_path / 'good')
     assert content(learn) == before and learn.opt.n_steps == 0
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 17: {len(FOLDERS)} folders that cannot be written, all refused before the first step'
-    )

@@ -33,17 +33,3 @@ def test_what_a_killed_process_left(tmp_path: Path) -> None:
     assert same(read_state(path)[0]['loop'], state['loop'])
     assert sweep(tmp_path) == left and os.listdir(tmp_path) == [path.name]
     assert sweep(tmp_path) == []
-
-
-def test_those_of_living_processes_stay(tmp_path: Path) -> None:
-    pid = fork(signal.pause)
-    theirs = tmp_path / f'.a.ckpt.tmp-{pid}-0123abcd'
-    theirs.touch()
-    try:
-        with atomic_write(tmp_path / 'b.ckpt') as ours:
-            ours.touch()
-            assert sweep(tmp_path) == [] and theirs.exists() and ours.exists()
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert sweep(tmp_path) == [theirs]

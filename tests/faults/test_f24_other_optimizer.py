@@ -26,8 +26,6 @@ def without_head(model: Any) -> Any:
 
 OTHERS: dict[str, dict[str, Any]] = {
     'another class': {'opt_func': torch.optim.SGD},
-    'another state': {'opt_func': torch.optim.RMSprop},
-    'momentum': {'opt_func': partial(torch.optim.SGD, momentum=0.9)},
     'more groups': {'splitter': by_layer},
     'fewer parameters': {'splitter': without_head},
     'lbfgs': {'opt_func': torch.optim.LBFGS},
@@ -70,10 +68,3 @@ def test_one_that_was_trained_stays_as_it_is(path: Path) -> None:
     with pytest.raises(WeightsError):
         learn.fit(1, resume=path)
     assert learn.opt is opt and isinstance(opt, OptimWrapper) and digest(opt.state_dict()) == before
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 24: {len(OTHERS)} other optimizers in 3 ways of loading, all refused, nothing loaded'
-    )

@@ -74,7 +74,3 @@ def test_an_older_one_is_refused(tmp_path: Path) -> None:
         ) as e:
             read(path)
         assert not isinstance(e.value, DamagedError)
-
-
-def test_what_is_written_now_is_the_current_format(tmp_path: Path) -> None:
-    assert read_info(write(tmp_path / 'a.ckpt'))['format'] == FORMAT == 2

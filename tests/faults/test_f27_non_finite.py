@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnkit import Callback, Learner
-from learnkit.callbacks import GradientAccumulation, GuardNonFinite
+from learnkit.callbacks import GuardNonFinite
 from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
 from learnkit.engine.passes import TrainingPasses
@@ -54,10 +54,10 @@ def at_bad_batch(event: str, do: Callable[[Any], object]) -> Callback:
     return Callback(**{event: act})
 
 
-def spoil_input(learn: Any, value: float = math.nan) -> None:
+def spoil_input(learn: Any) -> None:
     "Spoil the second sample of the batch as the loader gave it."
     x = learn.batch[0].clone()
-    x[1, 2] = value
+    x[1, 2] = math.nan
     learn.batch = (x, learn.batch[1])
 
 
@@ -65,10 +65,6 @@ def spoil_target(learn: Any) -> None:
     y = learn.batch[1].clone()
     y[3] = math.inf
     learn.batch = (learn.batch[0], y)
-
-
-def spoil_parameter(learn: Any) -> None:
-    learn.model[3].weight.data[0, 0] = math.nan
 
 
 def spoil_loss(learn: Any) -> None:
@@ -101,7 +97,7 @@ def mark_target(learn: Any) -> None:
     learn.batch = (learn.batch[0], learn.batch[1].clone().fill_(7.0))
 
 
-def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
+def check(learn: Learner, keep: Keep, match: str) -> None:
     "The fit fails before the step, with a message that names the place and the tensor."
     start_again(learn)
     learn.passes = KnownPass([40, 41, 42, 43])
@@ -111,8 +107,7 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     ), str(e)
     assert notes(e)[0].startswith('in GuardNonFinite.')
     assert keep.kept
-    if not spoilt:
-        assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
+    assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
     learn.passes = TrainingPasses()
     if learn.microbatch:
         learn.microbatch = None
@@ -122,11 +117,6 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
 
 SPOILED_EVENTS: list[tuple[str, Callable[[Any], object], str]] = [
     ('after_draw', spoil_input, 'Not finite: input 0 in sample 41 of the data set (row 1).'),
-    (
-        'after_draw',
-        lambda learn: spoil_input(learn, -math.inf),
-        'input 0 in sample 41 of the data set (row 1).',
-    ),
     ('after_draw', spoil_target, 'target 0 in sample 43 of the data set (row 3).'),
     (
         'before_batch',
@@ -162,53 +152,15 @@ def test_in_the_batch_or_by_a_callback(
         (hook_gradient, 'The gradient of 0.weight is not finite'),
     ],
 )
-@pytest.mark.parametrize('microbatch', [None, 2])
-def test_in_one_layer_or_one_gradient(hook: Any, match: str, microbatch: int | None) -> None:
-    cbs = [keep := Keep(), GuardNonFinite()]
-    learn = make_learner(cbs, microbatch=microbatch)
+def test_in_one_layer_or_one_gradient(hook: Any, match: str) -> None:
+    learn = make_learner(cbs := [keep := Keep(), GuardNonFinite()])
     handle = hook(learn)
     check(learn, keep, match)
     handle.remove()
     fits_like_fresh(learn, cbs)
 
 
-def test_in_a_parameter() -> None:
-    learn = make_learner(
-        [keep := Keep(), GuardNonFinite(), at_bad_batch('before_batch', spoil_parameter)]
-    )
-    check(learn, keep, 'Not finite: parameter 3.weight.', spoilt=True)
-
-
 def test_in_the_loss_function() -> None:
     cbs = [keep := Keep(), GuardNonFinite(), at_bad_batch('after_draw', mark_target)]
     learn = make_learner(cbs, loss_func=bad_loss)
     check(learn, keep, 'are finite: see the loss function, bad_loss')
-
-
-def test_in_an_accumulated_batch() -> None:
-    "The first two batches wait for their step, the third is bad: none is taken."
-    learn = make_learner(
-        [
-            keep := Keep(),
-            GuardNonFinite(),
-            GradientAccumulation(100),
-            at_bad_batch('after_draw', spoil_input),
-        ]
-    )
-    check(learn, keep, 'input 0 in sample 41')
-    assert learn.opt.n_steps == 0
-
-
-def test_running_statistics_and_finite_batches_are_those_of_a_fit_without_the_guard() -> None:
-    cbs = [GuardNonFinite()]
-    fits_like_fresh(make_learner(cbs))
-    learn = make_learner(cbs)
-    start_again(learn)
-    learn.fit(2)
-    plain = make_learner()
-    start_again(plain)
-    plain.fit(2)
-    for a, b in zip(
-        learn.model.state_dict().values(), plain.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b)

@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, CheckpointError
-from learnkit.callbacks import (
-    Checkpoint,
-    EarlyStoppingCallback,
-    ReduceLROnPlateau,
-    SaveModelCallback,
-)
+from learnkit.callbacks import Checkpoint, EarlyStoppingCallback, ReduceLROnPlateau
 from learnkit.checkpoint.folder import entries, find
 from learnkit.metrics import ValueMetric
-from tests.faults.run_helpers import checkpointed, make_learner, quiet
+from tests.faults.run_helpers import make_learner, quiet
 
 NAN, INF = math.nan, math.inf
 
@@ -65,40 +60,12 @@ def test_the_best_checkpoint_stays(
     assert found and found[2]['value'] == (min if mode == 'min' else max)(finite)
 
 
-def test_the_loss_itself(tmp_path: Path) -> None:
-    "Of the validation, from the third epoch on: the checkpoint of an epoch before that is the best."
-
-    def spoil(cb: Any) -> None:
-        if not cb.training and cb.fitting and cb.epoch >= 2:
-            cb.learn.loss = cb.learn.loss * NAN
-
-    learn = checkpointed(tmp_path, keep_last=1)(Callback(after_loss=spoil))
-    learn.fit(5)
-    losses = [row['valid_loss'] for row in learn.history]
-    assert [loss != loss for loss in losses] == [False, False, True, True, True]
-    best = 'ep1' if losses[0] <= losses[1] else 'ep2'
-    assert kept(tmp_path) == [(best, min(losses[:2])), ('ep5', None)]
-    learn.fit(5, resume='best')
-    assert len(learn.history) == 5
-
-
 @pytest.mark.parametrize('first', [NAN, 5.0], ids=['from the first epoch', 'later'])
 def test_early_stopping_continues_to_compare(first: float) -> None:
     stopper = EarlyStoppingCallback('score', comp='less', patience=3)
     learn = planned([first, NAN, 4.0, NAN, 3.0, 3.5, NAN, 9.0], stopper)
     learn.fit(20)
     assert len(learn.history) == 8 and stopper.best == 3.0, 'three epochs after the best'
-
-
-def test_save_model_keeps_its_best(tmp_path: Path) -> None:
-    saver = SaveModelCallback('score', comp='less')
-    weights: list[Any] = []
-    keep = Callback(after_epoch=lambda cb: weights.append(cb.model[0].weight.detach().clone()))
-    learn = planned([3.0, NAN, 2.0, NAN, NAN], saver, keep, path=tmp_path)
-    learn.fit(5)
-    assert saver.best == 2.0
-    assert learn.model[0].weight.equal(weights[2])
-    assert not weights[2].equal(weights[4])
 
 
 def test_a_plateau_counts_nan_as_no_improvement() -> None:

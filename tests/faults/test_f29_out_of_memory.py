@@ -121,28 +121,3 @@ def test_half_the_size_and_the_same_gradients() -> None:
     states = [learn.checkpoint_state() for learn in (found, fixed)]
     assert [state['loop'].pop('fitting_size') for state in states] == [4, None]
     assert not (differ := differences(*states)), differ
-
-
-def test_gradients_equal_those_of_the_whole_batch() -> None:
-    grads: dict[Any, list[Tensor]] = {}
-    for fits, microbatch in ((3, 'auto'), (99, None)):
-        model = Hungry(fits)
-        model.body[1], model.body[2] = nn.Identity(), nn.Identity()
-        x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        data = DataLoaders.from_tensors((x, x[:, :1]), bs=16, shuffle=False)
-        learn = Learner(data, model, nn.MSELoss(), lr=0.1, microbatch=microbatch)
-
-        def keep(cb: Any, microbatch: Any = microbatch) -> None:
-            grads[microbatch] = [p.grad.clone() for p in cb.model.parameters()]
-
-        with learn.no_bar():
-            learn.fit(1, cbs=At('before_step', keep))
-    for a, b in zip(grads['auto'], grads[None], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.full
-def test_summary() -> None:
-    print(
-        f'row 29: out of memory at {len(EVENTS)} events, from the system, and halved: gradients within 1e-6'
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from tests.faults.fault_helpers import (
     rows,
     start_again,
 )
-from tests.helpers.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
@@ -60,33 +58,10 @@ def test_it_trains_as_in_the_main_thread() -> None:
     is_clean(learn)
 
 
-def test_the_main_thread_keeps_its_handlers_too() -> None:
-    before, during = handlers(), list[Any]()
-    learn = make_learner(
-        Callback(
-            before_fit=lambda cb: during.append(handlers()),
-            after_batch=lambda cb: during.append(handlers()),
-        )
-    )
-    fitted(learn)
-    assert during and all(h == before for h in during) and handlers() == before
-
-
-def test_made_in_one_thread_used_in_others() -> None:
-    learn = in_thread(make_learner)
-    for run in (lambda f: f(), in_thread, lambda f: f(), in_thread):
-        n = len(learn.history)
-        run(lambda: fitted(learn))
-        assert digest(learn) == fresh()['digest'] and rows(learn)[n:] == fresh()['rows']
-        values, preds = in_thread(learn.validate), in_thread(learn.get_preds)
-        assert list(values) == list(learn.validate()) and preds[0].equal(learn.get_preds()[0])
-    is_clean(learn)
-
-
 @pytest.mark.parametrize(
     'error', [ValueError(1), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
 )
-@pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_validate', 'after_epoch'])
+@pytest.mark.parametrize('event', ['before_fit', 'after_loss'])
 def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> None:
     error = copy_without_notes(error)
     learn = make_learner(cbs := [At(event, error), watch := Watch()])
@@ -98,32 +73,6 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
     is_clean(learn)
     fits_like_fresh(learn, cbs)  # the lock is free for the main thread
     in_thread(lambda: fits_like_fresh(learn))  # and for a new one
-
-
-def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
-    "Threads share the global RNG, so these Learners do not draw from it."
-    from torch import nn
-
-    from learnkit import DataLoaders
-
-    def one(seed: int) -> list[Any]:
-        import torch
-
-        g = torch.Generator().manual_seed(seed)
-        x, model = torch.randn(64, 3, generator=g), nn.Linear(3, 1)
-        with torch.no_grad():
-            model.weight.fill_(0.1)
-            model.bias.zero_()
-        dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu')
-        learn = Learner(dls, model, nn.MSELoss(), lr=0.1)
-        with learn.no_bar(), learn.no_logging():
-            learn.fit(4)
-        return [learn.model.weight.tolist(), learn.recorder.smooth_loss.raw]
-
-    alone = [one(1), one(2)]
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(one, (1, 2)))
-    assert together == alone
 
 
 def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing() -> None:
@@ -153,26 +102,3 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
     assert list(results[0]) == list(learn.validate())
     is_clean(learn)
     fits_like_fresh(learn, cb)
-
-
-def test_inside_a_running_event_loop() -> None:
-    learn = make_learner()
-
-    async def main() -> None:
-        fitted(learn)
-        start_again(learn)
-        await asyncio.to_thread(learn.fit, N_EPOCH)
-
-    asyncio.run(main())
-    assert digest(learn) == fresh()['digest']
-    is_clean(learn)
-
-
-def test_importing_installs_no_handler_and_starts_no_thread() -> None:
-    code = (
-        'import signal, threading, torch\n'
-        'before = {s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count()\n'
-        'import learnkit\n'
-        'assert before == ({s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count())'
-    )
-    output_of(code)

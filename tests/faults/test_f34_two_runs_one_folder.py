@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from learnkit import Callback
-from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
 from tests.faults.fault_helpers import At
@@ -36,66 +34,10 @@ def can_lock(folder: Path) -> bool:
     return result_of(attempt)
 
 
-def holder(folder: Path, then: Callable[[], Any] = signal.pause) -> int:
-    "Start a process that takes the lock, and wait until it holds it."
-
-    def hold() -> None:
-        with FolderLock(folder):
-            then()
-
-    pid, until = fork(hold), time.monotonic() + 60
-    while can_lock(folder) and time.monotonic() < until:
-        time.sleep(0.01)
-    return pid
-
-
 def kill(pid: int, reap: bool = True) -> None:
     os.kill(pid, signal.SIGKILL)
     if reap:
         os.waitpid(pid, 0)
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    pid = holder(tmp_path / 'run')
-    try:
-        with pytest.raises(FolderInUseError, match=rf'process {pid} '):
-            FolderLock(tmp_path / 'run').acquire()
-    finally:
-        kill(pid)
-    with FolderLock(tmp_path / 'run'):
-        assert not can_lock(tmp_path / 'run')
-    assert can_lock(tmp_path / 'run') and (tmp_path / 'run' / '.lock').exists(), (
-        'a file that was left behind means nothing'
-    )
-
-
-def test_one_process_twice(tmp_path: Path) -> None:
-    (tmp_path / 'link').symlink_to(tmp_path / 'run')
-    with FolderLock(tmp_path / 'run'):
-        for name in ('run', 'link'):
-            with pytest.raises(FolderInUseError, match=r'in use: this process .* since 2'):
-                FolderLock(tmp_path / name).acquire()
-        assert not can_lock(tmp_path / 'run'), 'being refused gave nothing up'
-    with FolderLock(tmp_path / 'link'):
-        pass
-
-
-def test_one_process_from_many_threads(tmp_path: Path) -> None:
-    won: list[FolderLock] = []
-
-    def attempt() -> None:
-        try:
-            won.append(FolderLock(tmp_path).acquire())
-        except FolderInUseError:
-            pass
-
-    threads = [threading.Thread(target=attempt) for _ in range(16)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(won) == 1 and not can_lock(tmp_path)
-    won[0].release()
 
 
 def test_the_owner_is_killed_while_its_worker_lives(tmp_path: Path) -> None:
@@ -188,15 +130,6 @@ def test_a_second_fit_in_this_process_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path)[-1] == '00005-ep1-ba3.ckpt'
 
 
-def test_two_checkpoints_of_one_fit_need_two_folders(tmp_path: Path) -> None:
-    learn = checkpointed(tmp_path)(Checkpoint(folder=tmp_path))
-    with pytest.raises(FolderInUseError, match='this process'):
-        learn.fit(1)
-    learn.cbs[-1]._folder = tmp_path / 'b'
-    learn.fit(1)
-    assert names(tmp_path) == names(tmp_path / 'b') == ['00001-ep1-ba3.ckpt']
-
-
 @pytest.mark.filterwarnings('ignore:The checkpoint was taken with num_workers=2')
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     "However it ends: killed, with workers of its loader that live on for a moment, too."
@@ -243,27 +176,14 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 
 def once_free(fit: Callable[[], None]) -> None:
     "Fit when the last thread of the killed process has ended, which its zombie state does not show."
-    end = time.monotonic() + 30
-    while True:
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
         try:
             return fit()
         except FolderInUseError:
-            if time.monotonic() > end:
-                raise
             time.sleep(0.01)
+    raise AssertionError('the folder is not free')
 
 
 def state_of(pid: int) -> str:
     return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-
-
-@pytest.mark.full
-def test_summary(tmp_path: Path) -> None:
-    n = 0
-    for i in range(20):
-        pid = holder(tmp_path / f'{i}')
-        assert refused(tmp_path / f'{i}')
-        kill(pid)
-        checkpointed(tmp_path / f'{i}')().fit(1)
-        n += 1
-    print(f'row 34: {n} folders in use were refused, and free after SIGKILL')

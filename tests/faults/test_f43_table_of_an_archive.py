@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from learnkit.checkpoint.torch_file import find_damage, read_torch_file
+from learnkit.checkpoint.torch_file import read_torch_file
 from learnkit.core.errors import WeightsError
 from tests.faults.file_helpers import saved
 from tests.helpers.comparing import same
@@ -85,17 +85,3 @@ def test_every_bit(tmp_path: Path) -> None:
         f'{refused} refused, {len(bits) - refused - other} without effect, {other} gave other weights'
     )
     assert other == 0
-
-
-def test_records_of_other_sizes(tmp_path: Path) -> None:
-    "What `torch.save` writes is read: empty tensors, no tensors, many records, the format before 1.6."
-    contents = [
-        {'empty': torch.empty(0)},
-        {'none': None},
-        {f'{i}': torch.full((i,), 1.0 * i) for i in range(100)},
-    ]
-    for content in contents:
-        for is_zip in (True, False):
-            path = saved(tmp_path / 'a.pth', content, _use_new_zipfile_serialization=is_zip)
-            assert find_damage(path) is None
-            assert read_torch_file(path).keys() == content.keys()

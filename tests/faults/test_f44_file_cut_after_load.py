@@ -16,8 +16,8 @@ from torch import nn
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.folder import entries
-from learnkit.checkpoint.weights import read_weights
-from tests.faults.run_helpers import At, in_child, make_learner, quiet, same
+from tests.faults.fault_helpers import At
+from tests.faults.run_helpers import in_child, make_learner, quiet, same
 
 WIDTH = 64  # so that a weight fills several pages
 
@@ -50,22 +50,9 @@ def cut(folder: Path) -> None:
             os.truncate(path, 0)
 
 
-class KeepFile(Callback):
-    "A callback that reads its own file from the checkpoint."
-
-    def save_to_checkpoint(self, folder: Path) -> None:
-        (folder / 'big').write_bytes(bytes(100_000))
-
-    def resume_from_checkpoint(self, folder: Path, model: nn.Module) -> None:
-        assert len((folder / 'big').read_bytes()) == 100_000
-
-
-@pytest.mark.parametrize('own_file', [False, True])
-def test_after_a_resume(tmp_path: Path, own_file: bool) -> None:
-    cbs = [KeepFile] if own_file else []
-
+def test_after_a_resume(tmp_path: Path) -> None:
     def train(folder: Path, resume: Any = False, *more: Callback) -> Any:
-        learn = make(*(cb() for cb in cbs), *more)
+        learn = make(*more)
         learn.fit(3, resume=resume, cbs=Checkpoint('1ba', folder, background=False))
         learn.remove_cbs(At)
         return learn.checkpoint_state()
@@ -92,16 +79,6 @@ def load_pth(learn: Learner, path: Path) -> None:
     learn.load(path, with_opt=True)
 
 
-def load_pth_by_mapping(learn: Learner, path: Path) -> None:
-    "Torch is configured to map the files that it loads."
-    config = torch.utils.serialization.config.load
-    config.mmap, before = True, config.mmap
-    try:
-        learn.load(path, with_opt=True)
-    finally:
-        config.mmap = before
-
-
 def load_safetensors(learn: Learner, path: Path) -> None:
     learn.load(path.with_suffix('.safetensors'))
 
@@ -112,7 +89,6 @@ def load_checkpoint(learn: Learner, path: Path) -> None:
 
 LOADS: list[Callable[[Learner, Path], None]] = [
     load_pth,
-    load_pth_by_mapping,
     load_safetensors,
     load_checkpoint,
 ]
@@ -140,13 +116,3 @@ def test_after_a_load(tmp_path: Path, load: Callable[[Learner, Path], None]) -> 
     whole, found = in_child(partial(train, False)), in_child(partial(train, True))
     assert whole['mapped'] == found['mapped'] == []
     assert same(whole['state'], found['state'])
-
-
-def test_weights_that_are_kept(tmp_path: Path) -> None:
-    "What is read, and not copied into a model, is a copy as well."
-    learn = make()
-    learn.save(tmp_path / 'a.pth')
-    learn.save(tmp_path / 'a.safetensors')
-    for name in ('a.pth', 'a.safetensors'):
-        stored = read_weights(tmp_path / name)
-        assert mapped(tmp_path) == [] and stored.model

@@ -111,12 +111,6 @@ def resumed_differs(folder: Path, names: Sequence[str]) -> list[str]:
     return differences(straight, resumed, LEFT_OUT)
 
 
-def test_every_two_meet() -> None:
-    groups = [*cover_pairs(CLASSES, GROUP_SIZE)]
-    met = {frozenset(pair) for group in groups for pair in combinations(group, 2)}
-    assert met == set(map(frozenset, all_pairs(CLASSES)))
-
-
 @pytest.mark.filterwarnings('ignore:Both ParamScheduler and')
 @pytest.mark.parametrize('group', list(cover_pairs(set(CLASSES) - SLOW, GROUP_SIZE)))
 def test_groups(tmp_path: Path, group: Group) -> None:

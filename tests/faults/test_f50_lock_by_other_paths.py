@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.files import FolderLock
 from tests.faults.fault_helpers import At
-from tests.faults.file_helpers import fork, result_of
+from tests.faults.file_helpers import result_of
 from tests.faults.run_helpers import checkpointed
 
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
@@ -65,59 +63,9 @@ def test_other_paths(run: Path) -> None:
         assert is_refused_elsewhere(path), name
 
 
-def call_system(name: str, *args: Any) -> None:
-    "Call a function of the C library; raise `PermissionError` where the machine does not permit it."
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
-
-
-def bind(folder: Path, target: Path) -> None:
-    "Mount a folder at another place, for this process only."
-    target.mkdir()
-    call_system('unshare', CLONE_NEWNS)
-    call_system('mount', b'none', b'/', None, MS_REC | MS_PRIVATE, None)
-    call_system('mount', bytes(folder), bytes(target), None, MS_BIND, None)
-
-
-def test_a_bind_mount(run: Path, tmp_path: Path) -> None:
-    def attempt() -> str:
-        try:
-            bind(run, tmp_path / 'mounted')
-        except OSError as e:
-            return str(e)
-        assert (tmp_path / 'mounted' / '.lock').exists()
-        return 'refused' if is_refused(tmp_path / 'mounted') else 'locked'
-
-    found = result_of(attempt)
-    if found not in ('refused', 'locked'):
-        pytest.skip(f'needs mounts: {found}')
-    assert found == 'refused'
-
-
-def read_lock(run: Path) -> None:
-    (run / '.lock').read_text()
-
-
 def copy_folder(run: Path) -> None:
     unfinished = shutil.ignore_patterns('.*.tmp-*')  # gets its final name at any time
     shutil.copytree(run, run.with_name('copy'), ignore=unfinished)
-
-
-def archive_folder(run: Path) -> None:
-    shutil.make_archive(str(run.with_name('archive')), 'tar', run)
-
-
-def be_refused(run: Path) -> None:
-    assert is_refused(run) and is_refused(Path(os.path.relpath(run)))
-
-
-READERS: list[Callable[[Path], None]] = [read_lock, copy_folder, archive_folder, be_refused]
-
-
-@pytest.mark.parametrize('read', READERS)
-def test_whoever_reads_the_folder_leaves_the_lock(run: Path, read: Callable[[Path], None]) -> None:
-    read(run)
-    assert is_refused(run) and is_refused_elsewhere(run)
 
 
 def test_a_run_whose_callback_reads_its_folder(tmp_path: Path) -> None:
@@ -133,20 +81,6 @@ def test_a_run_whose_callback_reads_its_folder(tmp_path: Path) -> None:
     checkpointed(tmp_path / 'run', every='1ba')(*watch).fit(1)
     assert refused == [True] * 3
     assert not is_refused_elsewhere(tmp_path / 'run')
-
-
-def test_a_child_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
-    "The child has closed the file, and so the lock ends with its owner."
-    lock = FolderLock(tmp_path).acquire()
-    child = fork(signal.pause)
-    try:
-        read_lock(tmp_path)
-        assert is_refused_elsewhere(tmp_path)
-        lock.release()
-        assert not is_refused_elsewhere(tmp_path)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_an_interrupted_attempt_gives_the_folder_up(

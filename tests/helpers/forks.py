@@ -325,24 +325,14 @@ class Child:
             pass
 
     def error(self, what: str, hangs: bool = False) -> HarnessError:
-        "Return an error whose message has the child's output."
-        others = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
+        "Return an error whose message has the end of the child's output."
         if hangs:
             self.send(signal.SIGABRT, group=False)  # faulthandler prints the stacks of all threads
             end = monotonic() + 1
             while self.poll() is None and monotonic() < end:
                 sleep(_POLL_S)
-        hint = (
-            f' It was forked while the threads {", ".join(others)} ran: one of them may hold a lock.'
-            if hangs and others
-            else ''
-        )
         output = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
-        lines = output.splitlines()
-        output = '\n'.join(line for line in lines if not line.startswith('Extension modules:'))
-        if len(output) > MAX_OUTPUT:
-            output = f'{output[: MAX_OUTPUT // 2]}\n...\n{output[-MAX_OUTPUT // 2 :]}'
-        return HarnessError(f'The job {what}.{hint}\n{output}')
+        return HarnessError(f'The job {what}.\n{output[-MAX_OUTPUT:]}')
 
 
 def start(

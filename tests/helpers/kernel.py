@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from queue import Empty
-from shutil import rmtree
-from tempfile import mkdtemp
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVER = Path(__file__).with_name('kernel_server.py')
 
 
-@cache
 def kernel_name() -> str:
-    """Return the name of a kernel that has imported torch and learnkit already.
-
-    The process that it is forked from is started once. Jupyter finds the kernel by the variable JUPYTER_PATH."""
-    folder = Path(mkdtemp(prefix='kernels'))
-    address = folder / 'socket'
-    env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
-    env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    # figures go into the notebook
-    env['MPLBACKEND'] = 'module://matplotlib_inline.backend_inline'
-    server = subprocess.Popen([sys.executable, str(SERVER), 'serve', str(address)], env=env)
-
-    def stop() -> None:
-        server.kill()
-        server.wait()
-        rmtree(folder)
-
-    atexit.register(stop)
-    argv = [sys.executable, '-S', '-E', str(SERVER), 'start', str(address), '{connection_file}']
-    spec = {'argv': argv, 'display_name': 'forked', 'language': 'python'}
-    (folder / 'kernels' / 'forked').mkdir(parents=True)
-    (folder / 'kernels' / 'forked' / 'kernel.json').write_text(json.dumps(spec), 'utf-8')
-    while not address.exists():
-        if server.poll() is not None:
-            raise RuntimeError(f'The server of kernels has ended with {server.returncode}.')
-        sleep(0.02)
-    os.environ['JUPYTER_PATH'] = os.pathsep.join([str(folder), os.environ.get('JUPYTER_PATH', '')])
-    return 'forked'
+    "Return the name under which Jupyter starts a kernel of this Python."
+    return 'python3'
 
 
 def kernel_env(folder: Path) -> dict[str, str]:

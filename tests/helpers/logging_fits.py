@@ -125,16 +125,3 @@ def run_and_resume(path: Path, make: Any) -> tuple[Learner, Learner]:
     second.fit(2)
     second.close()
     return first, second
-
-
-__all__ = [
-    'BS',
-    'KeepState',
-    'N_BATCHES',
-    'LogHalf',
-    'PutBackState',
-    'data',
-    'learner',
-    'plain_losses',
-    'run_and_resume',
-]

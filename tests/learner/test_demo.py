@@ -1,7 +1,6 @@
 """The demo trains on real data, writes its files, and reports errors in one line."""
 
 import csv
-import os
 import re
 import runpy
 import signal
@@ -58,19 +57,11 @@ def test_defaults_reach_the_accuracy(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(str(tmp_path / name) in out for name in FILES)
 
 
-def test_same_seed_same_weights_other_seed_other_weights(tmp_path: Path) -> None:
-    for name, seed in ('a', 1), ('b', 1), ('c', 2):
-        assert run_main('--epochs', 1, '--bs', 256, '--seed', seed, '--out', tmp_path / name) == 0
-    a, b, c = (torch.load(tmp_path / name / 'model.pth', weights_only=True) for name in 'abc')
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    for name in 'ab':
+        assert run_main('--epochs', 1, '--bs', 256, '--out', tmp_path / name) == 0
+    a, b = (torch.load(tmp_path / name / 'model.pth', weights_only=True) for name in 'ab')
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not any(torch.equal(a[k], c[k]) for k in a if k.endswith('weight'))
-
-
-def test_what_an_earlier_run_wrote_is_replaced(tmp_path: Path) -> None:
-    for name in FILES:
-        (tmp_path / name).write_text('old')
-    assert run_main('--epochs', 1, '--bs', 500, '--out', tmp_path) == 0
-    assert not any((tmp_path / name).read_bytes() == b'old' for name in FILES)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +84,6 @@ def test_an_unwritable_folder_is_reported_before_training(
     out, err = capsys.readouterr()
     assert out == '' and err.count('\n') == 1
     assert str(tmp_path / 'out') in err
-
-
-def test_a_disk_that_fails_at_the_end_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(source: object, target: object) -> None:
-        raise OSError(28, 'No space left on device')
-
-    monkeypatch.setattr(os, 'replace', full)
-    assert run_main('--epochs', 1, '--bs', 1000, '--out', tmp_path) == 2
-    err = capsys.readouterr().err
-    assert err.count('\n') == 1 and 'No space left on device' in err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize('module', ['sklearn', 'matplotlib'])

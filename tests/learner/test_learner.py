@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import random
-from collections import namedtuple
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import (
     SGD,
@@ -26,17 +23,14 @@ from learnkit import (
     CancelError,
     CancelFitException,
     DataLoaders,
-    EmptyLoaderError,
     FitError,
     Learner,
     LoaderError,
     OptimizerError,
-    OptionError,
     Periodic,
     ProgressCallback,
     Recorder,
     TrainEvalCallback,
-    accuracy,
     defaults,
     mae,
     replacing_yield,
@@ -139,57 +133,6 @@ def test_the_defaults() -> None:
     assert (learn.pct_train, learn.training) == (0.0, False)
 
 
-def test_the_first_arguments_go_by_position() -> None:
-    model, batches = line(), rows()
-    learn = Learner(
-        batches,
-        model,
-        nn.MSELoss(),
-        torch.optim.SGD,
-        0.1,
-        cbs=TrainEvalCallback,
-        default_cbs=False,
-        wd_bn_bias=True,
-    )
-    learn.fit(2)
-    assert same(model, by_hand(line(), mean_square, batches))
-
-
-@pytest.mark.parametrize(
-    'make',
-    [lambda t, v: (t, v), lambda t, v: DataLoaders(t, v), lambda t, v: Alike(t, v)],
-    ids=['tuple', 'own', 'alike'],
-)
-def test_loaders_come_in_many_forms(make: Any) -> None:
-    train, valid = rows(), rows(2)
-    learn = bare(make(train, valid), model := line(), nn.MSELoss())
-    learn.fit(2)
-    assert same(model, by_hand(line(), mean_square, train))
-    x, y = (torch.cat(p) for p in zip(*valid, strict=True))
-    expected = F.mse_loss(model(x), y).item()
-    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
-
-
-class Alike:
-    "Works like DataLoaders, with `train` and loaders by number."
-
-    def __init__(self, train: Any, valid: Any) -> None:
-        self.train, self.valid = train, valid
-
-    def __getitem__(self, i: int) -> Any:
-        return (self.train, self.valid)[i]
-
-
-def test_torch_data_loaders_work_as_they_are() -> None:
-    x, y = torch.randn(10, 3), torch.randn(10, 1)
-    ds = TensorDataset(x, y)
-    learn = bare((DataLoader(ds, 4), DataLoader(ds, 3)), model := line(), nn.MSELoss())
-    learn.fit(2)
-    expected = by_hand(line(), mean_square, [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)])
-    assert same(model, expected)
-    assert learn.n_iter is not None and learn.train_iter == 6
-
-
 def test_the_training_sets_own_loss_function_is_taken() -> None:
     class Set(TensorDataset):
         loss_func = nn.L1Loss()
@@ -197,14 +140,6 @@ def test_the_training_sets_own_loss_function_is_taken() -> None:
     ds = Set(torch.randn(4, 3), torch.randn(4, 1))
     assert Learner(DataLoader(ds), line(), default_cbs=False).loss_func is Set.loss_func
     assert Learner(DataLoader(ds), line(), F.mse_loss, default_cbs=False).loss_func is F.mse_loss
-
-
-def test_ten_epochs_lower_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    learn = synth_learner(lr=0.05)
-    before = learn.validate()[0]
-    learn.fit(10)
-    assert learn.validate()[0] < 0.05 * before
-    assert len(capsys.readouterr().out.splitlines()) >= 10
 
 
 # Attributes
@@ -246,18 +181,6 @@ def test_the_model_can_be_replaced() -> None:
     assert learn.opt is not None
 
 
-def test_a_subclass_may_add_what_it_likes() -> None:
-    class Mine(Learner):
-        def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.extra = extra
-
-        def double(self) -> int:
-            return 2 * self.extra
-
-    assert Mine(rows(), line(), nn.MSELoss(), extra=4).double() == 8
-
-
 # Contexts
 
 
@@ -274,20 +197,6 @@ def test_no_logging_and_no_bar_restore_the_state(capsys: pytest.CaptureFixture[s
     assert learn.logger is print and learn.progress is learn.cbs[2] and len(learn.history) == 3
     learn.fit(1)
     assert capsys.readouterr().out
-
-
-def test_no_bar_silences_the_display(capsys: pytest.CaptureFixture[str]) -> None:
-    learn = synth_learner()
-    with learn.no_bar():
-        learn.fit(1)
-    assert capsys.readouterr().out == '' and len(learn.history) == 1
-
-
-def test_no_mbar() -> None:
-    learn = synth_learner()
-    with learn.no_mbar():
-        assert learn.create_mbar is False
-    assert learn.create_mbar is True
 
 
 def test_loss_not_reduced_and_back() -> None:
@@ -389,26 +298,6 @@ def test_a_fit_in_a_with_block_inside_an_evaluation_is_refused() -> None:
     assert len(learn.history) == 1
 
 
-def test_close_comes_once_until_it_is_used_again() -> None:
-    seen: list[str] = []
-
-    class Writer(Callback):
-        def close(self) -> None:
-            seen.append('close')
-
-        def post_close(self) -> None:
-            seen.append('post_close')
-
-    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Writer()])
-    learn.fit(1)
-    learn.close()
-    learn.close()
-    assert seen == ['close', 'post_close']
-    with learn:
-        'The second time.'
-    assert seen.count('close') <= 2
-
-
 def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
     def cancel(cb: Any) -> None:
         raise CancelFitException
@@ -417,44 +306,6 @@ def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
     with pytest.raises(CancelError, match='with-block'):
         with learn:
             pytest.fail('the block was entered')
-
-
-def test_an_error_in_a_with_block_comes_out_first_and_close_still_runs() -> None:
-    seen: list[str] = []
-
-    class Bad(Callback):
-        def after_error(self) -> None:
-            seen.append(repr(self.learn.error))
-
-        def close(self) -> None:
-            seen.append('close')
-            raise OSError('disk')
-
-    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Bad()])
-    with pytest.raises(ZeroDivisionError) as e:
-        with learn:
-            raise ZeroDivisionError('mine')
-    assert seen == ["ZeroDivisionError('mine')", 'close']
-    assert any('disk' in n for n in e.value.__notes__)
-
-
-def test_one_failing_close_stops_no_other() -> None:
-    seen: list[str] = []
-
-    class Bad(Callback):
-        def close(self) -> None:
-            raise OSError('disk')
-
-    class Good(Callback):
-        def close(self) -> None:
-            seen.append('closed')
-
-        def post_close(self) -> None:
-            seen.append('post')
-
-    with pytest.raises(OSError, match='disk') as e:
-        synth_learner(default_cbs=False, cbs=[Bad(), Good()]).close()
-    assert seen == ['closed', 'post'] and any('Bad.close' in n for n in e.value.__notes__)
 
 
 def test_the_way_out_of_the_program_closes() -> None:
@@ -532,140 +383,6 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
     assert learn.history[-1]['mae'] == pytest.approx(expected, rel=1e-5)
 
 
-@dataclass
-class Sample:
-    ids: Tensor
-    labels: Tensor
-
-
-def test_a_dataclass_batch_is_given_by_name() -> None:
-    batches = [Sample(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
-    learn = bare((batches, batches), model := ByName(), None)
-    learn.fit(2)
-    assert same(model, by_hand(ByName(), lambda m, b: F.mse_loss(m.lin(b.ids), b.labels), batches))
-    assert torch.equal(learn.get_preds()[1], torch.cat([b.labels for b in batches]))
-
-
-def test_a_named_tuple_splits_like_a_tuple() -> None:
-    Pair = namedtuple('Pair', 'image label')
-    batches = [Pair(*b) for b in rows()]
-    learn = bare(batches, model := line(), nn.MSELoss())
-    learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b.image), b.label), batches))
-
-
-def test_a_single_tensor_with_targets_from_a_callback() -> None:
-    batches = [torch.randn(4, 3) for _ in range(3)]
-
-    def rebuild(cb: Any) -> None:
-        cb.learn.yb = (cb.x,)
-
-    dls = (batches, batches)
-    learn = bare(dls, model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild))
-    learn.fit(2)
-    assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
-    expected = F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item()
-    assert learn.history[-1]['valid_loss'] == pytest.approx(expected, rel=1e-5)
-
-
-def test_nested_batches_reach_the_model_as_they_are() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = line()
-
-        def forward(self, inputs: Any) -> Tensor:
-            return self.lin(inputs['a'][0] + inputs['a'][1])
-
-    batches = [
-        ({'a': (torch.randn(4, 3), torch.randn(4, 3)), 'name': 'x'}, {'t': torch.randn(4, 1)})
-        for _ in range(3)
-    ]
-    loss = lambda pred, y: F.mse_loss(pred, y['t'])
-    learn = bare(batches, model := Nested(), loss)
-    learn.fit(2)
-    assert same(model, by_hand(Nested(), lambda m, b: loss(m(b[0]), b[1]), batches))
-
-
-def test_several_inputs_and_n_inp() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = line()
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.lin(a * b)
-
-    batches = [
-        (torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 1), torch.rand(4, 1))
-        for _ in range(3)
-    ]
-    loss = lambda pred, y, w: ((pred - y).square() * w).mean()
-    learn = bare(DataLoaders(batches, n_inp=2), model := Two(), loss)
-    learn.fit(2)
-    assert same(model, by_hand(Two(), lambda m, b: loss(m(b[0], b[1]), b[2], b[3]), batches))
-
-
-def test_what_is_not_a_tensor_is_left_alone() -> None:
-    seen = []
-    batches = [((torch.randn(4, 3), ['a', 'b', 'c', 'd'], None, 7), torch.randn(4, 1))]
-
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = line()
-
-        def forward(self, inputs: Any) -> Tensor:
-            seen.append(inputs[1:])
-            return self.lin(inputs[0])
-
-    bare(batches, Reads(), nn.MSELoss()).fit(1)
-    assert seen == [(['a', 'b', 'c', 'd'], None, 7)]
-
-
-def test_a_hugging_face_model_trains_unaided() -> None:
-    transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-
-    def model() -> nn.Module:
-        torch.manual_seed(1)
-        return transformers.BertForSequenceClassification(config)
-
-    batches: list[Any] = [
-        transformers.BatchEncoding(
-            {
-                'input_ids': torch.randint(50, (4, 8)),
-                'attention_mask': torch.ones(4, 8, dtype=torch.long),
-                'labels': torch.randint(3, (4,)),
-            }
-        )
-        for _ in range(3)
-    ]
-    learn = bare((batches, batches), m := model(), None, metrics=accuracy)
-    learn.fit(1)
-    assert same(m, by_hand(model(), lambda m, b: m.train()(**b).loss, batches, n_epoch=1))
-    preds, targs = learn.get_preds()
-    m.eval()
-    with torch.no_grad():
-        logits = torch.cat([m(**b).logits for b in batches])
-    assert torch.allclose(preds, logits, atol=1e-5)
-    assert torch.equal(targs, torch.cat([b['labels'] for b in batches]))
-    expected = (logits.argmax(1) == targs).float().mean().item()
-    assert learn.history[0]['accuracy'] == pytest.approx(expected)
-    expected = F.cross_entropy(logits, targs).item()
-    assert learn.history[0]['valid_loss'] == pytest.approx(expected, rel=1e-4)
-
-
 # Loaders without a length
 
 
@@ -692,41 +409,6 @@ def test_a_loader_without_length() -> None:
     learn.fit(2)
     assert same(model, by_hand(line(), mean_square, batches))
     assert seen == [(None, 0.0)] * 6 + [(None, 0.5)] * 6 and learn.train_iter == 6
-
-
-def test_an_endless_loader_with_n_iter() -> None:
-    seen: list[Any] = []
-    batches, stream = rows(3), Stream(rows(3), endless=True)
-    stream.batches = batches
-    watcher = Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train)))
-    learn = bare(DataLoaders(stream, n_iter=2), model := line(), nn.MSELoss(), watcher)
-    learn.fit(2)
-    expected = by_hand(line(), mean_square, [*batches, batches[0]], 1)
-    assert same(model, expected)
-    assert seen == [(2, pytest.approx(p)) for p in (0.25, 0.5, 0.75, 1.0)] and stream.drawn == 4
-
-
-def test_a_generator_continues_where_it_was() -> None:
-    batches = rows(4)
-    learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
-    learn.fit(2)
-    assert same(model, by_hand(line(), mean_square, batches, 1))
-    with pytest.raises(EmptyLoaderError, match='used up'):
-        learn.fit(1)
-
-
-def test_an_iterable_dataset() -> None:
-    class Numbers(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            gen = torch.Generator().manual_seed(2)
-            for _ in range(6):
-                yield torch.randn(3, generator=gen), torch.randn(1, generator=gen)
-
-    dls = (DataLoader(Numbers(), 4), DataLoader(Numbers(), 4))
-    learn = bare(dls, model := line(), nn.MSELoss())
-    learn.fit(2)
-    assert same(model, by_hand(line(), mean_square, list(DataLoader(Numbers(), 4))))
-    assert learn.history[0]['valid_loss'] is not None
 
 
 def test_n_iter_is_ignored_where_the_length_is_known() -> None:
@@ -789,42 +471,6 @@ def test_the_loss_modules_own_tensors_move_with_the_model() -> None:
     assert loss.weight.device.type == 'meta' and learn.model.weight.device.type == 'meta'
 
 
-def test_parameters_and_batches_are_on_the_loaders_device() -> None:
-    seen = set()
-    learn = bare(
-        rows(),
-        line(),
-        nn.MSELoss(),
-        Callback(
-            before_batch=lambda cb: seen.add((cb.x.device, next(cb.model.parameters()).device))
-        ),
-    )
-    learn.dls.device = 'cpu'
-    learn.fit(1)
-    assert seen == {(torch.device('cpu'), torch.device('cpu'))}
-
-
-def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> None:
-    def cancel(cb: Any) -> None:
-        if not cb.fitting:
-            raise CancelFitException
-
-    def nested(cb: Any) -> None:
-        cb.learn.validate()
-
-    dls = (rows(), rows())
-    loss = nn.MSELoss()
-    learn = bare(dls, line(), loss, Callback(after_train=nested), Callback(before_validate=cancel))
-    learn.fit(3)
-    assert learn.train_iter == 9 and len(learn.history) == 3
-
-    def too_late(cb: Any) -> None:
-        raise CancelFitException
-
-    with pytest.raises(CancelError, match='after_fit'):
-        learn.fit(1, cbs=Callback(after_fit=too_late))
-
-
 def test_a_copy_is_a_separate_learner() -> None:
     "`copy.deepcopy` copies callbacks, metrics, optimizer and history; the copy trains like the original."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
@@ -867,18 +513,6 @@ def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
             call(dl='noon')
 
 
-def test_a_misspelled_handler_is_reported() -> None:
-    class Shout(Callback):
-        def after_epoc(self) -> None:
-            raise AssertionError
-
-        def before_lunch(self) -> None:
-            raise AssertionError
-
-    with pytest.warns(UserWarning, match=r'Shout\.after_epoc .*`after_epoch`'):
-        synth_learner(cbs=Shout())
-
-
 def test_load_leaves_an_optimizer_and_takes_fastais_options(tmp_path: Path) -> None:
     synth_learner(path=tmp_path).save('line', with_opt=False)
     learn = synth_learner(path=tmp_path)
@@ -888,61 +522,3 @@ def test_load_leaves_an_optimizer_and_takes_fastais_options(tmp_path: Path) -> N
     for p in learn.model.parameters():
         p.requires_grad_(False)
     assert learn.load('line').opt is None
-
-
-def test_to_detach_takes_fastais_options() -> None:
-    x = torch.ones(1, requires_grad=True) * 2
-    assert not to_detach(x, cpu=False, gather=False).requires_grad
-    assert not synth_learner().to_detach(x, gather=False).requires_grad
-
-
-class Image(Tensor):
-    "A tensor subclass like fastai's typed tensors."
-
-
-class DecodingLoader:
-    "A loader like fastai's: batches of typed tensors, a copy in another order, parts of the data set."
-
-    def __init__(self, shuffle: bool = False) -> None:
-        self.shuffle = shuffle
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x = torch.arange(4.0).view(4, 1)
-        x = x.flip(0) if self.shuffle else x
-        yield x.as_subclass(Image), (2 * x).as_subclass(Image)
-
-    def __len__(self) -> int:
-        return 1
-
-    def new(self, shuffle: bool, drop_last: bool = False) -> Any:
-        random.random()  # as fastai's, which draw a seed
-        return DecodingLoader(shuffle)
-
-    def decode_batch(self, b: Any) -> Any:
-        return b
-
-    def show_results(self, b: Any, preds: Tensor, max_n: int) -> list[float]:
-        return [float(x) for x in b[0][:max_n]]
-
-    @property
-    def valid(self) -> Any:
-        raise IndexError('the data set has other splits')
-
-
-def test_typed_batches_are_cast_to_plain_tensors_and_predicted_on() -> None:
-    seen: set[type] = set()
-    note = Callback(after_loss=lambda cb: seen.update(map(type, (cb.x, cb.y, cb.pred, cb.loss))))
-    learn = synth_learner(dls=DataLoaders(DecodingLoader(), DecodingLoader()), cbs=note)
-    assert [cb.name for cb in learn.cbs][-2] == 'cast_to_tensor'
-    learn.fit(1)
-    assert seen == {Tensor}
-    preds, targets = learn.get_preds(dl=DecodingLoader())
-    assert type(preds) is type(targets) is Tensor
-    assert torch.equal(targets, 2 * torch.arange(4.0).view(4, 1))
-    assert learn.show_results(max_n=2) == [0.0, 1.0]
-    before = random.getstate()
-    assert learn.show_results(max_n=2, shuffle=True) == [3.0, 2.0]
-    assert random.getstate() == before
-    with pytest.raises(OptionError, match='shuffle'):
-        synth_learner().show_results(shuffle=True)
-    assert 'cast_to_tensor' not in [cb.name for cb in synth_learner().cbs]

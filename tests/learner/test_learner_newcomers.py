@@ -13,18 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, GuardNonFinite, Learner, TensorLoader, to_device
+from learnkit import Callback, DataLoaders, GuardNonFinite, Learner, TensorLoader
 from learnkit.core.errors import BatchError, LoaderError, LossError, MetricError
 from learnkit.losses import MSELossFlat
 from learnkit.metrics import (
-    Dice,
-    F1Score,
-    RocAuc,
     accuracy,
     accuracy_multi,
-    error_rate,
-    foreground_acc,
-    mse,
     top_k_accuracy,
 )
 from learnkit.testing import synth_learner
@@ -57,9 +51,7 @@ def notes(e: BaseException) -> str:
 # -- metrics of classes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'metric', [accuracy, error_rate, top_k_accuracy, partial(top_k_accuracy, k=1)]
-)
+@pytest.mark.parametrize('metric', [accuracy, partial(top_k_accuracy, k=1)])
 def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     with pytest.raises(MetricError, match=r'axis -1: .*`accuracy_multi`'):
         metric(torch.randn(8, 1), torch.ones(8).long())
@@ -74,63 +66,19 @@ def test_one_output_has_no_classes_to_choose_from(metric: Any) -> None:
     assert learn.history[0]['accuracy_multi'] == pytest.approx(expected)
 
 
-def test_one_output_for_other_metrics_of_classes() -> None:
-    pytest.importorskip('torchmetrics')
-    pred, targ = torch.randn(8, 1), torch.ones(8).long()
-    for metric, expected_text in (
-        (F1Score(), '`F1ScoreMulti`'),
-        (RocAuc(), '`RocAucMulti`'),
-        (Dice(), 'the model two outputs'),
-        (foreground_acc, 'the model two outputs'),
-    ):
-        with pytest.raises(MetricError, match=f'one output along axis -?1: .*{expected_text}'):
-            metric(pred, targ)
-
-
-def test_classes_along_another_axis_may_be_followed_by_one() -> None:
-    pred, targ = torch.randn(8, 3, 1), torch.zeros(8, 1).long()
-    assert accuracy(pred, targ, axis=1) == (pred.argmax(1) == targ).float().mean()
-
-
-@pytest.mark.parametrize(
-    'metric', [accuracy, partial(error_rate, axis=-1), {'a': accuracy}, F1Score]
-)
-def test_targets_that_are_not_class_numbers(metric: Any) -> None:
-    if metric is F1Score:
-        metric = F1Score(average='macro')
-    learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
-    untouched(learn, MetricError, r'not class numbers.*`mse`')
-    learn.metrics = [mse] if metric is accuracy else []
-    train = (X, LABELS.float())
-    learn.dls = DataLoaders.from_tensors(train, (X, LABELS.float()), bs=16, device='cpu')
-    learn.metrics = accuracy  # of whole numbers, whatever their dtype
-    with learn.no_bar():
-        learn.fit(1)
-    assert 0 <= learn.history[0]['accuracy'] <= 1
-
-
 # -- shapes that would be broadcast ----------------------------------------------------------------
 
 BROADCASTING: list[Callable[..., Any]] = [
-    F.mse_loss,
     nn.MSELoss(),
-    nn.L1Loss(reduction='sum'),
-    F.huber_loss,
     partial(F.smooth_l1_loss, beta=0.5),
     lambda pred, y: ((pred - y) ** 2).mean(),
 ]
 
 
 @pytest.mark.parametrize('loss', BROADCASTING)
-@pytest.mark.parametrize('dtype', [torch.float32, torch.int64])
-def test_losses_that_would_compare_everything_with_everything(
-    loss: Any, dtype: torch.dtype
-) -> None:
-    e = untouched(
-        learner((9 * Y).to(dtype), loss_func=loss),
-        LossError,
-        r'shapes \(16, 1\) and \(16,\) are broadcast',
-    )
+def test_losses_that_would_compare_everything_with_everything(loss: Any) -> None:
+    learn = learner(9 * Y, loss_func=loss)
+    e = untouched(learn, LossError, r'shapes \(16, 1\) and \(16,\) are broadcast')
     assert 'each of the 16 predictions' in str(e)
     assert '`y[:, None]`, or the loss `model(x).squeeze(1)`' in str(e)
     learn = learner((9 * Y)[:, None], loss_func=loss)
@@ -143,15 +91,7 @@ def test_targets_with_an_axis_more() -> None:
         Learner([(X, Y[:, None])], nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), F.mse_loss).fit(1)
 
 
-@pytest.mark.parametrize(
-    'loss',
-    [
-        MSELossFlat(),
-        lambda p, y: F.mse_loss(p.squeeze(1), y),
-        lambda p, y: F.l1_loss(p, y[:, None]),
-        lambda p, y: F.binary_cross_entropy_with_logits(p.view(-1), (y > 0).float()),
-    ],
-)
+@pytest.mark.parametrize('loss', [MSELossFlat(), lambda p, y: F.mse_loss(p.squeeze(1), y)])
 def test_losses_that_flatten_are_fine(loss: Any) -> None:
     learn = learner(Y, loss_func=loss)
     nn.init.zeros_(learn.model.weight)  # so that all predictions are equal
@@ -160,56 +100,16 @@ def test_losses_that_flatten_are_fine(loss: Any) -> None:
     assert len(learn.history) == 1
 
 
-def test_shapes_are_looked_at_once_a_fit_and_again_in_the_next() -> None:
-    seen: list[int] = []
-
-    def loss(pred: Tensor, y: Tensor) -> Tensor:
-        seen.append(len(y))
-        return F.mse_loss(pred[:, 0], y + 0 * torch.rand(1))
-
-    learn = learner(Y, loss_func=loss)
-    torch.manual_seed(1)
-    with learn.no_bar():
-        learn.fit(2)
-    drawn = torch.rand(1)
-    torch.manual_seed(1)
-    for _ in range(2 * 2):
-        torch.rand(1)  # by the training batches alone
-    assert torch.equal(drawn, torch.rand(1))
-    assert len(seen) == 2 + 2 * (2 + 2)  # two trials, then each batch once
-    learn.loss_func = F.mse_loss
-    untouched(learn, LossError, 'are broadcast')
-
-
-def test_shapes_may_be_fixed_in_after_pred() -> None:
-    def squeeze(cb: Callback) -> None:
-        cb.learn.pred = cb.pred.squeeze(1)
-
-    learn = learner(Y, cbs=Callback(after_pred=squeeze))
-    with learn.no_bar():
-        learn.fit(1)
-
-
 # -- targets and weights of a loss -----------------------------------------------------------------
 
-CE, BCE, BCEL = F.cross_entropy, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
+CE, BCEL = F.cross_entropy, F.binary_cross_entropy_with_logits
 HINTS = [
     (CE, 3, LABELS.float(), "y.astype('int64')"),
-    (CE, 3, LABELS.int(), 'y.long()'),
-    (CE, 3, LABELS.bool(), 'y.long()'),
     (CE, 3, LABELS[:, None], '`y[:, 0]`'),
     (nn.CrossEntropyLoss(), 3, LABELS[:, None].float(), '`y[:, 0].long()`'),
     (CE, 3, F.one_hot(LABELS, 3), '`y.argmax(1)`'),
     (BCEL, 1, LABELS[:, None], 'y.float()'),
-    (BCEL, 1, LABELS[:, None].bool(), 'y.float()'),
     (BCEL, 1, Y, '`y[:, None]`'),
-    (lambda p, y: BCE(p.sigmoid(), y), 1, LABELS[:, None], 'y.float()'),
-    (
-        partial(CE, weight=torch.tensor([1, 2, 3])),
-        3,
-        LABELS,
-        'its weight is in int64. Give `weight.float()`',
-    ),
     (
         nn.CrossEntropyLoss(torch.ones(3).double()),
         3,
@@ -224,20 +124,6 @@ HINTS = [
 def test_hints_of_targets_and_weights(loss: Any, n_out: int, y: Tensor, expected_text: str) -> None:
     e = untouched(learner(y, n_out, loss), Exception)
     assert expected_text in notes(e), notes(e)
-
-
-def test_a_hint_of_targets_whose_loss_fails_in_backward() -> None:
-    e = untouched(learner(LABELS[:, None], loss_func=F.huber_loss), RuntimeError)
-    assert "y.astype('float32')" in notes(e), notes(e)
-
-
-def test_other_errors_of_a_loss_get_no_hint() -> None:
-    def loss(pred: Tensor, y: Tensor) -> Tensor:
-        raise ValueError('Long story')
-
-    assert notes(untouched(learner(LABELS, 3, loss), ValueError)).startswith(
-        'loss got Tensor[16, 3] float32 and the targets (Tensor[16] int64,)\n'
-    )
 
 
 def test_batch_norm_with_one_sample() -> None:
@@ -317,11 +203,7 @@ A = np.random.default_rng(0).normal(size=(32, 4)).astype('float32')
 B = np.zeros((32, 1), dtype='float32')
 
 
-@pytest.mark.parametrize(
-    'batch',
-    [(A, B), [A, B], {'input': A, 'y': B}, (torch.tensor(A), B)],
-    ids=['tuple', 'list', 'dict', 'both'],
-)
+@pytest.mark.parametrize('batch', [(A, B), {'input': A, 'y': B}], ids=['tuple', 'dict'])
 def test_batches_of_arrays(batch: Any) -> None:
     A.flags.writeable = False  # as pandas gives them
     learn = Learner([batch], nn.Linear(4, 1), F.mse_loss)
@@ -333,11 +215,6 @@ def test_batches_of_arrays(batch: Any) -> None:
     A.flags.writeable = True
     preds, targs = learn.get_preds(dl=[(A,)])
     assert torch.allclose(preds, learn.model(torch.tensor(A))) and targs is None
-
-
-def test_strings_of_a_batch_are_not_changed() -> None:
-    names = np.array(['a', 'b'])
-    assert to_device((torch.zeros(2), names), 'cpu')[1] is names
 
 
 def test_arrays_and_loaders_in_the_place_of_a_number() -> None:
@@ -352,7 +229,7 @@ def test_arrays_and_loaders_in_the_place_of_a_number() -> None:
                 do(given)
 
 
-@pytest.mark.parametrize('train', [(X, Y), [X, Y], (A, B), (X, X)])
+@pytest.mark.parametrize('train', [(X, Y), [X, Y]])
 def test_inputs_and_targets_in_the_place_of_batches(train: Any) -> None:
     learn = Learner([(X, Y)], nn.Linear(4, 1))
     for give in (

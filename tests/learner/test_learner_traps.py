@@ -25,7 +25,6 @@ from learnkit import (
     GradientAccumulation,
     Learner,
     LoaderError,
-    Recorder,
     SaveModelCallback,
     accuracy,
 )
@@ -40,7 +39,6 @@ from learnkit.core.errors import (
     UnknownEventError,
 )
 from learnkit.data import TensorLoader
-from learnkit.losses import CrossEntropyLossFlat
 from learnkit.optim.annealing import SchedLin
 
 X, Y = torch.randn(64, 4), torch.arange(64) % 3
@@ -71,25 +69,6 @@ def warnings_of(do: Callable[[], Any]) -> list[str]:
 
 
 # -------------------------------------------------------------------------------- accumulated batches
-
-
-def weights_after(cb: Callback | None, bs: int, **options: Any) -> list[Tensor]:
-    "Train one epoch with SGD on batches of `bs`; return the weights."
-    torch.manual_seed(0)
-    dls = DataLoaders.from_tensors((X, Y), bs=bs, shuffle=False, device='cpu')
-    options = {'opt_func': torch.optim.SGD, 'lr': 0.5, **options}
-    learn = Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), cbs=cb, **options)
-    with learn.no_bar():
-        learn.fit(1)
-    return [p.detach() for p in learn.model.parameters()]
-
-
-@pytest.mark.parametrize('options', [{}, {'microbatch': 3}, {'weight_func': lambda xb, yb: 2.0}])
-def test_batches_count_as_their_samples_do(options: dict[str, Any]) -> None:
-    expected = weights_after(None, 32)
-    for cb in (GradientAccumulation(batches=4), GradientAccumulation(32)):
-        for a, b in zip(weights_after(cb, 8, **options), expected, strict=True):
-            assert torch.allclose(a, b, atol=1e-6)
 
 
 def test_batches_of_any_size_are_one_step() -> None:
@@ -128,12 +107,6 @@ def test_a_number_below_the_batch_size_is_asked_for_its_unit() -> None:
         assert learn.opt.n_steps == (4 if n_acc < 17 else 2)
 
 
-@pytest.mark.parametrize('options', [{'batches': 0}, {'batches': 2.5}, {'n_acc': 8, 'batches': 2}])
-def test_bad_units(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match='batches'):
-        GradientAccumulation(**options)
-
-
 # ---------------------------------------------------------------------------------------- keywords
 
 
@@ -141,34 +114,19 @@ def test_bad_units(options: dict[str, Any]) -> None:
     ('call', 'expected_text'),
     [
         (lambda: learner().fit(epochs=5), r"'epochs'. Write `n_epoch=`"),
-        (lambda: learner().fit(1, callbacks=[]), r"'callbacks'. Write `cbs=`"),
         (lambda: learner().fit_one_cycle(1, max_lr=0.1), r"'max_lr'. Write `lr_max=`"),
-        (lambda: learner().validate(callbacks=[]), r'Write `cbs=`'),
         (lambda: learner(callbacks=[]), r"Learner.__init__\(\).*'callbacks'. Write `cbs=`"),
         (lambda: learner(optimizer=torch.optim.SGD), r'Write `opt_func=`'),
         (lambda: learner(criterion=nn.MSELoss()), r'Write `loss_func=`'),
-        (lambda: learner(learning_rate=0.1), r'Write `lr=`'),
         (lambda: learner(batch_size=8), r'DataLoaders.from_tensors\(..., bs=...\)'),
-        (lambda: learner(device='cpu'), r'DataLoaders\(..., device=...\)'),
-        (lambda: learner(epochs=3), r'learn.fit\(5\)'),
         (lambda: learner(metrcs=accuracy), r'Did you mean `metrics`'),
         (lambda: DataLoaders.from_tensors((X, Y), batch_size=8), r'Write `bs=`'),
-        (lambda: TensorLoader(X, Y, batch_size=8), r'Write `bs=`'),
-        (lambda: DataLoaders([(X, Y)], val=[]), r'Write `valid=`'),
         (lambda: Checkpoint(save_dir='x'), r"'save_dir'. Write `folder=`"),
-        (lambda: DataLoaders(train_dataloader=[(X, Y)]), r'Write `train=`'),
         (lambda: DataLoaders([(X, Y)], val_dataloaders=[]), r'Write `valid=`'),
         (lambda: Learner(train_dataloaders=[], model=nn.Linear(4, 3)), r'Write `dls=`'),
         (lambda: learner().fit(1, train_dataloaders=[]), r'belongs to the Learner: `Learner\('),
         (lambda: Checkpoint(save_top_k=3), r"'save_top_k'. Write `keep_best=`"),
-        (lambda: Checkpoint(save_best_only=True), r'`SaveModelCallback\(\)` saves'),
         (lambda: SaveModelCallback(save_top_k=3), r'`Checkpoint\(keep_best=3\)`'),
-        (lambda: SaveModelCallback(save_best_only=True), r'with `every_epoch=True`'),
-        (lambda: SaveModelCallback(mode='min'), r"Write `comp=`, 'less' or 'greater'"),
-        (
-            lambda: EarlyStoppingCallback(mode='min'),
-            r"^EarlyStoppingCallback.__init__\(\).*Write `comp=`, 'less' or 'greater'",
-        ),
         (
             lambda: EarlyStoppingCallback(restore_best_weights=True),
             r'`SaveModelCallback\(\)`.*loads the best at the end',
@@ -179,15 +137,6 @@ def test_bad_units(options: dict[str, Any]) -> None:
 def test_keywords_of_other_libraries(call: Callable[[], Any], expected_text: str) -> None:
     with pytest.raises(TypeError, match=expected_text):
         call()
-
-
-def test_a_keyword_that_a_constructor_passes_on_is_of_the_class_that_takes_it() -> None:
-    class Stop(EarlyStoppingCallback):
-        def __init__(self) -> None:
-            super().__init__(mode='min')  # type: ignore[call-arg]
-
-    with pytest.raises(TypeError, match=r'^EarlyStoppingCallback.__init__\(\)'):
-        Stop()
 
 
 @pytest.mark.parametrize('folder', ['ckpts', Path('ckpts')])
@@ -215,16 +164,6 @@ def test_a_loss_that_was_set_to_a_number() -> None:
 
     with pytest.raises(LossError, match=r'`learn.loss_grad` was set to [\d.]+, .*learn.trace\(\)'):
         learner(cbs=Callback(after_loss=set_number)).fit(1)
-
-
-def test_an_error_of_a_callback_in_an_evaluation_is_reported() -> None:
-    def fail(cb: Callback) -> None:
-        if not cb.training:
-            raise ValueError('boom')
-
-    with pytest.raises(ValueError) as e:
-        learner(cbs=Callback(after_pred=fail)).fit(1)
-    assert e.value.__notes__ == ['in Callback.after_pred (epoch 0, batch 0, in an evaluation)']
 
 
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
@@ -257,11 +196,6 @@ def test_train_sets_the_mode_and_warns() -> None:
         learn.train(5)  # type: ignore[arg-type]
 
 
-def test_a_callback_may_set_the_mode() -> None:
-    with learner(cbs=Callback(before_batch=lambda cb: cb.learn.train())).no_bar() as learn:
-        learn.fit(1)
-
-
 def test_a_whole_number_as_the_rate_is_doubted() -> None:
     def fit(lr: Any) -> list[str]:
         learn = learner()
@@ -287,12 +221,7 @@ class Numbered(nn.Module):
         return self.f(self.linear(x))
 
 
-CROSS_ENTROPIES = [
-    nn.CrossEntropyLoss(),
-    F.cross_entropy,
-    partial(F.cross_entropy, label_smoothing=0.1),
-    CrossEntropyLossFlat(),
-]
+CROSS_ENTROPIES = [nn.CrossEntropyLoss(), F.cross_entropy]
 
 
 @pytest.mark.parametrize('loss_func', CROSS_ENTROPIES)
@@ -306,16 +235,7 @@ def test_a_softmax_before_cross_entropy(loss_func: Any, model: nn.Module) -> Non
     assert 'softmax' in warning and 'get_preds' in warning
 
 
-def test_a_sigmoid_before_the_loss_of_logits() -> None:
-    y = (Y > 0).float()[:, None]
-    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
-    for loss_func, n in ((nn.BCEWithLogitsLoss(), 1), (nn.BCELoss(), 0)):
-        learn = Learner([(X, y)], model, loss_func)
-        with learn.no_bar():
-            assert len(warnings_of(lambda learn=learn: learn.fit(1))) == n
-
-
-@pytest.mark.parametrize('f', [F.relu, partial(F.log_softmax, dim=1), torch.sigmoid, torch.tanh])
+@pytest.mark.parametrize('f', [F.relu, torch.sigmoid])
 def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
     with learner(Numbered(f)).no_bar() as learn:
         learn.fit(1)
@@ -329,32 +249,17 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
             LossError,
             'torch.nn.functional.cross_entropy`',
         ),
-        (lambda: learner(loss_func='CrossEntropyLoss'), LossError, 'functional.cross_entropy`'),
         (lambda: learner(loss_func='bad'), LossError, r'f\(pred, \*targets\)'),
         (lambda: learner(loss_func=torch.optim.Adam), LossError, '`opt_func=Adam`'),
-        (lambda: learner(loss_func=partial(torch.optim.SGD, lr=1)), LossError, '`opt_func=SGD`'),
-        (
-            lambda: learner(loss_func=torch.optim.AdamW([torch.zeros(1)])),
-            LossError,
-            '`opt_func=AdamW`',
-        ),
-        (lambda: learner(loss_func=learnkit.Adam), LossError, '`opt_func=Adam`'),
         (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
-        (lambda: learner(opt_func='bad').create_opt(), OptimizerError, 'torch.optim class'),
         (lambda: learner(metrics='accuracy'), MetricError, 'from learnkit import accuracy'),
-        (lambda: learner(metrics='bad'), MetricError, r'f\(pred, \*targets\)'),
         (lambda: learner().fit('3'), TimeError, r"write 3 or '3ep'"),
         (lambda: EarlyStoppingCallback(patience='3'), TimeError, "Write '3ep'"),
         (
             lambda: Callback(on_epoch_end=print),
             UnknownEventError,
             "'on_epoch_end'.*Did you mean `after_epoch`",
-        ),
-        (
-            lambda: Callback(on_train_batch_start=print),
-            UnknownEventError,
-            'Did you mean `before_batch`',
         ),
         (lambda: learner().remove_cb('Nope'), CallbackError, "'Nope' is a string.*Recorder"),
         (lambda: learner().export('m.onnx'), OptionError, r'ExportForInference.*onnx'),
@@ -367,52 +272,19 @@ def test_names_in_the_place_of_things(
         make()
 
 
-def test_callbacks_that_are_not_there_are_left_out() -> None:
-    learn = learner()
-    before = list(learn.cbs)
-    assert learn.remove_cb(GradientAccumulation).remove_cb(Recorder()).cbs == before
-
-
-@pytest.mark.parametrize(
-    ('call', 'error'),
-    [
-        (lambda: learner().fit(X, Y), FitError),
-        (lambda: learner().fit(X.numpy()), FitError),
-        (lambda: learner().fit(learner().dls), FitError),
-        (lambda: learner()(X), UnknownEventError),
-        (lambda: learner(loss_func=X), LossError),
-        (lambda: learner(metrics=X), MetricError),
-        (lambda: learner(opt_func=X).create_opt(), OptimizerError),
-        (lambda: GradientAccumulation(X), OptionError),
-    ],
-)
-def test_data_is_described_and_not_printed(call: Callable[[], Any], error: type[Exception]) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    warning = str(caught.value)
-    assert len(warning) < 250 and '\n' not in warning and 'tensor(' not in warning
-
-
 # ------------------------------------------------------------------------------ loaders and batches
 
 
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=16)
 
 
-@pytest.mark.parametrize('entry', [LOADER, TensorLoader(X, Y), DataLoaders([(X, Y)], device='cpu')])
-@pytest.mark.parametrize('make_list', [list, UserList])
-def test_a_list_of_loaders(make_list: Callable[..., Any], entry: Any) -> None:
+@pytest.mark.parametrize('entry', [LOADER, TensorLoader(X, Y)])
+def test_a_list_of_loaders(entry: Any) -> None:
     kind = type(entry).__name__
     with pytest.raises(
         LoaderError, match=rf"'train'.*[lL]ist of {kind},.*tuple `\(train, valid\)`"
     ):
-        learner_of(make_list([entry, entry]))
-
-
-@pytest.mark.parametrize('valid', [[LOADER, LOADER], (LOADER, LOADER)])
-def test_a_list_of_validation_loaders(valid: Any) -> None:
-    with pytest.raises(LoaderError, match=r"'valid'.*of DataLoader,.*a dict by name"):
-        DataLoaders(LOADER, valid)
+        learner_of([entry, entry])
 
 
 class Adds(nn.Linear):
@@ -433,7 +305,6 @@ class Adds(nn.Linear):
             r'tuple of 2 entries is one input.*`\(x1, x2, y\)`.*n_inp=2',
         ),
         (([X, X], Y), nn.Sequential(nn.Linear(4, 3)), 'list of 2 entries is one input'),
-        (((X, X), Y), Adds(4, 3), 'tuple of 2 entries is one input'),
         (
             ({'x': X}, Y),
             nn.Sequential(nn.Flatten(), nn.Linear(4, 3)),
@@ -450,25 +321,6 @@ def test_batches_that_do_not_fit_the_model(
     assert re.search(expected_text, e.value.__notes__[0])
 
 
-def test_the_hints_of_batches_work() -> None:
-    flat = DataLoaders([(X, X, Y)], device='cpu', n_inp=2)
-    named = DataLoaders([{'input': X, 'labels': Y}], device='cpu')
-    indexed = DataLoaders([(X, Y, Y)], device='cpu', n_inp=1)
-    learner_of(flat, Adds(4, 3)).fit(1)
-    learner_of(named).fit(1)
-    learner_of(indexed, loss_func=lambda pred, y, idx: F.cross_entropy(pred, y)).fit(1)
-
-
-def test_other_errors_of_a_model_get_no_hint_of_its_inputs() -> None:
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(super().forward(x), 1)
-
-    with pytest.raises(TypeError) as e:
-        learner(Fails(4, 3)).fit(1)
-    assert e.value.__notes__[0] == 'Fails got (Tensor[16, 4] float32,)'
-
-
 # ------------------------------------------------------------------------------------------ devices
 
 
@@ -478,9 +330,7 @@ def test_other_errors_of_a_model_get_no_hint_of_its_inputs() -> None:
     [
         lambda: DataLoaders([(X, Y)], device='cuda'),
         lambda: DataLoaders.from_tensors((X, Y), device='cuda'),
-        lambda: TensorLoader(X, device='cuda:1'),
         lambda: DataLoaders([(X, Y)]).to('cuda'),
-        lambda: DataLoaders([(X, Y)]).cuda(),
     ],
 )
 def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> None:
@@ -488,44 +338,7 @@ def test_a_device_that_is_missing_is_named_at_once(make: Callable[[], Any]) -> N
         make()
 
 
-def test_a_device_that_torch_does_not_know() -> None:
-    with pytest.raises(LoaderError, match=r"device='gpu'.*'cuda'"):
-        DataLoaders([(X, Y)], device='gpu')
-
-
 # ----------------------------------------------------------------------------------- what comes back
-
-
-LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 3.0, -2.0]])
-
-
-@pytest.mark.parametrize(
-    ('loss_func', 'targets', 'expected'),
-    [
-        *((loss, torch.tensor([0, 1]), LOGITS.softmax(1)) for loss in CROSS_ENTROPIES),
-        (nn.NLLLoss(), torch.tensor([0, 1]), LOGITS.exp()),
-        (F.nll_loss, torch.tensor([0, 1]), LOGITS.exp()),
-        (nn.BCEWithLogitsLoss(), torch.ones(2, 3), LOGITS.sigmoid()),
-        (F.binary_cross_entropy_with_logits, torch.ones(2, 3), LOGITS.sigmoid()),
-        (nn.MSELoss(), torch.ones(2, 3), LOGITS),
-        (lambda pred, targ: (pred - targ).mean(), torch.ones(2, 3), LOGITS),
-    ],
-)
-def test_predictions_of_torchs_losses_are_probabilities(
-    loss_func: Any, targets: Tensor, expected: Tensor
-) -> None:
-    learn = Learner([(LOGITS, targets)], nn.Identity(), loss_func)
-    dl = [(LOGITS, targets)]
-    assert torch.allclose(learn.get_preds(dl=dl)[0], expected)
-    assert torch.equal(learn.get_preds(dl=dl, act=lambda x: x)[0], LOGITS)
-    ((preds, _),) = learn.predict_iter(dl)
-    assert torch.allclose(preds, expected)
-
-
-def test_probabilities_of_pixels_are_along_dimension_one() -> None:
-    x, y = torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)
-    learn = Learner([(x, y)], nn.Identity(), nn.CrossEntropyLoss())
-    assert torch.allclose(learn.get_preds(dl=[(x, y)])[0], x.softmax(1))
 
 
 def test_values_of_validate_have_names() -> None:
@@ -564,9 +377,3 @@ def test_lists_of_a_configuration() -> None:
         learn.fit_one_cycle(1, rates)
     assert learn.recorder.hps['mom'][0] == pytest.approx(0.9)
     assert SchedLin(UserList([0.0, 2.0]), UserList([1.0, 4.0]))(0.5).tolist() == [0.5, 3.0]
-
-
-def test_lists_of_a_configuration_are_logged_by_their_values() -> None:
-    from learnkit.loggers.values import to_loggable
-
-    assert to_loggable(UserList([1, 'a'])) == to_loggable([1, 'a']) == '[1, a]'

@@ -76,12 +76,6 @@ def data() -> SimpleNamespace:
     return SimpleNamespace(**tasks.split_rows(x, (x.sum(1) > 0).astype('int64'), 64, 64))
 
 
-def test_rows_are_split_once(data: SimpleNamespace) -> None:
-    assert [len(getattr(data, part)) for part in tasks.PARTS] == [192, 192, 64, 64, 64, 64]
-    joined = np.concatenate([data.x, data.x_valid, data.x_test])
-    assert len(np.unique(joined, axis=0)) == 320
-
-
 @pytest.mark.parametrize('program', [classify_learnkit, classify_loop, classify_tuned])
 def test_programs_train_in_place(
     program: Any, data: SimpleNamespace, capsys: pytest.CaptureFixture[str]
@@ -91,12 +85,3 @@ def test_programs_train_in_place(
     program.train(data, model, 8, 0.1)
     right = model(torch.from_numpy(data.x_test)).argmax(1) == torch.from_numpy(data.y_test)
     assert right.double().mean() > 0.95
-
-
-def test_every_task_has_a_setting_and_every_package_a_program() -> None:
-    settings = tasks.json.loads(tasks.SETTINGS.read_text('utf-8'))
-    assert settings.keys() == tasks.TASKS.keys()
-    for task in tasks.TASKS:
-        assert settings[task]['epochs'] in tasks.TASKS[task].epochs
-        for package in tasks.PACKAGES:
-            assert tasks.program_of(task, package).exists()

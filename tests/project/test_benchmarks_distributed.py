@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import distributed, parts, scaling
+from benchmarks import distributed
 from benchmarks.teams import TASKS, in_turns
 from tests.helpers.ranks import run_ranks
 
@@ -45,62 +44,3 @@ def test_subjects_train_alike_to_the_last_bit(name: str, monkeypatch: pytest.Mon
 
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_parts_are_measured() -> None:
-    labels = [
-        'flag there and back',
-        'gathering a number from each process',
-        'random generators of each process, in a checkpoint',
-    ]
-    values, _ = run_ranks(joined, 2, parts.in_rounds, labels, 2)
-    assert list(values) == labels and all(len(v) == 2 and min(v) > 0 for v in values.values())
-    lines = parts.table(values).splitlines()
-    assert len(lines) == 4 and 'kB' in lines[-1]
-
-
-@pytest.mark.full
-def test_every_part_can_be_measured() -> None:
-    def job(rank: int) -> Any:
-        # to compare with it
-        warnings.filterwarnings('ignore', message='2 processes .* this one trains alone')
-        return joined(rank, parts.in_rounds, list(parts.PARTS), 1)
-
-    for values in run_ranks(job):
-        assert {label: len(v) for label, v in values.items()} == dict.fromkeys(parts.PARTS, 1)
-
-
-def test_scaling_arithmetic() -> None:
-    s = scaling.Setting(
-        parameters=1e9,
-        gradient_bytes=2,
-        nvlink_gb_s=100,
-        hop_us=0,
-        step_ms=100,
-        backward=0.5,
-        bucket_mb=100,
-        host_hop_us=10,
-        disk_gb_s=1,
-        state_bytes=10,
-        samples=1e6,
-        batch=10,
-        list_ns=100,
-    )
-    eight, many = scaling.costs(s, 8), scaling.costs(s, 1024)
-    assert eight['gradients: all-reduce, ms'] == pytest.approx(2 * 7 / 8 * 2e9 / 1e11 * 1e3)
-    # the last bucket: 35 ms fit into backward
-    assert eight['gradients: waited for, ms a step'] == pytest.approx(2.0)
-    assert scaling.costs(replace(s, step_ms=20), 8)[
-        'gradients: waited for, ms a step'
-    ] == pytest.approx(25.0)
-    assert many['flag: there and back in a ring, ms'] == pytest.approx(20.46)
-    assert many['flag: waited for, ms a step'] == 0
-    assert scaling.costs(replace(s, step_ms=20), 1024)[
-        'flag: waited for, ms a step'
-    ] == pytest.approx(0.46)
-    assert (
-        eight['epoch: length, s'] == pytest.approx(1250.0)
-        and many['start: sockets of a process'] == 2046
-    )
-    assert eight['data: the latter, share of an epoch'] == pytest.approx(0.1 / 1250)
-    assert set(scaling.costs(s, 64)) == set(eight)

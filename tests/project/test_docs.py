@@ -44,18 +44,6 @@ def tables(path: Path) -> list[tuple[list[str], str]]:
     ]
 
 
-def test_there_is_a_guide_for_each_library() -> None:
-    assert [path.stem for path in GUIDES] == [
-        'from_composer',
-        'from_fastai',
-        'from_hf_trainer',
-        'from_keras',
-        'from_ksuit',
-        'from_lightning',
-        'from_loop',
-    ]
-
-
 @each_guide
 def test_the_right_column_is_the_cell_that_runs(path: Path) -> None:
     assert len(tables(path)) >= 6

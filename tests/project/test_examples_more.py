@@ -48,19 +48,6 @@ def test_complete_fits_are_not_trained_again(tmp_path: Path) -> None:
     assert run_script(tabular, tmp_path, '--quick', '--resume') == printed
 
 
-def test_unknown_and_missing_values_are_encoded() -> None:
-    flats = tabular.make_flats(50)
-    encoder = tabular.Encoder.fit(flats)
-    some = flats[:2].copy()
-    some.loc[0, ['street', 'area']] = ['no such street', float('nan')]
-    rows = encoder.encode(some)
-    assert rows['categories'][0, 0] == 0
-    n = len(tabular.NUMBERS)
-    assert rows['numbers'][0, 0] == 0 and rows['numbers'][0, n] == 1
-    wanted = (flats['area'][1] - flats['area'].mean()) / flats['area'].std()
-    assert rows['numbers'][1, 0].item() == pytest.approx(wanted)
-
-
 def test_the_pole_script_runs_and_resumes(tmp_path: Path) -> None:
     printed = run_script(reinforcement, tmp_path, '--quick')
     assert '20 episodes: mean' in printed

@@ -136,33 +136,8 @@ def test_env_has_versions_and_devices_and_no_paths(capsys: pytest.CaptureFixture
     assert not any('/' in value for name, value in rows.items() if name != 'system')
 
 
-@pytest.mark.parametrize('argv', [[], ['train'], ['env', '--all'], ['--Version']])
+@pytest.mark.parametrize('argv', [[], ['train'], ['env', '--all']])
 def test_other_commands_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and 'usage: python -m learnkit' in capsys.readouterr().err
-
-
-def test_the_demo_gets_its_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr('learnkit.demo.main', lambda argv: seen.append(argv) or 3)
-    assert main(['demo', '--epochs', '2', '--out', 'there']) == 3
-    assert seen == [['--epochs', '2', '--out', 'there']]
-
-
-def test_the_workflow_runs_the_commands_of_the_readme() -> None:
-    workflow = (ROOT / '.github' / 'workflows' / 'tests.yml').read_text('utf-8')
-    commands = re.findall(
-        r'^```sh\n(.*?)\n```', (ROOT / 'README.md').read_text('utf-8'), re.M | re.S
-    )
-    assert f'      - run: {commands[1]}\n' in workflow
-    targets = re.findall(r'run: make (\w+)', workflow)
-    assert targets and all(
-        f'\n{target}:' in (ROOT / 'Makefile').read_text('utf-8') for target in targets
-    )
-
-
-def test_the_citation_has_this_version() -> None:
-    assert f'\nversion: {VERSION}\n' in (ROOT / 'CITATION.cff').read_text('utf-8')
