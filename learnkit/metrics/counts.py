@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,11 @@ __all__ = [
     'check_average',
     'check_two_classes',
     'count_classes',
-    'count_each',
     'flatten_classes',
     'flatten_labels',
 ]
 
 AVERAGES = ('macro', 'micro', 'weighted')
-MAX_COMPARED = 64  # up to this number of classes, comparing with each class is faster on a device
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 
 
@@ -60,17 +58,25 @@ class CountScore(SumMetric):
 
     @override
     def final(self, sums: Tensor) -> Any:
-        counts = self.read_counts(sums)
+        hits, preds, targs = self.read_counts(sums)
         if self.average == 'micro':
-            counts = counts.sum(1, keepdim=True)
-        hits, preds, targs = counts
-        denominators = _DENOMINATORS[self.kind](self.beta, hits, preds, targs)
-        scores = torch.where(denominators == 0, 0, hits / denominators)
+            hits, preds, targs = (counts.sum(0, keepdim=True) for counts in (hits, preds, targs))
+        scores = (hits / self.count_possible(hits, preds, targs)).nan_to_num(0)
         weights = targs if self.average == 'weighted' else self.occurs(preds + targs).double()
         if self.labels is not None:
             scores = scores[list(self.labels)]
             weights = torch.ones_like(scores)
         return scores.float() if self.average is None else float(scores @ weights / weights.sum())
+
+    def count_possible(self, hits: Tensor, preds: Tensor, targs: Tensor) -> Tensor:
+        "Return the denominator of the score."
+        if self.kind == 'precision_score':
+            return preds
+        if self.kind == 'recall_score':
+            return targs
+        if self.kind == 'jaccard_score':
+            return preds + targs - hits
+        return (preds + self.beta**2 * targs) / (1 + self.beta**2)
 
     @override
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
@@ -89,15 +95,6 @@ class CountScore(SumMetric):
                 'labels, 0 or 1). Leave out what is not to count, in `before_batch`.'
             )
         return sums[:, :-1]
-
-
-_DENOMINATORS: dict[str, Callable[[float, Tensor, Tensor, Tensor], Tensor]] = {
-    'f1_score': lambda beta, hits, preds, targs: (preds + targs) / 2,
-    'fbeta_score': lambda beta, hits, preds, targs: (preds + beta**2 * targs) / (1 + beta**2),
-    'precision_score': lambda beta, hits, preds, targs: preds,
-    'recall_score': lambda beta, hits, preds, targs: targs,
-    'jaccard_score': lambda beta, hits, preds, targs: preds + targs - hits,
-}
 
 
 class ClassCounts(CountScore):
@@ -180,21 +177,9 @@ def count_classes(
     best = torch.where(targ == IGNORED, n, best)
     targ = torch.where((targ >= 0) & (targ < n), targ, n).long()
     hits = torch.where(best == targ, targ, n)
-    return count_each(torch.stack([hits, best, targ]), n + 1, targ.is_cpu)
-
-
-def count_each(values: Tensor, n: int, on_host: bool) -> Tensor:
-    "Return how often each number below `n` occurs in each row, without waiting for a device."
-    n_rows = len(values)
-    if not on_host and n <= MAX_COMPARED:
-        classes = torch.arange(n, device=values.device)
-        return torch.stack([(values == c).sum(1) for c in classes], 1)
-    rows = torch.arange(0, n_rows * n, n, device=values.device)
-    cells = (values + rows[:, None]).flatten()
-    if on_host:
-        return cells.bincount(minlength=n_rows * n).view(n_rows, n)
-    # `bincount` would wait for the device
-    return cells.new_zeros(n_rows * n).index_add_(0, cells, torch.ones_like(cells)).view(n_rows, n)
+    rows = torch.stack([hits, best, targ])
+    # unlike `bincount`, without waiting for a device
+    return rows.new_zeros(3, n + 1).scatter_add_(1, rows, torch.ones_like(rows))
 
 
 def check_average(average: str | None, known: tuple[str, ...] = AVERAGES) -> None:
