@@ -367,7 +367,7 @@ class TorchMetric(Metric):
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Update a copy of the metric, to find errors."
         trial = copy.deepcopy(self.metric)
         _move_to_device_of(pred, trial)

@@ -5,14 +5,14 @@ run's batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from pickle import PicklingError
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from fastcore.imports import noop
 from torch import Tensor
 
 from learnkit.core.batch import are_equal, map_tensors, to_device
@@ -34,7 +34,6 @@ __all__ = [
     'merge_states',
     'merge_pairs',
     'shared_state',
-    'without_sync',
 ]
 
 T = TypeVar('T')
@@ -257,6 +256,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
             setattr(m, name, value)
         m._update_count = sum(counts)
         m._computed = None  # the cached value belongs to this rank's batches
+        m.distributed_available_fn = noop  # the states are merged already
 
 
 def _reduce(
@@ -282,26 +282,3 @@ def _reduce(
     weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     mean = (stacked.double() * weights.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
-
-
-@contextmanager
-def without_sync(metrics: Iterable[Any]) -> Iterator[None]:
-    "Disable torchmetrics' synchronization within the block, because states are merged already."
-    roots = chain.from_iterable(map(_find_torchmetrics, metrics))
-    modules = [m for o in roots for m in o.modules() if 'distributed_available_fn' in vars(m)]
-    previous = [m.distributed_available_fn for m in modules]
-    for m in modules:
-        m.distributed_available_fn = lambda: False
-    try:
-        yield
-    finally:
-        for m, fn in zip(modules, previous, strict=True):
-            m.distributed_available_fn = fn
-
-
-def _find_torchmetrics(o: Any) -> list[Any]:
-    "Return a torchmetrics object, or the torchmetrics objects in a metric."
-    if is_torchmetrics(o):
-        return [o]
-    inner_metrics = _list_inner_metrics(o).values()
-    return list(chain.from_iterable(map(_find_torchmetrics, inner_metrics)))

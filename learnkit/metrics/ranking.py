@@ -61,8 +61,10 @@ class _AreaScore(KeptMetric):
         super().__init__(WholeSet(self._average_columns, prepare), self._name, on)
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        self(pred, *yb)
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        metric = super()._try(pred, yb)
+        metric.compute()  # also finds targets that are no class
+        return metric
 
     def _average_columns(self, probs: Tensor, targs: Tensor) -> Tensor:
         if self.average == 'micro':

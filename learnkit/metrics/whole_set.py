@@ -14,6 +14,7 @@ from typing_extensions import override
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
+from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, flatten_pair
 from learnkit.metrics.merge import Accumulates, merge_pairs
@@ -28,13 +29,15 @@ class KeptMetric(TorchMetric):
     "Base class of metrics that keep predictions and targets; a call returns the value of one batch."
 
     def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        return as_plain_value(self._compute_batch(pred, targs))
+        return as_plain_value(self._try(pred, targs).compute())
 
-    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+    @override
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        "Return a copy of the metric that has seen this batch alone."
         metric = copy(self.metric)
         metric.reset()
         self._update(metric, pred, yb)
-        return metric.compute()
+        return metric
 
 
 class AccumMetric(KeptMetric):
@@ -131,11 +134,7 @@ def _prepare(
     elif activation != 'no':
         pred = pred.softmax(-1 if dim_argmax is None else dim_argmax)
     elif dim_argmax is not None:
-        if -pred.ndim <= dim_argmax < pred.ndim and pred.shape[dim_argmax] == 1:
-            raise MetricError(
-                f'{name}: predictions of shape {tuple(pred.shape)} have one output, and the largest of one is always '
-                'class 0. For numbers use `is_class=False` (of skm_to_fastai), and for yes or no `thresh=0.5`.'
-            )
+        check_choice(name, pred, dim_argmax)
         pred = pred.argmax(dim_argmax)
     if activation == 'binarysoftmax':
         pred = pred[:, -1]

@@ -80,11 +80,8 @@ def test_an_unknown_name_is_an_error_that_states_how_to_declare_it() -> None:
     assert 'quux' not in ways and ways.get('quux') is None
     with pytest.raises(OptionError, match=r"'night/quux'.*MetricProperties\(higher='quux'\)"):
         ways['night/quux']
-    with pytest.raises(OptionError, match='Did you mean `accuracy`'):
-        ways['acuracy']
     with pytest.raises(OptionError, match='is neutral'):
         ways.higher_is_better('lr')
-    assert ways.is_neutral('lr') and not ways.is_neutral('loss')
 
 
 def test_what_is_declared_comes_first() -> None:
@@ -93,17 +90,9 @@ def test_what_is_declared_comes_first() -> None:
         ways[n] for n in ('quux', 'valid_loss', 'night/accuracy', 'day/accuracy', 'probe_loss')
     ] == ['higher', 'higher', 'lower', 'higher', 'neutral']
     assert ways['night/quux'] == 'higher'  # a name comes before a pattern
-    assert ways.declare(lower='quux')['quux'] == 'lower'
-    assert ways.declare(higher='probe_l*')['probe_loss'] == 'higher'
-    assert ways['probe_acc'] == 'neutral'
-    assert repr(MetricProperties(lower='a')) == "MetricProperties(lower=['a'])"
 
 
 def test_comparisons() -> None:
-    ways = MetricProperties()
-    assert ways.is_better('valid_loss', 1.0, than=2.0)
-    assert not ways.is_better('accuracy', 1.0, than=2.0)
-    assert not ways.is_better('accuracy', 2.0, than=2.0)
     assert as_comparison(None, 'mae') is np.less and as_comparison('GT', 'mae') is np.greater
     assert as_comparison(max, 'mae') is max
     for wrong in ('lower', 3):
@@ -111,12 +100,9 @@ def test_comparisons() -> None:
             as_comparison(wrong, 'mae')  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    'wrong', [{'higher': 'a', 'lower': 'A'}, {'higher': ['']}, {'neutral': [3]}]
-)
-def test_contradictions_and_what_is_not_a_name_are_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError):
-        MetricProperties(**wrong)
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(OptionError, match="'A' cannot be both higher and lower"):
+        MetricProperties(higher='a', lower='A')
 
 
 def test_trackers_take_them() -> None:
