@@ -79,9 +79,7 @@ class MetricProperties:
             for pattern in (patterns,) if isinstance(patterns, str) else patterns:
                 known = self._declared.setdefault(pattern.lower(), way)
                 if known != way:
-                    raise OptionError(
-                        f'{pattern!r} cannot be both {known} and {way}: choose one.'
-                    )
+                    raise OptionError(f'{pattern!r} cannot be both {known} and {way}: choose one.')
 
     def __getitem__(self, name: str) -> str:
         "Return 'higher', 'lower' or 'neutral'."
