@@ -64,7 +64,7 @@ class MetricProperties:
     >>> ways = MetricProperties(lower='wer_*', neutral='temperature')
     >>> ways['valid_loss'], ways['night/accuracy'], ways['wer_clean'], ways['temperature']
     ('lower', 'higher', 'lower', 'neutral')
-    >>> ways.comparison('wer_clean')(0.1, 0.2)
+    >>> ways.comparison('wer_clean') is np.less
     True
     """
 

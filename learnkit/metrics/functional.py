@@ -22,7 +22,7 @@ from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.counts import flatten_classes
+from learnkit.metrics.shapes import flatten_classes
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
 F = TypeVar('F', bound=Callable[..., Tensor])

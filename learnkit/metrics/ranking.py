@@ -17,7 +17,7 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.counts import (
+from learnkit.metrics.shapes import (
     check_average,
     check_two_classes,
     flatten_classes,
@@ -177,7 +177,7 @@ class _LabelArea(_AreaScore):
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        check_average(average)
+        check_average(average, ('macro', 'micro', 'weighted'))
         super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, on)
 
 
