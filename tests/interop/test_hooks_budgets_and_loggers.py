@@ -51,15 +51,6 @@ def test_composer_knows_when_a_budget_ends(length: Any, end: str) -> None:
     assert cb.seen[0] == cb.seen[1]
 
 
-def test_composer_counts_budgets_over_all_fits() -> None:
-    cb = Ends()
-    learn = learner(from_composer(cb))
-    learn.fit(1)
-    learn.fit('6ba')
-    learn.fit('5st')  # a unit that Composer does not have
-    assert cb.seen[:4] == ['1ep', '1ep', '10ba', '10ba'] and cb.seen[4:] == [None, None]
-
-
 def test_composer_metrics_match_the_latest_evaluation() -> None:
     x = torch.randn(64, 1)
     batches = [(b, 2 * b) for b in x.split(16)]
@@ -108,19 +99,6 @@ def test_composers_logger_reaches_learnkits(tmp_path: Path, first: bool) -> None
     assert (tmp_path / 'metrics.jsonl.texts' / 't-8.txt').read_text() == '| a |\n| --- |\n| 1 |'
 
 
-def test_ksuits_writer_reaches_learnkits_loggers(tmp_path: Path) -> None:
-    class Draws:
-        writer: Any = None
-
-        def after_epoch(self, update_counter: Any) -> None:
-            self.writer.add_nonscalar('picture', torch.zeros(3, 4, 4))
-            self.writer.add_nonscalar('words', 'so it is')
-
-    learner(from_ksuit(Draws()), JSONLinesLogger(), path=tmp_path).fit(1)
-    assert [p.name for p in tmp_path.rglob('*.png')] == ['picture-4-0.png']
-    assert [p.read_text() for p in tmp_path.rglob('*.txt')] == ['so it is']
-
-
 @pytest.mark.parametrize(
     ('length', 'end'),
     [
@@ -162,29 +140,3 @@ def test_ksuit_counts_accumulated_batches_as_one_update(n_train: int, length: An
     assert (look.per, look.end.update) == (2, learn.time.st)
     if isinstance(length, int):
         assert look.end.sample == learn.time.sp
-
-
-def test_ksuit_does_not_know_updates_of_epochs_shorter_than_one() -> None:
-    adapter = from_ksuit(type('Look', (), {'after_epoch': lambda self, **_: None})())
-    learn = synth_learner(n_train=3, cbs=[adapter, GradientAccumulation(64)])
-    with learn.no_bar():
-        learn.fit(2)
-    assert adapter.services['update_counter'].updates_per_epoch is None
-
-
-@pytest.mark.parametrize(('fitting', 'size', 'pieces'), [(None, 16, 1), (6, 6, 3)])
-def test_composer_reads_the_size_of_automatic_microbatches(
-    fitting: int | None, size: int, pieces: int
-) -> None:
-    seen: list[Any] = []
-
-    class Look:
-        def batch_start(self, state: Any, logger: Any) -> None:
-            seen.append(
-                (state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching)
-            )
-
-    learn = learner(from_composer(Look()), microbatch='auto')
-    learn.microbatches.fitting_size = fitting
-    learn.fit(1)
-    assert seen == [(size, pieces, True)] * 4

@@ -61,25 +61,6 @@ def test_csv_is_a_plain_table(tmp_path: Path) -> None:
     assert table[1][2:] == [''] * 9 and table[5][3] == '0.1'
 
 
-def test_csv_names_are_quoted(tmp_path: Path) -> None:
-    name = 'a, "b"'
-    learner(
-        tmp_path,
-        Callback(before_step=lambda cb: cb.learn.log(name, cb.iter)),
-        CSVLogger(every='2ba'),
-    ).fit(1)
-    assert [row[name] for row in read_log(tmp_path / 'metrics.csv')] == list(range(10))
-
-
-def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
-    pd = pytest.importorskip('pandas')
-    learn = learner(tmp_path, CSVLogger(every='1ba'))
-    learn.fit(1)
-    log = learn.csv_logger.read_log()
-    expected = pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
-    assert log.loss.dropna().tolist() == expected
-
-
 @BOTH
 def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, name: str) -> None:
     learn = learner(tmp_path, cls(every='5ba', append=False))
@@ -101,14 +82,6 @@ def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: 
 
 
 @BOTH
-def test_as_a_callback_of_one_fit(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    learn.fit(1, cbs=cls())
-    assert steps(tmp_path / name) == [20]
-
-
-@BOTH
 @pytest.mark.parametrize('every', ['5ba', '20sp'])
 def test_resume_drops_what_came_after_the_checkpoint(
     tmp_path: Path, cls: Any, name: str, every: str
@@ -121,35 +94,6 @@ def test_resume_drops_what_came_after_the_checkpoint(
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
     # the checkpoint came before the row of step 10
     assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
-
-
-@BOTH
-def test_a_state_loaded_in_the_same_process_drops_rows_too(
-    tmp_path: Path, cls: Any, name: str
-) -> None:
-    learn = learner(tmp_path, cls(every='5ba'))
-    learn.fit(1)
-    logger = next(cb for cb in learn.cbs if isinstance(cb, cls))
-    state, done = logger.state_dict(), learn.counters.by_unit()
-    learn.fit(2)
-    learn.counters.load_units(done)
-    logger.load_state_dict(state)
-    learn.fit(1)
-    assert steps(tmp_path / name) == [5, 10, 15, 20]
-
-
-@BOTH
-def test_a_checkpoint_has_everything_before_it_written(tmp_path: Path, cls: Any, name: str) -> None:
-    seen = []
-
-    def look(cb: Callback) -> None:
-        if cb.learn.time.ba != 7:
-            return
-        state = next(o for o in cb.learn.cbs if isinstance(o, cls)).state_dict()
-        seen.append((steps(tmp_path / name), [(ba, sorted(row)) for ba, row in state['rows']]))
-
-    learner(tmp_path, LogHalf, cls(every='1000ba'), Callback(batch_checkpoint=look)).fit(1)
-    assert seen == [([1, 2, 3, 4, 5, 6], [(7, ['half'])])]
 
 
 @BOTH
@@ -234,19 +178,6 @@ def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> N
         assert learn.time.ba == 0
 
 
-def test_names_that_are_not_a_log() -> None:
-    for cls, name in ((CSVLogger, 'log.txt'), (JSONLinesLogger, 'log.csv')):
-        with pytest.raises(OptionError, match='writes files that end in'):
-            cls(name)
-    with pytest.raises(OptionError, match='log'):
-        read_log('log.txt')
-
-
-def test_configuration_in_a_file_next_to_the_csv(tmp_path: Path) -> None:
-    learner(tmp_path, CSVLogger).fit(1)
-    assert json.loads((tmp_path / 'metrics.csv.params.json').read_text())['model'] == 'Linear'
-
-
 @BOTH
 def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     pixels = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).reshape(2, 3, 4, 5)
@@ -263,20 +194,6 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
-
-
-@BOTH
-def test_a_batch_of_images_is_one_picture(tmp_path: Path, cls: Any, name: str) -> None:
-    pixels = torch.arange(5 * 3 * 4 * 6, dtype=torch.uint8).reshape(5, 3, 4, 6)
-    show = Callback(after_epoch=lambda cb: log_images(cb, 'pic', pixels))
-    learner(tmp_path, cls(), show).fit(1)
-    (file,) = (tmp_path / f'{name}.images').iterdir()
-    read = torch.from_numpy(np.array(pytest.importorskip('PIL.Image').open(file)))
-    expected = torch.full((4 + 2 + 4, 3 * 6 + 2 * 2, 3), 255, dtype=torch.uint8)
-    for i in range(5):
-        y, x = [(0, 0), (0, 8), (0, 16), (6, 0), (6, 8)][i]
-        expected[y : y + 4, x : x + 6] = pixels[i].permute(1, 2, 0)
-    assert file.name == 'pic-10-0.png' and torch.equal(read, expected)
 
 
 @BOTH

@@ -243,7 +243,12 @@ def test_targets_that_are_not_a_class() -> None:
 
 def test_options_that_cannot_be() -> None:
     pred, targ, _, _ = class_scores(2)
-    for metric in (F1Score(average='mean'), F1Score(pos_label=2), FBeta(-1), CohenKappa(weights='cubic')):
+    for metric in (
+        F1Score(average='mean'),
+        F1Score(pos_label=2),
+        FBeta(-1),
+        CohenKappa(weights='cubic'),
+    ):
         with pytest.raises(MetricError, match=f'Metric `{metric.name}` cannot be computed'):
             dry_run(metric, pred, (targ,))
     for ranking, average in ((RocAuc, 'micro'), (RocAucMulti, 'samples')):

@@ -11,7 +11,6 @@ import pytest
 
 import learnkit.callbacks
 import learnkit.metrics
-from learnkit.callbacks import EarlyStoppingCallback, SaveModelCallback
 from learnkit.core.errors import OptionError
 from learnkit.metrics import as_metrics
 from learnkit.metrics.direction import MetricProperties, as_comparison
@@ -103,14 +102,6 @@ def test_comparisons() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(OptionError, match="'A' cannot be both higher and lower"):
         MetricProperties(higher='a', lower='A')
-
-
-def test_trackers_take_them() -> None:
-    assert EarlyStoppingCallback('rmse', comp=MetricProperties()).comp is np.less
-    assert SaveModelCallback('quux', comp=MetricProperties(lower='quux')).comp is np.less
-    with pytest.raises(OptionError, match='quux'):
-        EarlyStoppingCallback('quux', comp=MetricProperties())
-    assert EarlyStoppingCallback('quux').comp is np.greater  # as in fastai, without them
 
 
 def test_negated_scores_and_names_that_only_look_like_metrics() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import learnkit.metrics as M
-from learnkit.callbacks.epoch_metrics import EpochMetrics, value_of
+from learnkit.callbacks.epoch_metrics import value_of
 from learnkit.core.errors import MetricError
 from learnkit.metrics.averages import as_metrics
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses
@@ -203,15 +203,6 @@ def test_merged_it_is_the_metric_of_all_batches(name: str, size: int) -> None:
     assert all(same(v, read[0][0]) for v, _ in read)  # to the last bit
 
 
-def test_every_metric_of_the_package_is_tested() -> None:
-    classes = {name for name in M.__all__ if isinstance(getattr(M, name), type)}
-    left_out = set(
-        'Metric Mean AvgSmoothLoss ValueMetric SumMetric TorchMetric ElementMean'.split()
-    )
-    expected = {getattr(M, name) for name in classes - left_out}
-    assert expected <= {type(make()) for _, make in CASES.values()}
-
-
 @pytest.mark.parametrize('name', ['AccumMetric in order', 'SpearmanCorrCoef', 'RocAuc'])
 def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
     kind, make = CASES[name]
@@ -230,17 +221,6 @@ def test_kept_predictions_come_in_the_order_of_the_data(name: str) -> None:
             for a, b in zip(waiting, zip(*theirs, strict=True), strict=True):
                 assert torch.equal(a, torch.cat(b))
     assert interleave([[1, 4], [2], [3]]) == [1, 2, 3, 4]
-
-
-def test_a_merged_metric_continues_after_its_reset() -> None:
-    for name, (kind, make) in CASES.items():
-        data = batches(kind)
-        value, m = of_all(make, data, 2)[0]
-        m.reset()
-        for b in data:
-            m.accumulate(b)
-        if name != 'torchmetrics min max':
-            assert same(m.value, value, 2e-6), name
 
 
 # -- metrics of a user's own -----------------------------------------------------------------------
@@ -354,41 +334,12 @@ def test_what_is_found_out_later_is_named() -> None:
         of_all(lambda: Hidden(M.mse), data, 2)
 
 
-class Unseen(M.AvgMetric):
-    "It has an attribute without a value, which is NaN."
-
-    sum_reduced = M.AvgMetric.sum_reduced
-
-    def reset(self) -> None:
-        super().reset()
-        self.seen = torch.tensor(torch.nan)
-
-
-def test_an_attribute_that_stays_nan_has_not_changed() -> None:
-    data = batches('regression')
-    expected = of_all(lambda: M.AvgMetric(M.mse), data, 1)[0][0]
-    assert same(of_all(lambda: Unseen(M.mse), data, 2)[0][0], expected, 2e-6)
-
-
-def test_an_object_with_the_methods_of_torchmetrics() -> None:
-    found = [v for v, _ in of_all(lambda: as_metrics(SummedCounter())[0], batches('regression'), 3)]
-    assert found == [11.0] * 3
-
-
 def test_shapes_that_differ_are_reported() -> None:
     one, two = M.DiceMulti(), M.DiceMulti()
     one.accumulate(batches('pixels')[0])
     two.accumulate(batches('mask')[0])
     with pytest.raises(MetricError, match=r'_sums .*\(3, 2\), \(3, 4\)'):
         merge_states(one, [shared_state(one), shared_state(two)])
-
-
-def test_a_constant_is_not_merged() -> None:
-    class WithConstant(Counted):
-        def __init__(self) -> None:
-            self.k, self.names = 3, ['a']
-
-    assert of_all(WithConstant, [batch(torch.tensor(1.0))] * 3, 2)[0][0] == 3
 
 
 # -- torchmetrics' reductions ----------------------------------------------------------------------
@@ -435,18 +386,6 @@ def test_each_reduction(size: int) -> None:
     assert same(of_all(lambda: as_metrics(Reduced())[0], data, size)[0][0].double(), expected, 1e-5)
 
 
-def test_collections_become_their_members() -> None:
-    make = lambda i: as_metrics(
-        torchmetrics.MetricCollection([tm.MulticlassPrecision(4), tm.MulticlassRecall(4)])
-    )[i]  # which share what they count
-    data = batches('classes')
-    for i in range(2):
-        alone = make(i)
-        for b in data:
-            alone.accumulate(b)
-        assert same(of_all(partial(make, i), data, 2)[0][0], alone.value)
-
-
 # -- means, losses, logs ---------------------------------------------------------------------------
 
 
@@ -487,18 +426,3 @@ def test_the_losses_of_an_epoch_are_put_in_place() -> None:
     ours.mark(7)  # found again after a resume
     ours.replace(mean[7:])
     assert ours.smooth == alone.smooth
-
-
-def test_logs() -> None:
-    frames = [EpochMetrics(), EpochMetrics()]
-    for rank, frame in enumerate(frames):
-        both, own = frame.logged['both'], frame.logged[f'only {rank}'] = Mean(), Mean()
-        both.add(float(rank), weight=rank + 1)
-        own.add(5.0 + rank)
-        frame.logged['lr'] = Mean()
-        frame.logged['lr'].add(0.1 * (rank + 1))
-        frame.latest.add('lr')
-    states = [f.state_dict() for f in frames]
-    for frame in frames:
-        frame.merge_logged(states)
-        assert frame.collect() == {'both': 2 / 3, 'only 0': 5.0, 'lr': 0.1, 'only 1': 6.0}

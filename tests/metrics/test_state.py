@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 from collections import Counter
@@ -24,11 +23,8 @@ from learnkit.metrics.averages import (
     AvgMetric,
     SumMetric,
     TorchMetric,
-    ValueMetric,
-    as_metrics,
 )
-from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
-from learnkit.metrics.state import collect_accumulated
+from learnkit.metrics.base import AvgSmoothLoss, Metric
 from tests.helpers.resuming import through_a_file
 
 torchmetrics = pytest.importorskip('torchmetrics')
@@ -132,16 +128,6 @@ def test_ours(name: str, at: int) -> None:
     goes_on(*OURS[name], at=at)
 
 
-def test_the_state_of_a_mean_is_two_numbers() -> None:
-    assert goes_on(*OURS['avg']).keys() == {'total', 'count'}
-    m = Mean()
-    m.add(torch.tensor(3.0), 2)
-    other = Mean()
-    other.load_state_dict(m.state_dict())
-    other.add(6.0)
-    assert other.value == 4.0 and m.value == 3.0
-
-
 def test_a_predicted_slice_is_not_saved_with_all_of_its_data() -> None:
     whole = torch.rand(1000, 1)
     m = lk.AccumMetric(lambda p, t: p.sum())
@@ -152,10 +138,6 @@ def test_a_predicted_slice_is_not_saved_with_all_of_its_data() -> None:
     kept = Anything()
     kept.last = whole[3:5]
     assert kept.state_dict()['last'].untyped_storage().nbytes() == 8
-
-
-def test_functions_and_foreign_values_have_no_state() -> None:
-    assert ValueMetric(lambda: 0.5, 'half').state_dict() == {}
 
 
 def test_the_smoothed_loss_continues() -> None:
@@ -247,16 +229,6 @@ def test_a_value_that_was_computed_before_is_not_the_value_after_a_resume() -> N
     assert other.value == 4.0 and other.metric.update_count == 1
 
 
-def test_members_of_an_expanded_collection_each_have_their_own() -> None:
-    collection = {
-        'a': torchmetrics.Accuracy('multiclass', num_classes=3),
-        'p': torchmetrics.Precision('multiclass', num_classes=3),
-    }
-    make = lambda i: as_metrics(torchmetrics.MetricCollection(copy.deepcopy(collection)))[i]
-    for i in range(2):
-        goes_on(lambda i=i: make(i), classes)
-
-
 def test_a_state_of_other_sizes_is_refused() -> None:
     three, four = (
         TorchMetric(torchmetrics.Accuracy('multiclass', num_classes=n, average=None))
@@ -269,12 +241,6 @@ def test_a_state_of_other_sizes_is_refused() -> None:
             four.load_state_dict(state)
     with pytest.raises(MetricError, match='has no metric `metric`'):
         AvgMetric(F.mse_loss).load_state_dict(three.state_dict())
-
-
-def test_every_state_that_torchmetrics_does_not_save_itself_is_saved() -> None:
-    m = torchmetrics.MeanSquaredError()
-    assert not m.state_dict()  # none is persistent
-    assert {*collect_accumulated(m)['']['states']} == {'sum_squared_error', 'total'}
 
 
 # -------------------------------------------------------------------------------- metrics of a user
@@ -400,11 +366,6 @@ def test_the_configuration_is_taken_from_the_metric_and_not_from_the_state() -> 
     a.accumulate(a_batch(*numbers(4)))
     b.load_state_dict(a.state_dict())
     assert (b.k, b.n) == (5, 4) and set(a.state_dict()) == {'total', 'n', 'preds', 'by'}
-
-
-def test_a_metric_under_another_name() -> None:
-    assert as_metrics([F.mse_loss, F.mse_loss])[1].name == 'mse_loss_2'
-    goes_on(lambda: as_metrics([F.mse_loss, F.mse_loss])[1], numbers)
 
 
 @pytest.mark.parametrize(
