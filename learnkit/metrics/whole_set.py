@@ -7,7 +7,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-import torch  # noqa: F401  # the examples use it
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,8 +17,7 @@ from learnkit.core.model import name_of, unwrap_partial
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, flatten_pair
-from learnkit.metrics.merge import Accumulates, merge_pairs
-from learnkit.metrics.state import Pairs, collect_accumulated, join_batches
+from learnkit.metrics.merge import Accumulates, interleave
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'WholeSet', 'skm_to_fastai']
 
@@ -96,28 +95,24 @@ class WholeSet(Accumulates):
 
     @override
     def reset(self) -> None:
-        self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
-        pred, targ = self.prepare(pred, targ)
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
+        self.waiting.append(self.prepare(pred, targ))
 
     def compute(self) -> Any:
-        both: Any = join_batches(self.waiting)[0]
+        device = self.waiting[-1][0].device
+        both: Any = [
+            torch.cat([t.to(device) for t in batches])
+            for batches in zip(*self.waiting, strict=True)
+        ]
         if self.to_np:
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
-        return collect_accumulated(self)
-
-    @override
     def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting, self.lengths = merge_pairs(states)
+        self.waiting = interleave(sd['waiting'] for sd in states)
 
 
 def _prepare(
