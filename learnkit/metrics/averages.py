@@ -6,7 +6,8 @@ set, also with a smaller last batch. No batch makes the host wait for the device
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from math import isclose, isfinite
 from types import SimpleNamespace
@@ -122,9 +123,8 @@ class AvgMetric(Mean, Metric):
         "Return the metric of one batch: a number, a tensor of one element, or a dict of these."
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
-        try:
-            with torch.no_grad():
-                result = self.func(*to_detach((pred, *yb), cpu=False))
+        with _measuring(self.name, pred, yb):
+            result = self.func(*to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
             numbers = flatten_mapping(result) if isinstance(result, Mapping) else {}
@@ -133,9 +133,6 @@ class AvgMetric(Mean, Metric):
             raise MetricError(
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
             )
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
 
     @property
     @override
@@ -253,11 +250,7 @@ class SumMetric(Metric):
                 f'Metric `{self.name}` had sums of shape {list(total.shape)}, now of '
                 f'{list(sums.shape)}: has the number of classes changed?'
             )
-        self._sums = sums if total is None else self.join(total.to(sums.device), sums)
-
-    def join(self, total: Tensor, sums: Tensor) -> Tensor:
-        "Return the sums of two parts of the data set together."
-        return total + sums
+        self._sums = sums if total is None else total.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
         return self.final(self._compute(pred, targs).cpu())
@@ -267,13 +260,9 @@ class SumMetric(Metric):
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
-        try:
-            with torch.no_grad():
-                sums = self.sums(*to_detach((pred, *yb), cpu=False))
+        with _measuring(self.name, pred, yb):
+            sums = self.sums(*to_detach((pred, *yb), cpu=False))
             return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
 
     @property
     @override
@@ -353,12 +342,8 @@ class TorchMetric(Metric):
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        try:
-            with torch.no_grad():
-                metric.update(*to_detach((pred, *yb), cpu=False))
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
+        with _measuring(self.name, pred, yb):
+            metric.update(*to_detach((pred, *yb), cpu=False))
 
     @property
     @override
@@ -597,10 +582,16 @@ def _move_to_device_of(pred: Any, module: Any) -> None:
         module.to(pred.device)
 
 
-def _add_note(e: Exception, name: str, pred: Any, yb: tuple[Any, ...]) -> None:
-    "Add the metric's inputs to its error; a `MetricError` includes a fix already."
-    fix = '' if isinstance(e, MetricError) else f' {_FORM}'
-    e.add_note(_describe_inputs(name, pred, yb) + fix)
+@contextmanager
+def _measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
+    "Disable gradients in a context, and add the metric's inputs to its errors."
+    try:
+        with torch.no_grad():
+            yield
+    except Exception as e:
+        fix = '' if isinstance(e, MetricError) else f' {_FORM}'  # a MetricError includes a fix
+        e.add_note(_describe_inputs(name, pred, yb) + fix)
+        raise
 
 
 _FORM = 'It gets (pred, *targets) and has to give one number: wrap it in a function that brings these into its form.'

@@ -55,7 +55,6 @@ from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell()
 shell.run_cell('import learnkit; from learnkit import Learner').raise_error()
 print('info' in vars(shell.inspector), 'jedi' in sys.modules)
-shell.Completer.use_jedi = False
 shell.run_cell('%load_ext learnkit').raise_error()
 print('info' in vars(shell.inspector))
 print(shell.inspector.info(shell.user_ns['Learner'].fit_until)['docstring'])

@@ -152,20 +152,8 @@ def test_a_fit_is_the_same_with_and_without_reports(tmp_path: Path) -> None:
     differ = [d for d in differences(*states) if 'time' not in d and 'seconds' not in d]
     assert not differ, differ
     text = (tmp_path / 'loss.html').read_text('utf-8')
-    assert 'while a fit runs: epoch 1 of 2, 2 batches so far' in text
     assert titles(text) == ALL
     assert {p.name for p in tmp_path.iterdir()} == {'loss.html', 'epoch.html'}
-
-
-def test_without_matplotlib_there_are_tables(tmp_path: Path) -> None:
-    learn = classifier(tmp_path)
-    learn.fit(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules, 'matplotlib.pyplot', raising=False)
-        patch.setitem(sys.modules, 'matplotlib', None)
-        page = Page(learn.report().read_text('utf-8'))
-    assert not page.named('img') and 'pip install matplotlib' in page.words
-    assert ' of 16 right' in page.words
 
 
 def test_an_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

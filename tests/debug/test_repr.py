@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-import torch
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.recorder import History
+from learnkit import Callback, Learner
 from learnkit.checkpoint.resume_check import ResumeCheck
-from learnkit.core.html import table, truncate_rows
+from learnkit.core.html import table
 from learnkit.testing import synth_learner
 
 
@@ -64,13 +62,6 @@ def test_a_table_escapes_and_sets_numbers_to_the_right() -> None:
     assert '<script>' not in html and '<div><b>x &lt; y</b></div>' in html
     assert html.count('<td style="text-align:right">') == 2
     assert html.count('<td style="text-align:left">') == 2
-
-
-def test_a_long_table_shows_its_first_and_last_rows() -> None:
-    rows = Rows(table(['i'], [(i,) for i in range(1000)])).rows
-    expected = ['i', *map(str, range(10)), '... 940 more ...', *map(str, range(950, 1000))]
-    assert [r[0] for r in rows] == expected
-    assert truncate_rows(['a'], 1, '{}', '{}') == ['a']
 
 
 # -- the Learner
@@ -137,39 +128,6 @@ def test_a_look_never_raises() -> None:
 
 
 # -- the others
-
-
-def test_loaders_are_not_drawn_from() -> None:
-    class Once:
-        def __iter__(self) -> Iterator[Any]:
-            raise RuntimeError('drawn from')
-
-    dls = DataLoaders(Once(), {'day': [1, 2]})
-    assert rows_of(dls) == [
-        ['name', 'loader', 'samples'],
-        ['train', 'Once, unknown length', ''],
-        ['day', 'list, 2 batches', ''],
-    ]
-    state = torch.get_rng_state()
-    dls = DataLoaders.from_datasets([(i, i) for i in range(10)], [(0, 0)], bs=4)
-    assert rows_of(dls)[1:] == [
-        ['train', 'DataLoader, 3 batches of 4', '10'],
-        ['valid', 'DataLoader, 1 batch of 4', '1'],
-    ]
-    assert torch.equal(torch.get_rng_state(), state) and dls._device is None
-
-
-def test_the_history_has_a_row_an_epoch() -> None:
-    rows = [
-        {'fit': 0, 'epoch': 0, 'train_loss': 0.5, 'time': 61.0},
-        {'fit': 0, 'epoch': 1, 'train_loss': None, 'f1': 1.0},
-    ]
-    assert rows_of(History(rows)) == [
-        ['fit', 'epoch', 'train_loss', 'time', 'f1'],
-        ['0', '0', '0.500000', '01:01', ''],
-        ['0', '1', '', '', '1.000000'],
-    ]
-    assert repr(History(rows)) == repr(rows) and html_of(History()) == 'no epoch yet'
 
 
 def test_a_resume_check_lists_what_differs() -> None:

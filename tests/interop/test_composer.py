@@ -154,16 +154,6 @@ def test_counts_at_the_ends_of_batches_and_epochs() -> None:
     assert at_epoch.got[-1] == (3, 0, 2, True, 3)
 
 
-def test_microbatches_and_the_whole_batch() -> None:
-    size = lambda s: (tuple(s.batch[0].shape), s.grad_accum, s.device_train_microbatch_size)
-    pieces = Read(size, 'before_forward', 'after_loss')
-    whole = Read(size, 'batch_start', 'after_train_batch')
-    learn = learner(pieces, whole)
-    learn.fit(1)
-    assert pieces.got == [((4, 1), 2, 4)] * 12
-    assert whole.got == [((8, 1), 2, 4)] * 6
-
-
 def test_parts_of_the_learner() -> None:
     cb = Read(
         lambda s: (

@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from learnkit import DataLoaders, Learner
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import RegModel
 
 ONE_PIECE = (
     'before_forward after_forward before_loss after_loss before_backward after_backward'.split()
@@ -137,18 +137,6 @@ def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
         'predict_batch_start predict_before_forward predict_after_forward predict_batch_end'.split()
     )
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
-
-
-def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:
-    cb = EventLog()
-    adapter = from_composer(cb)
-    learn = synth_learner(n_train=1)
-    learn.fit(1, cbs=adapter)
-    assert cb.taken()[:4] == ['init', 'before_load', 'after_load', 'fit_start']
-    learn.fit(1, cbs=adapter)
-    assert cb.taken()[0] == 'fit_start'
-    synth_learner(n_train=1, cbs=adapter)
-    assert cb.taken() == ['init']
 
 
 def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(

@@ -127,38 +127,7 @@ class AtBatch:
         self.norms.append(torch.stack([g.norm() for g in grads]).norm().item())
 
 
-@pytest.mark.parametrize('microbatch', [None, 4])
-def test_training_metrics_and_gradients_are_of_the_batch(microbatch: int | None) -> None:
-    cb = AtBatch()
-    learn = learner(cb, microbatch=microbatch)
-    learn.fit(1)
-    _, hits = trained_by_hand(1)
-    assert cb.hits == pytest.approx(hits)
-    model = Model()
-    model.loss(model(BATCHES[0]), BATCHES[0]).backward()
-    first = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert cb.norms[0] == pytest.approx(first.item())
-    assert [p.grad for p in learn.model.parameters()] == [None, None]
-
-
 # -- the state after an evaluation -----------------------------------------------------------------
-
-
-def test_state_after_an_evaluation_is_of_training() -> None:
-    class Read:
-        def __init__(self) -> None:
-            self.got: list[Any] = []
-
-        def run_event(self, event: Any, state: Any, logger: Any) -> None:
-            if event in ('eval_end', 'eval_after_all', 'epoch_checkpoint', 'fit_end'):
-                label, loss = state.dataloader_label, state.loss.item()
-                self.got.append((label, state.model.training, loss == self.loss))
-            elif event == 'batch_end':
-                self.loss = state.loss.item()
-
-    cb = Read()
-    learner(cb).fit(1)
-    assert cb.got == [('eval', False, True), *[('train', True, True)] * 3]
 
 
 # -- algorithms ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from fastcore.basics import noop
 
 from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation, Learner
 from learnkit.interop import from_composer, from_ksuit
-from learnkit.loggers import CSVLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
 
 
@@ -73,30 +71,6 @@ def test_composer_metrics_match_the_latest_evaluation() -> None:
         if f'{name}/loss' in row
     ]
     assert [(name, m['loss']) for name, m in seen] == rows and len(rows) == 4
-
-
-class Says:
-    "Sends content of every kind to Composer's logger."
-
-    def fit_start(self, state: Any, logger: Any) -> None:
-        logger.log_hyperparameters({'depth': torch.tensor(3)})
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        logger.log_table(['a'], [[1]], name='t')
-        logger.log_images(torch.zeros(2, 4, 5, 3), name='i', channels_last=True)
-
-
-@pytest.mark.parametrize('first', [True, False])
-def test_composers_logger_reaches_learnkits(tmp_path: Path, first: bool) -> None:
-    cbs = [from_composer(Says()), CSVLogger(), JSONLinesLogger()]
-    learn = learner(*(cbs if first else cbs[::-1]), path=tmp_path)
-    for _ in range(2):
-        learn.fit(1)
-    params = json.loads((tmp_path / 'metrics.csv.params.json').read_text())
-    assert params['depth'] == 3 and params['model'] == 'RegModel'
-    names = [f'i-{step}-0.png' for step in (4, 8)]  # a grid of both images
-    assert sorted(p.name for p in (tmp_path / 'metrics.csv.images').iterdir()) == names
-    assert (tmp_path / 'metrics.jsonl.texts' / 't-8.txt').read_text() == '| a |\n| --- |\n| 1 |'
 
 
 @pytest.mark.parametrize(

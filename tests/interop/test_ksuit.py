@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.core.errors import CallbackError, MetricError, OptionError
+from learnkit.core.errors import CallbackError, OptionError
 from learnkit.interop import from_ksuit
 from learnkit.testing import RegModel
 
@@ -113,17 +113,6 @@ class Progress(Base):
             *getattr(self, 'lines_seen', []),
             f'{interval_type} {update_counter.cur_iteration} of {end}',
         ]
-
-
-def test_progress_by_every_interval() -> None:
-    cb = Progress(every_n_epochs=2, every_n_updates=2)
-    learner(cb).fit(2)
-    assert cb.lines_seen == [
-        'update E0_U2_S16 of E2_U6_S48',
-        'update E1_U4_S32 of E2_U6_S48',
-        'update E2_U6_S48 of E2_U6_S48',
-        'epoch E2_U6_S48 of E2_U6_S48',
-    ]
 
 
 # -- what hooks are given --------------------------------------------------------------------------
@@ -259,29 +248,6 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
     other = learner(cb)
     other.fit(1)
     assert cb.model is other.model  # what was given here follows the Learner
-
-
-def test_writers_are_one_for_all_and_refuse_a_name_twice() -> None:
-    class Write:
-        every_n_updates = 1
-
-        def periodic_callback(self, *, update_counter: Any) -> None:
-            self.writer.add_scalar('a/', 2 * update_counter.update)
-
-    class Read:
-        every_n_updates = 1
-
-        def periodic_callback(self, **_: Any) -> None:
-            self.got = [*getattr(self, 'got', []), dict(self.writer.log_cache)]
-
-    read = Read()
-    learn = learner(Write(), read)
-    learn.fit(1)
-    assert [(row['update'], row['a']) for row in read.got] == [(1, 2), (2, 4), (3, 6)]
-    assert learn.history[0]['a'] == 4
-    assert read.writer.get_all_metric_values('a') == [2, 4, 6]
-    with pytest.raises(MetricError, match="'a' was logged already at E0_U1_S8"):
-        learner(Write(), Write()).fit(1)
 
 
 def test_early_stopping_by_exception_and_by_answer() -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, Checkpoint, GuardNonFinite, Learner
+from learnkit import Callback, Checkpoint, Learner
 from learnkit.interop import from_ksuit
-from learnkit.loggers import JSONLinesLogger, read_log
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import synth_learner
 from tests.peers import ksuit_bench as bench, ksuit_callbacks as ks
 from tests.peers.ksuit_callbacks import CallbackBase
 from tests.peers.rows import EQUAL
@@ -105,50 +104,6 @@ def test_a_class_is_constructed_when_it_is_added() -> None:
 
 
 # -- services --------------------------------------------------------------------------------------
-
-
-def test_the_model_has_what_it_lacks_and_keeps_what_it_has() -> None:
-    class Named(RegModel):
-        name = 'own'
-        optimizer = None
-
-    model = Named()
-    model.b.requires_grad_(False)
-    learn = synth_learner(n_train=2, model=model, cbs=from_ksuit(Periodic, every_n_epochs=1))
-    view = learn.cbs[-1].wrapped.model
-    assert (view.name, view.param_count, view.frozen_param_count) == ('own', 2, 1)
-    assert view.get_named_models() == {'own': view} and view.optimizer is None
-    fit(learn, 1)
-    assert view.optimizer.torch_optim is learn.opt and view.optimizer.schedule is None
-    assert model.optimizer is None and view.training is model.training
-    view.a.data.fill_(7.0)
-    assert model.a.item() == 7.0
-
-
-def test_summary_config_and_what_is_logged_before_training(tmp_path: Path) -> None:
-    class Start(Base):
-        def before_training(self, *, update_counter: Any) -> None:
-            self.tracker.set_summary(key='n', value=3)
-            self.tracker.update_summary({'m': 4})
-            self.writer.add_scalar('start', 5.0)
-
-    class Other(Start):
-        def before_training(self, *, update_counter: Any) -> None:
-            self.read = dict(self.writer.log_cache)
-            self.summary = dict(self.tracker.summary)
-            self.config = self.trainer.config
-
-    cbs = [from_ksuit(Start), from_ksuit(Other), JSONLinesLogger(), GuardNonFinite('skip')]
-    learn = synth_learner(n_train=3, cbs=cbs, path=tmp_path, microbatch=4)
-    with learn:
-        fit(learn, 2)
-    other = cbs[1].wrapped  # type: ignore[attr-defined]
-    assert other.read['start'] == 5.0 and other.summary == {'n': 3, 'm': 4}
-    config = other.config
-    assert (config.max_epochs, config.max_updates, config.effective_batch_size) == (2, 6, 16)
-    assert config.skip_nan_loss and config.max_batch_size == 4
-    assert [row.get('start') for row in learn.history] == [5.0, None]
-    assert 5.0 in [row.get('start') for row in read_log(tmp_path / 'metrics.jsonl')]
 
 
 def test_train_step_returns_the_loss_of_a_plain_step() -> None:

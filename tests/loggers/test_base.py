@@ -63,13 +63,6 @@ def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
 
 
-def test_what_callbacks_log_has_their_step(tmp_path: Path) -> None:
-    learner(tmp_path, LogHalf, JSONLinesLogger).fit(1)
-    halves = {step: loss / 2 for step, loss in enumerate(plain_losses(1)[0], 1)}
-    assert logged(tmp_path, 'half') == pytest.approx(halves, rel=1e-6)
-    assert list(logged(tmp_path, 'valid_half')) == [10]
-
-
 def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
     class Count(Callback):
         def before_validate(self) -> None:
@@ -95,20 +88,6 @@ def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
 
     learner(tmp_path, Pieces, JSONLinesLogger, microbatch=3).fit(1)
     assert set(logged(tmp_path, 'size').values()) == {(3 * 3 + 1 * 1) / 4}
-
-
-def test_events_around_the_batch_belong_to_it(tmp_path: Path) -> None:
-    class Around(Callback):
-        run_valid = False
-
-        def before_batch(self) -> None:
-            self.learn.log('before', self.iter)
-
-        def after_batch(self) -> None:
-            self.learn.log('after', self.iter)
-
-    learner(tmp_path, Around, JSONLinesLogger).fit(1)
-    assert logged(tmp_path, 'before') == logged(tmp_path, 'after') == {i + 1: i for i in range(10)}
 
 
 class First(Callback):
@@ -151,19 +130,6 @@ def test_only_fits_are_logged(tmp_path: Path) -> None:
     assert (tmp_path / 'metrics.jsonl').read_text() == before
     learn.fit(1)
     assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 21))
-
-
-def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
-    seen = []
-
-    def look(cb: Callback) -> None:
-        if cb.training:
-            seen.append(
-                len(logged(tmp_path, 'valid_loss')) if (tmp_path / 'metrics.jsonl').exists() else 0
-            )
-
-    learner(tmp_path, JSONLinesLogger(every='1000ba'), Callback(after_pred=look)).fit(2)
-    assert seen == [0] * 10 + [1] * 10
 
 
 def test_logging_changes_no_number(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ import torch
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
-from learnkit.loggers.grid import add_captions, arrange_images
-from learnkit.loggers.values import as_images
 from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
@@ -59,17 +57,6 @@ def test_csv_is_a_plain_table(tmp_path: Path) -> None:
     ]
     assert len(table) == 11 and all(len(line) == 11 for line in table)
     assert table[1][2:] == [''] * 9 and table[5][3] == '0.1'
-
-
-@BOTH
-def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path, cls(every='5ba', append=False))
-    learn.fit(1)
-    learn.fit(1)
-    learn.close()
-    learn.close()
-    learn.fit(1)
-    assert steps(tmp_path / name) == [5, 10, 15, 20, 25, 30]
 
 
 @BOTH
@@ -159,15 +146,6 @@ def test_another_file_is_not_touched(tmp_path: Path, cls: Any, name: str, append
 
 
 @BOTH
-def test_two_on_one_file(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path, cls(), cls(tmp_path / 'sub' / '..' / name))
-    with pytest.raises(OptionError, match=rf'both log to .*{name}'):
-        learn.fit(1)
-    assert not (tmp_path / name).exists() and learn.time.ba == 0
-    learner(tmp_path, cls(), cls(f'other.{name}')).fit(1)
-
-
-@BOTH
 def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> None:
     (tmp_path / 'file').write_text('')
     (tmp_path / f'folder.{name}').mkdir()
@@ -194,27 +172,6 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
-
-
-@BOTH
-def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
-    pytest.importorskip('matplotlib')
-    pixels = torch.arange(2 * 3 * 4 * 6, dtype=torch.uint8).reshape(2, 3, 4, 6)
-
-    def show(cb: Callback) -> None:
-        log_images(cb, 'grid', pixels, captions=['cat', 7])
-        log_images(cb, 'each', pixels, captions=['cat', 7], grid=False)
-
-    learner(tmp_path, cls(), Callback(after_epoch=show)).fit(1)
-    folder, image = tmp_path / f'{name}.images', pytest.importorskip('PIL.Image')
-    files = {p.name: np.array(image.open(p)) for p in folder.iterdir()}
-    assert sorted(files) == ['each-10-0.png', 'each-10-1.png', 'grid-10-0.png']
-    expected = add_captions(as_images(pixels), ['cat', '7'])
-    assert np.array_equal(files['each-10-1.png'], expected[1])
-    assert np.array_equal(files['grid-10-0.png'][:, 98:], expected[1])
-    for bad in (['one'], 'ab'):
-        with pytest.raises(OptionError, match='a list of 2'):
-            arrange_images(pixels, bad)
 
 
 @pytest.mark.parametrize(

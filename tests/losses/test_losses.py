@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from learnkit.core.errors import LossError, OptionError
+from learnkit.core.errors import LossError
 from learnkit.data.dataloaders import DataLoaders, TensorLoader
 from learnkit.learner import Learner
 from learnkit.losses import (
@@ -72,21 +72,6 @@ def test_cross_entropy(shape: tuple[int, ...], axis: int, reduction: str) -> Non
     w = WEIGHT[t]
     weighted = (w * nll).sum() / w.sum() if reduction == 'mean' else reduced(w * nll, reduction)
     close(CrossEntropyLossFlat(WEIGHT, axis=axis, reduction=reduction)(inp, targ), weighted)
-
-
-@each_shape
-def test_cross_entropy_equals_torchs_in_its_other_options(
-    shape: tuple[int, ...], axis: int
-) -> None:
-    inp, targ = data(shape, axis)
-    first = inp.movedim(axis, 1)
-    for options in (
-        {'ignore_index': 2},
-        {'label_smoothing': 0.2},
-        {'weight': WEIGHT, 'label_smoothing': 0.2},
-    ):
-        got = CrossEntropyLossFlat(axis=axis, **options)(inp, targ)
-        close(got, F.cross_entropy(first, targ, **options))
 
 
 @each_shape
@@ -277,43 +262,7 @@ def test_targets_that_are_not_class_numbers(loss: Any) -> None:
         assert loss.__name__ in str(e.value)
 
 
-def test_options_that_cannot_be() -> None:
-    for loss in ALL:
-        with pytest.raises(OptionError, match="reduction='avg'"):
-            loss(reduction='avg')
-    one = MSELossFlat()
-    with pytest.raises(OptionError, match="reduction='avg'"):
-        one.reduction = 'avg'
-    assert one.reduction == 'mean'
-    for eps in (-0.1, 1.1):
-        with pytest.raises(OptionError, match='eps='):
-            LabelSmoothingCrossEntropyFlat(eps)
-    with pytest.raises(OptionError, match='gamma=-1'):
-        FocalLoss(-1.0)
-
-
 # ---------------------------------------------------------------- in a Learner
-
-
-def test_in_a_learner() -> None:
-    x, y = torch.randn(40, 3), torch.randint(4, (40,))
-    dls = DataLoaders(TensorLoader(x, y, bs=16), TensorLoader(x, y, bs=16))
-    for loss in (
-        CrossEntropyLossFlat(),
-        LabelSmoothingCrossEntropy(),
-        FocalLossFlat(weight=torch.rand(4)),
-    ):
-        learn = Learner(dls, nn.Linear(3, 4), loss, lr=0.5)
-        learn.logger = lambda row: None
-        learn.fit(3)
-        assert learn.history[-1]['train_loss'] < learn.history[0]['train_loss']
-        preds, targs, decoded, losses = learn.get_preds(with_decoded=True, with_loss=True)
-        with torch.no_grad():
-            out = learn.model(x)
-        torch.testing.assert_close(preds, out.softmax(1))
-        assert targs.equal(y) and decoded.equal(out.argmax(1)) and losses.shape == (40,)
-        assert float(losses.mean()) == pytest.approx(learn.validate()[0], rel=1e-5)
-        assert loss.reduction == 'mean'
 
 
 def test_shapes_that_do_not_fit_are_reported_before_a_weight_has_changed() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit.core.errors import MetricError
 from learnkit.metrics import (
@@ -38,7 +38,6 @@ from learnkit.metrics import (
     top_k_accuracy,
 )
 from learnkit.metrics.averages import AvgMetric, as_metrics, dry_run
-from learnkit.testing import synth_learner
 from tests.helpers.measuring import Watched, batch, feed, scores, watch_reads
 
 
@@ -274,35 +273,3 @@ def test_nothing_is_read_from_the_device_per_batch() -> None:
             assert Watched.reads == 0, m
             dry_run(m, pred, at.yb)
     assert all(m.value is not None for ms in (of_classes, of_numbers) for m in ms)
-
-
-def test_a_metric_with_fastais_base_class_measures_the_whole_set() -> None:
-    class Spread:
-        "A callable metric of the whole set, like fastai's `AccumMetric`."
-
-        def __init__(self) -> None:
-            self.__stored_args__ = {'func': print}
-            self.preds: list[Tensor] = []
-
-        name = 'spread'
-
-        def __call__(self, preds: Tensor, targs: Tensor) -> Tensor:
-            raise AssertionError('one batch is not the set')
-
-        def reset(self) -> None:
-            self.preds = []
-
-        def accumulate(self, learn: Any) -> None:
-            self.preds.append(learn.pred.detach())
-
-        @property
-        def value(self) -> Tensor:
-            return torch.cat(self.preds).std()
-
-    learn = synth_learner(metrics=[Spread(), {'range': Spread()}])
-    learn.fit(1)
-    expected = learn.get_preds()[0].std().item()
-    assert list(learn.recorder.metric_names[3:5]) == ['spread', 'range']
-    assert learn.history[-1]['spread'] == pytest.approx(expected)
-    assert learn.history[-1]['range'] == pytest.approx(expected)
-    assert as_metrics(Spread)[0].state_dict() == {'metric/': {'preds': []}}
