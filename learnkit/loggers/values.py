@@ -25,7 +25,6 @@ __all__ = [
     'fetch',
     'encode_rows',
     'decode_rows',
-    'name_writer',
     'configuration',
     'as_images',
     'to_loggable',
@@ -96,19 +95,6 @@ def _split_mean(value: Any) -> tuple[Any, Any]:
 def _stack(tensors: list[Tensor]) -> Tensor:
     wide = torch.float32 if tensors[0].device.type == 'mps' else torch.float64
     return torch.stack([t.to(wide) for t in tensors])
-
-
-# -- writers ---------------------------------------------------------------------------------------
-
-
-def name_writer(
-    writer: Any,  # callback that logged a value; None: code outside of callbacks
-) -> str:
-    "Return the name of a writer for messages: class and key of a callback."
-    if writer is None:
-        return 'code that is no callback'
-    keys = writer.learn.callbacks.keys if writer.learn is not None else {}
-    return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
 
 # -- configuration ---------------------------------------------------------------------------------

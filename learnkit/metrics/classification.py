@@ -27,10 +27,11 @@ from typing_extensions import override
 from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
-from learnkit.metrics.shapes import argmax_preds, flatten_labels
+from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
 __all__ = [
+    'SklearnScore',
     'F1Score',
     'FBeta',
     'Precision',
@@ -53,8 +54,8 @@ Labels = Sequence[int] | None
 Pair = tuple[Tensor, Tensor]
 
 
-class _Score(KeptMetric):
-    "Base class of scores of scikit-learn; `compute` gets the predicted and true classes of the data set."
+class SklearnScore(KeptMetric):
+    "Base class of scores of scikit-learn; `compute` gets what `prepare` has returned for the batches, as arrays."
 
     score = ''  # function of scikit-learn, and name of the column
 
@@ -89,7 +90,7 @@ class _Score(KeptMetric):
         return torch.from_numpy(value).float() if isinstance(value, np.ndarray) else float(value)
 
     def compute(self, pred: Any, targ: Any) -> Any:
-        "Return the score of the classes of the data set."
+        "Return the score of the data set."
         return self.score_func(targ, pred)
 
 
@@ -99,10 +100,10 @@ class _Score(KeptMetric):
 @needs_class_indices
 def _choose_classes(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Pair:
     best, targ, n = argmax_preds(name, axis, instead, pred, targ)
-    return best, torch.where((targ >= 0) & (targ < n), targ, -1)
+    return best, mark_unknown(targ, n)
 
 
-class _ClassScore(_Score):
+class _ClassScore(SklearnScore):
     "Base class of scores of all classes together."
 
     def __init__(
@@ -265,10 +266,10 @@ class CohenKappa(_ClassScore):
 
 def _choose_labels(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
     probs, targ, _ = flatten_labels(name, sigmoid, pred, targ)
-    return (probs >= thresh).long(), torch.where((targ == 0) | (targ == 1), targ, -1)
+    return (probs >= thresh).long(), mark_unknown(targ, 2)
 
 
-class _LabelScore(_Score):
+class _LabelScore(SklearnScore):
     "Base class of scores of each label, averaged over labels."
 
     def __init__(
@@ -353,7 +354,7 @@ class FBetaMulti(_LabelScore):
         super().__init__(thresh, sigmoid, labels, average, on, beta=beta)
 
 
-class _AllLabels(_Score):
+class _AllLabels(SklearnScore):
     "Base class of scores of all labels together, which are two classes."
 
     def __init__(

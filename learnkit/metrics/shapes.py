@@ -15,6 +15,7 @@ __all__ = [
     'check_two_classes',
     'flatten_classes',
     'flatten_labels',
+    'mark_unknown',
 ]
 
 Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
@@ -84,3 +85,15 @@ def flatten_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prep
     # of half precision in single precision
     pred = pred.to(torch.promote_types(pred.dtype, torch.float32))
     return pred.sigmoid() if sigmoid else pred, targ.long(), n
+
+
+def mark_unknown(
+    targ: Tensor,  # class numbers
+    n: int,  # number of classes
+) -> Tensor:
+    """Replace targets that are no class by -1.
+
+    >>> mark_unknown(torch.tensor([0, 2, -100, 255]), 3)
+    tensor([ 0,  2, -1, -1])
+    """
+    return torch.where((targ >= 0) & (targ < n), targ, -1)

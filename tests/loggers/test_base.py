@@ -90,24 +90,6 @@ def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
     assert set(logged(tmp_path, 'size').values()) == {(3 * 3 + 1 * 1) / 4}
 
 
-class First(Callback):
-    def after_loss(self) -> None:
-        self.learn.log('same', 1.0)
-
-
-class Second(Callback):
-    def before_backward(self) -> None:
-        self._log_same()
-
-    def _log_same(self) -> None:
-        self.learn.log('same', 2.0)
-
-
-def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r'`same`.* step 1: by First .*`first`.* Second'):
-        learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
-
-
 @pytest.mark.parametrize('name', ['step', '', 'a\nb'])
 def test_names_that_no_log_can_have(tmp_path: Path, name: str) -> None:
     learn = learner(
