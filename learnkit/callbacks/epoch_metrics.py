@@ -19,7 +19,7 @@ from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.metrics.averages import RESERVED, measures_batches
 from learnkit.metrics.base import Mean, Metric, flatten_mapping
-from learnkit.metrics.merge import gather_on_host, merge_states, shared_state, without_sync
+from learnkit.metrics.merge import gather_on_host, merge_states, shared_state
 
 __all__ = [
     'EpochMetrics',
@@ -203,8 +203,7 @@ def _read_merged(m: Metric, states: list[Any], n: int, device: torch.device) -> 
     if not n:
         return None
     merge_states(m, states if device.type == 'cpu' else to_device(states, device))
-    with without_sync([m]):
-        return value_of(m, n)
+    return value_of(m, n)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

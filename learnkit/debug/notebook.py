@@ -1,27 +1,19 @@
-"""`%load_ext learnkit`: comments of parameters in IPython's help, and a fast first completion."""
+"""`%load_ext learnkit`: comments of parameters in IPython's help."""
 
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from learnkit.core.model import unwrap_partial
 
-__all__ = ['add_parameters', 'prepare_shell', 'warm_up_jedi']
-
-# completing this code makes jedi parse the modules of the Learner and of callbacks
-_FIRST_CODE = (
-    'from learnkit import Learner\nlearn: Learner\nlearn.',
-    'from learnkit import Callback\nclass C(Callback):\n    def before_fit(self):\n        self.',
-)
+__all__ = ['add_parameters', 'prepare_shell']
 
 
 def prepare_shell(
     shell: Any,  # IPython's shell
 ) -> None:
-    "Add the comments of parameters to the help of `?` and Shift-Tab, and parse the package for completion."
+    "Add the comments of parameters to the help of `?` and Shift-Tab."
     find_info = shell.inspector.info
 
     def info(obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,8 +22,6 @@ def prepare_shell(
         return found
 
     shell.inspector.info = info
-    if getattr(shell.Completer, 'use_jedi', False):
-        warm_up_jedi()
 
 
 def add_parameters(
@@ -51,10 +41,3 @@ def add_parameters(
         return text
     lines = [f'{name}\n    {note}' for name, note in notes.items() if note]
     return '\n'.join([text, '', 'Parameters', '----------', *lines]) if lines else text
-
-
-def warm_up_jedi() -> None:
-    "Complete typical first lines of code, so that jedi has parsed the modules of the package."
-    if find_spec('jedi') is not None:
-        for code in _FIRST_CODE:
-            import_module('jedi').Script(code).complete()

@@ -137,7 +137,7 @@ class _Page:
             body += f'<section><h2>Left out</h2>\n{_wrap(definitions(self.left_out))}</section>\n'
         return (
             f'{_HEAD.format(title=escape(title))}<h1>{escape(type(learn.model).__name__)}</h1>\n'
-            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}{_describe_progress(learn)}</p>\n'
+            f'<p class="note">learnkit {escape(VERSION)}, {now:%Y-%m-%d %H:%M %Z}</p>\n'
             f'{body}</body>\n</html>\n'
         )
 
@@ -188,15 +188,6 @@ class _Page:
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-def _describe_progress(learn: LearnerLike) -> str:
-    if not learn.fitting:
-        return ''
-    total = '' if learn.n_epoch is None else f' of {learn.n_epoch}'
-    return (
-        f', while a fit runs: epoch {learn.epoch + 1}{total}, {learn.train_iter:,} batches so far'
-    )
 
 
 def _describe_layers(learn: LearnerLike) -> str:

@@ -58,8 +58,6 @@ def _describe_model(learn: LearnerLike) -> str:
     description = f'{_get_model_name(learn)}, {n:,} parameters'
     if n_trained != n:
         description += f', {n_trained:,} of them trained'
-    if len(known) < len(params):
-        description += ' so far'
     devices = ' and '.join(dict.fromkeys(str(p.device) for p in params))
     if devices:
         description += f', on {devices}'

@@ -137,8 +137,7 @@ def from_composer(
     Checkpointed: the callback's `state_dict` (without one, its changed attributes if all of them are
     plain data), the position in the epoch, and the last metric values.
 
-    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook and of
-    attributes that cannot be saved.
+    Raises `CallbackError` for an object without hooks, and warns of attributes that cannot be saved.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
@@ -348,10 +347,6 @@ class _FromComposer(Callback):
         if self.loader_kind != 'train':
             return []
         return [m for m in self._training_modules if not m.training]
-
-    def has_no_gradients(self) -> bool:
-        "Return True if the batch has no gradients because it was cancelled."
-        return not self._grads and all(p.grad is None for p in self.learn.model.parameters())
 
     # -- counting ----------------------------------------------------------------------------------
 

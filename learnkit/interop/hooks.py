@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
-from inspect import isfunction, signature
+from inspect import signature
 from typing import Any
 from warnings import warn
 
-from learnkit.core.errors import CallbackError, OptionError, did_you_mean
+from learnkit.core.errors import CallbackError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.engine.callback_state import (
@@ -64,31 +63,15 @@ def check_style(
     style: str,  # name of the library, such as 'Composer'
     maker: str,  # name of the function, such as 'from_composer'
 ) -> None:
-    "Raise `CallbackError` for an object without hooks; warn of methods whose names are similar to a hook's."
-    names = list(names)
-    # libraries also have methods named `should_...` that are not hooks
-    likely = [name for name in names if not name.startswith('should_')]
+    "Raise `CallbackError` for an object without hooks."
     if isinstance(cb, Callback):
         raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
-    close = {}
-    methods = _find_methods(cb)
-    for name in methods - set(names):
-        matches = get_close_matches(name, likely, n=1, cutoff=0.85)
-        if matches and name.startswith('_') == matches[0].startswith('_'):
-            close[name] = matches[0]
-    for name, meant in sorted(close.items()):
-        warn(
-            f'{type(cb).__name__}.{name} is not a hook of a {style} callback and will not run. Did you mean `{meant}`?',
-            stacklevel=4,
-        )
-    if not found and not close:
-        hints = (did_you_mean(name, names) for name in sorted(methods))
-        hint = next(filter(None, hints), '')
+    if not found:
         raise CallbackError(
             f'{cb!r} ({type(cb).__name__}) is not a {style} callback: it lacks all hooks '
-            f'{", ".join(names)}.{hint}'
+            f'{", ".join(names)}.'
         )
 
 
@@ -184,17 +167,6 @@ def send_to_loggers(learn: LearnerLike, method: str, *content: Any) -> None:
     for cb in learn.cbs:
         if not isinstance(cb, Logger) and defined_on_class(cb, method):
             getattr(cb, method)(*step, *content)
-
-
-def _find_methods(cb: object) -> set[str]:
-    "Return the names of the methods of `cb`, without special methods."
-    return {
-        name
-        for cls in type(cb).__mro__
-        if cls is not object
-        for name, f in vars(cls).items()
-        if isfunction(f) and not name.startswith('__')
-    }
 
 
 def _is_defined_in(o: Any, package: str) -> bool:

@@ -146,7 +146,7 @@ def from_ksuit(
     `before_training`, whose counter holds the progress of the checkpoint. The state is loaded again
     after `before_training`, which may have reset it.
 
-    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
+    Raises `CallbackError` for an object without hooks.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:

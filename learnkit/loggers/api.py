@@ -25,7 +25,7 @@ def log_images(
     C is 1, 3 or 4. Several images become one picture, a grid. Captions are drawn into the picture,
     and small images are enlarged for them. `validate()` and `get_preds()` log nothing. Raises
     `OptionError` for other shapes and types and for a wrong number of captions, and
-    `MissingExtraError` for captions without matplotlib.
+    `MissingExtraError` for captions without Pillow.
 
     >>> import torch
     >>> from learnkit.testing import synth_learner

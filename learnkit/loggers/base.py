@@ -23,7 +23,6 @@ from learnkit.loggers.values import (
     decode_rows,
     encode_rows,
     fetch,
-    name_writer,
 )
 from learnkit.metrics.base import Mean, is_scalar
 
@@ -55,9 +54,8 @@ class Logger(Callback):
     accumulate, epochs between evaluations), restart with each fit, or be unknown. If the log already has later steps,
     for example of another Learner, the steps continue after the last logged step.
 
-    Values stay on their device and are fetched together, in one transfer. A name that one callback
-    logs several times in a step (for microbatches) is averaged; if two callbacks log it, an
-    `OptionError` names both. `lr_find`, `validate()` and `get_preds()` log nothing.
+    Values stay on their device and are fetched together, in one transfer. A name that is logged several
+    times in a step (for microbatches) is averaged. `lr_find`, `validate()` and `get_preds()` log nothing.
 
     A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, which write; `open` and `shut`, between
     which these methods are called; and `flush`, `where` and `check`. The backend is opened at the first write, and at
@@ -113,9 +111,7 @@ class Logger(Callback):
 
     def _clear(self) -> None:
         self._rows: list[tuple[int, dict[str, Any]]] = []  # number of batches, and logged values
-        self._writers: dict[str, Any] = {}  # writer of each name in the last row
         self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
-        self._eval_writers: dict[str, Any] = {}  # writer of each name in the evaluation
         self._logged_columns: set[str] = set()  # columns of the epoch's row that need not be logged
         self._is_due = False
 
@@ -183,7 +179,7 @@ class Logger(Callback):
                 continue
             if self.where() is not None and cb.where() == self.where():
                 raise OptionError(
-                    f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
+                    f'{type(cb).__name__} and {type(self).__name__} both log to {self.where()}: give one of '
                     'them another place, or remove it.'
                 )
         self.check()
@@ -207,16 +203,17 @@ class Logger(Callback):
     def _log_step(self) -> None:
         learn = self.learn
         groups = learn.opt.hypers if learn.opt is not None else []
+        values = self._find_row()
         if 'loss_grad' in learn.__dict__:
             loss = learn.loss.mean() if learn.loss.dim() else learn.loss
-            self._put('loss', loss.item() if loss.is_cpu else loss, self)
+            values['loss'] = loss.item() if loss.is_cpu else loss
         for i, hypers in enumerate(groups):
             for name in ('lr', 'mom'):
                 if name not in hypers:
                     continue
                 # a rate in a tensor is overwritten by the next step
                 value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
-                self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
+                values[name if len(groups) == 1 else f'{name}/{i}'] = value
         self._is_due = True
 
     def receive_log(
@@ -236,24 +233,12 @@ class Logger(Callback):
             )
         if not shown:
             self._logged_columns.add(name)
-        writer = learn.running[0] if learn.running is not None else None
-        values, _ = self._find_row()
+        values = self._find_row()
         mean = values.get(name)
-        self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)
+        values[name] = mean if isinstance(mean, Mean) else Mean()
         if weight is None:
             values[name].reset()
         values[name].add(value, 1 if weight is None else weight)
-
-    def _put(self, name: str, value: Any, writer: Any) -> None:
-        "Add a value to the current evaluation or step."
-        values, writers = self._find_row()
-        if name in values and writers.get(name, writer) is not writer:
-            raise OptionError(
-                f'`{name}` was logged twice in step {self._step + self._step_offset}: by '
-                f'{name_writer(writers[name])} and by {name_writer(writer)}. Give one of them another name.'
-            )
-        values[name] = value
-        writers[name] = writer
 
     @property
     def _step(self) -> int:
@@ -261,29 +246,25 @@ class Logger(Callback):
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
-    def _find_row(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        "Return values and writers of the current evaluation if there is one, otherwise of the current step."
+    def _find_row(self) -> dict[str, Any]:
+        "Return the values of the current evaluation if there is one, otherwise of the current step."
         if self._evaluated is not None:
-            return self._evaluated, self._eval_writers
+            return self._evaluated
         if not self._rows or self._rows[-1][0] != self._step:
             self._rows.append((self._step, {}))
-            self._writers = {}
-        return self._rows[-1][1], self._writers
+        return self._rows[-1][1]
 
     def before_eval(self) -> None:
         "Start collecting the values of this evaluation."
         if self.learn.fitting:
             self._evaluated = {}
-            self._eval_writers = {}
 
     def after_validate(self) -> None:
         "Log the losses and metrics of a loader from the Recorder."
         recorder = recorder_of(self.learn)
         if self._evaluated is None or not self.learn.fitting or recorder is None:
             return
-        for name, value in recorder.measured.items():
-            if is_scalar(value):
-                self._put(name, value, recorder)
+        self._evaluated |= {k: v for k, v in recorder.measured.items() if is_scalar(v)}
 
     def after_eval(self) -> None:
         "Log the values of this evaluation at the step before it."
@@ -291,8 +272,8 @@ class Logger(Callback):
             return  # an evaluation by `validate()`
         evaluated = self._evaluated or {}
         self._evaluated = None
-        for name, value in evaluated.items():
-            self._put(name, value, self._eval_writers[name])
+        if evaluated:
+            self._find_row().update(evaluated)
         self._logged_columns |= evaluated.keys()
         self._is_due = True
 
@@ -313,9 +294,13 @@ class Logger(Callback):
         row = recorder.history[-1]
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch):
             return
-        for name, value in row.items():
-            if name != 'fit' and name not in self._logged_columns and is_scalar(value):
-                self._put(f'epoch/{name}', value, recorder)
+        columns = {
+            f'epoch/{name}': value
+            for name, value in row.items()
+            if name != 'fit' and name not in self._logged_columns and is_scalar(value)
+        }
+        if columns:
+            self._find_row().update(columns)
         self._is_due = True
 
     # -- writing -----------------------------------------------------------------------------------

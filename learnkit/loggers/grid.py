@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence, Sized
 from typing import Any
 
@@ -20,10 +19,8 @@ __all__ = ['add_captions', 'arrange_images', 'make_grid']
 GAP = 2  # pixels between images
 MIN_WIDTH = 96  # least width of a captioned image, in pixels
 LINE_HEIGHT = 15  # pixels per line of a caption
-FONT_SIZE = 11  # pixels
 CHAR_WIDTH = 6  # pixels per average character
 MAX_LINES = 3  # lines of a caption
-DPI = 64  # a power of two, so that sizes in inches are exact
 
 Pixels = np.ndarray[Any, Any]
 
@@ -71,7 +68,7 @@ def add_captions(
 ) -> Pixels:  # (N, H', W', C)
     """Write a caption above each image; images narrower than 96 pixels are enlarged by a whole factor.
 
-    Raises `MissingExtraError` without matplotlib.
+    Raises `MissingExtraError` without Pillow.
 
     >>> add_captions(np.zeros((1, 8, 6, 3), np.uint8), ['cat']).shape
     (1, 143, 96, 3)
@@ -82,8 +79,10 @@ def add_captions(
     fitted = [_fit_caption(caption, width) for caption in captions]
     top = LINE_HEIGHT * max(caption.count('\n') + 1 for caption in fitted)
     captioned = np.empty((n, top + height, width, channels), np.uint8)
-    # black on white: each channel holds the text
-    captioned[:, :top] = _draw_captions(fitted, width, top)[..., :channels]
+    for picture, caption in zip(captioned, fitted, strict=True):
+        # black on white: each channel holds the text
+        picture[:top] = _draw_caption(caption, width, top)[:, :, None]
+        picture[:top, :, 3:] = 255  # opaque
     captioned[:, top:] = images
     return captioned
 
@@ -96,21 +95,9 @@ def _fit_caption(caption: Any, width: int) -> str:
     return '\n'.join(shorten(line, max(width // CHAR_WIDTH, 4)) for line in lines)
 
 
-def _draw_captions(captions: list[str], width: int, height: int) -> Pixels:
-    "Return pictures (N, height, width, 4) of captions."
-    agg = import_library('matplotlib.backends.backend_agg', 'A caption')
-    figures = import_library('matplotlib.figure', 'A caption')
-    figure = figures.Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor='white')
-    canvas = agg.FigureCanvasAgg(figure)
-    text = figure.text(0.5, 0.5, '', ha='center', va='center', color='black')
-    # a dollar sign is not the start of a formula, even if the user's settings say so
-    text.set(parse_math=False, usetex=False)
-    text.set_fontsize(FONT_SIZE * 72 / DPI)
-    pictures = np.empty((len(captions), height, width, 4), np.uint8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Glyph .* missing')  # such as Chinese
-        for i, caption in enumerate(captions):
-            text.set_text(caption)
-            canvas.draw()
-            pictures[i] = canvas.buffer_rgba()
-    return pictures
+def _draw_caption(caption: str, width: int, height: int) -> Pixels:
+    "Return a gray picture (height, width) of a caption."
+    picture = import_library('PIL.Image', 'A caption').new('L', (width, height), 255)
+    draw = import_library('PIL.ImageDraw', 'A caption').Draw(picture)
+    draw.multiline_text((width / 2, 0), caption, fill=0, anchor='ma', align='center')
+    return np.asarray(picture)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import PurePath
 from typing import Any
@@ -25,7 +25,6 @@ __all__ = [
     'fetch',
     'encode_rows',
     'decode_rows',
-    'name_writer',
     'configuration',
     'as_images',
     'to_loggable',
@@ -70,29 +69,21 @@ def encode_rows(
     rows: list[tuple[int, dict[str, Any]]],  # number of batches, and logged values by name
 ) -> list[tuple[int, dict[str, Any]]]:
     "Return rows as a checkpoint stores them: with the state of each `Mean`."
-    encoded = []
-    for ba, row in rows:
-        encoded.append((ba, {name: _encode(v) for name, v in row.items()}))
-    return encoded
+    return _map_values(rows, lambda v: {'mean': v.state_dict()} if isinstance(v, Mean) else v)
 
 
 def decode_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
     "Return the rows that `encode_rows` converted."
-    decoded = []
-    for ba, row in rows:
-        decoded.append((ba, {name: _decode(v) for name, v in row.items()}))
-    return decoded
+    return _map_values(rows, lambda v: _load_mean(v['mean']) if isinstance(v, dict) else v)
 
 
-def _encode(value: Any) -> Any:
-    return {'mean': value.state_dict()} if isinstance(value, Mean) else value
+def _map_values(rows: list[Any], f: Callable[[Any], Any]) -> list[tuple[int, dict[str, Any]]]:
+    return [(ba, {name: f(value) for name, value in row.items()}) for ba, row in rows]
 
 
-def _decode(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
+def _load_mean(sd: dict[str, Any]) -> Mean:
     mean = Mean()
-    mean.load_state_dict(value['mean'])
+    mean.load_state_dict(sd)
     return mean
 
 
@@ -104,19 +95,6 @@ def _split_mean(value: Any) -> tuple[Any, Any]:
 def _stack(tensors: list[Tensor]) -> Tensor:
     wide = torch.float32 if tensors[0].device.type == 'mps' else torch.float64
     return torch.stack([t.to(wide) for t in tensors])
-
-
-# -- writers ---------------------------------------------------------------------------------------
-
-
-def name_writer(
-    writer: Any,  # callback that logged a value; None: code outside of callbacks
-) -> str:
-    "Return the name of a writer for messages: class and key of a callback."
-    if writer is None:
-        return 'code that is no callback'
-    keys = writer.learn.callbacks.keys if writer.learn is not None else {}
-    return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
 
 # -- configuration ---------------------------------------------------------------------------------

@@ -6,16 +6,16 @@ set, also with a smaller last batch. No batch makes the host wait for the device
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from math import isclose, isfinite
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from fastcore.basics import class2attr, snake2camel
+from fastcore.basics import class2attr
 from fastcore.foundation import L
-from fastcore.imports import noop
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -79,13 +79,9 @@ class AvgMetric(Mean, Metric):
         self._name = name
         self.on = check_on(on)
         self._count = denominator_of(func).count
-        # a validation checks functions of torchmetrics only, which have no side effects
-        self._check = warn_unless_mean if _is_of_torchmetrics(func) else noop
 
     @override
     def accumulate(self, learn: LearnerLike) -> None:
-        if self._check is not noop and getattr(learn, 'n_iter', 1) != 1:
-            self._check(self, learn)
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
     def _weight(self, learn: LearnerLike) -> Any:
@@ -95,24 +91,25 @@ class AvgMetric(Mean, Metric):
     @override
     def add(self, value: Any, weight: Any = 1) -> None:
         "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
-        had_dict = isinstance(self.total, dict)
-        if isinstance(value, dict) != had_dict and self.count:
+        if isinstance(value, dict) != isinstance(self.total, dict) and self.count:
             raise MetricError(
                 f'Metric `{self.name}` gave a dict for some batches, and a number for others.'
             )
         if not isinstance(value, dict):
             return super().add(value, weight)
-        totals = dict(self.total) if had_dict else {}
-        counts = dict(self.count) if had_dict else {}
+        means = self._means() if self.count else {}
         for key, number in value.items():
-            mean = Mean()
-            mean.total = totals.get(key, 0.0)
-            mean.count = counts.get(key, 0)
-            mean.add(number, weight)
-            totals[key] = mean.total
-            counts[key] = mean.count
-        self.total = totals
-        self.count = counts
+            means.setdefault(key, Mean()).add(number, weight)
+        self.total = {key: mean.total for key, mean in means.items()}
+        self.count = {key: mean.count for key, mean in means.items()}
+
+    def _means(self) -> dict[str, Mean]:
+        "Return the mean of each key of a function that returns dicts."
+        means = {key: Mean() for key in self.total}
+        for key, mean in means.items():
+            mean.total = self.total[key]
+            mean.count = self.count[key]
+        return means
 
     @property
     @override
@@ -120,21 +117,14 @@ class AvgMetric(Mean, Metric):
         "The mean, or a dict of means; None before the first batch."
         if not isinstance(self.total, dict):
             return super().value
-        values = {}
-        for key, total in self.total.items():
-            mean = Mean()
-            mean.total = total
-            mean.count = self.count[key]
-            values[key] = mean.value
-        return values
+        return {key: mean.value for key, mean in self._means().items()}
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Return the metric of one batch: a number, a tensor of one element, or a dict of these."
         if isinstance(self.func, nn.Module):
             _move_to_device_of(pred, self.func)
-        try:
-            with torch.no_grad():
-                result = self.func(*_detach_args(pred, yb))
+        with _measuring(self.name, pred, yb):
+            result = self.func(*to_detach((pred, *yb), cpu=False))
             if is_scalar(result):
                 return result
             numbers = flatten_mapping(result) if isinstance(result, Mapping) else {}
@@ -143,9 +133,6 @@ class AvgMetric(Mean, Metric):
             raise MetricError(
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
             )
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
 
     @property
     @override
@@ -155,39 +142,28 @@ class AvgMetric(Mean, Metric):
 
 def warn_unless_mean(metric: AvgMetric, learn: LearnerLike) -> None:
     "Warn if the value of a batch is not the mean of the values of its halves, so that batches cannot be averaged."
-    metric._check = noop  # once
-    pred, yb = learn.pred, learn.yb
+    args = learn.pred, *learn.yb
     if type(metric) is not AvgMetric or learn.weight_func is not None:
         return
-    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(pred) > 1 for t in (pred, *yb)):
+    if not all(isinstance(t, Tensor) and t.ndim and len(t) == len(args[0]) > 1 for t in args):
         return
+    n = len(args[0])
     whole = AvgMetric(metric.func)
     halves = AvgMetric(metric.func)
-    n = len(pred)
-    parts = (whole, slice(n)), (halves, slice(n // 2)), (halves, slice(n // 2, n))
     try:
-        for mean, part in parts:
+        for mean, start, end in ((whole, 0, n), (halves, 0, n // 2), (halves, n // 2, n)):
             # copies, because the function may work in place
-            preds, *targs = (t[part].detach().clone() for t in (pred, *yb))
-            count = metric._count(tuple(targs))
-            weight = len(preds) if count is None else count
-            mean.add(metric._compute(preds, tuple(targs)), weight)
+            pred, *targs = (t[start:end].detach().clone() for t in args)
+            part: Any = SimpleNamespace(pred=pred, xb=(pred,), yb=tuple(targs))
+            mean.accumulate(part)
     except Exception:
         return  # a function of whole batches, or an error that the caller raises
-    if _are_close(whole.value, halves.value):
-        return
-    name = getattr(unwrap_partial(metric.func), '__name__', '')
-    is_torchmetrics = _is_of_torchmetrics(metric.func)
-    cure = f'`{snake2camel(name)}` of torchmetrics' if is_torchmetrics else '`AccumMetric(f)`'
-    warn_user(
-        f'{metric.name} of a batch is {whole.value}, and the mean of its halves is {halves.value}: the mean over '
-        f'batches is not its value of the data set. Compute it once over all samples, with {cure}, or give '
-        '`Learner(weight_func=)` if it is a mean over something else than samples.'
-    )
-
-
-def _is_of_torchmetrics(func: Any) -> bool:
-    return str(getattr(unwrap_partial(func), '__module__', '')).startswith('torchmetrics.')
+    if not _are_close(whole.value, halves.value):
+        warn_user(
+            f'{metric.name} of a batch is {whole.value}, and the mean of its halves is {halves.value}: the mean over '
+            'batches is not its value of the data set. Compute it once over all samples, with `AccumMetric(f)`, or '
+            'give `Learner(weight_func=)` if it is a mean over something else than samples.'
+        )
 
 
 def _are_close(value: Any, mean: Any) -> bool:
@@ -274,11 +250,7 @@ class SumMetric(Metric):
                 f'Metric `{self.name}` had sums of shape {list(total.shape)}, now of '
                 f'{list(sums.shape)}: has the number of classes changed?'
             )
-        self._sums = sums if total is None else self.join(total.to(sums.device), sums)
-
-    def join(self, total: Tensor, sums: Tensor) -> Tensor:
-        "Return the sums of two parts of the data set together."
-        return total + sums
+        self._sums = sums if total is None else total.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
         return self.final(self._compute(pred, targs).cpu())
@@ -288,13 +260,9 @@ class SumMetric(Metric):
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Return the sums of a batch as one tensor."
-        try:
-            with torch.no_grad():
-                sums = self.sums(*_detach_args(pred, yb))
+        with _measuring(self.name, pred, yb):
+            sums = self.sums(*to_detach((pred, *yb), cpu=False))
             return widen(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
 
     @property
     @override
@@ -367,19 +335,15 @@ class TorchMetric(Metric):
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "Update a copy of the metric, to find errors."
         trial = copy.deepcopy(self.metric)
         _move_to_device_of(pred, trial)
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        try:
-            with torch.no_grad():
-                metric.update(*_detach_args(pred, yb))
-        except Exception as e:
-            _add_note(e, self.name, pred, yb)
-            raise
+        with _measuring(self.name, pred, yb):
+            metric.update(*to_detach((pred, *yb), cpu=False))
 
     @property
     @override
@@ -517,15 +481,8 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(o, name)
     else:
         raise MetricError(
-            f'{short_repr(m)} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric'
-            f'{_suggest_metric(m)}.'
+            f'{short_repr(m)} is not a metric: give a function f(pred, *targets), a torchmetrics object or Metric.'
         )
-
-
-def _suggest_metric(name: Any) -> str:
-    "Return how to write a metric given by its name, as the end of a sentence, or an empty string."
-    known = import_module('learnkit.metrics').__all__
-    return f': `from learnkit import {name}`' if name in known else ''
 
 
 def _check_not_sklearn(f: Any) -> None:
@@ -625,15 +582,16 @@ def _move_to_device_of(pred: Any, module: Any) -> None:
         module.to(pred.device)
 
 
-def _detach_args(pred: Any, yb: tuple[Any, ...]) -> tuple[Any, ...]:
-    "Return the arguments of a metric, detached."
-    return to_detach((pred, *yb), cpu=False)
-
-
-def _add_note(e: Exception, name: str, pred: Any, yb: tuple[Any, ...]) -> None:
-    "Add the metric's inputs to its error; a `MetricError` includes a fix already."
-    fix = '' if isinstance(e, MetricError) else f' {_FORM}'
-    e.add_note(_describe_inputs(name, pred, yb) + fix)
+@contextmanager
+def _measuring(name: str, pred: Any, yb: tuple[Any, ...]) -> Iterator[None]:
+    "Disable gradients in a context, and add the metric's inputs to its errors."
+    try:
+        with torch.no_grad():
+            yield
+    except Exception as e:
+        fix = '' if isinstance(e, MetricError) else f' {_FORM}'  # a MetricError includes a fix
+        e.add_note(_describe_inputs(name, pred, yb) + fix)
+        raise
 
 
 _FORM = 'It gets (pred, *targets) and has to give one number: wrap it in a function that brings these into its form.'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from math import fsum, nan
 from typing import Any
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 SEND_EVERY = 64  # losses per copy to the host
-MAX_IN_FLIGHT = 2  # copies in flight before the host waits
 
 
 class Metric(Accumulates):
@@ -152,10 +150,13 @@ class AvgSmoothLoss(Metric):
     @override
     def reset(self) -> None:
         self._steps = LossTransfer(self.deferred)
+        self._mark = 0
+        self._forget_smoothed()
+
+    def _forget_smoothed(self) -> None:
         self._smooth: list[float] = []  # smoothed losses, computed when requested
         self._mean = 0.0  # v_t
         self._n_counted = 0  # t: steps of nonzero weight
-        self._mark = 0, 0.0, 0  # a step, v_t and t
 
     @override
     def accumulate(
@@ -173,13 +174,11 @@ class AvgSmoothLoss(Metric):
     def _catch_up(self) -> None:
         n = len(self._smooth)
         for x, weight in zip(self._steps.losses[n:], self._steps.weights[n:], strict=True):
-            self._advance(x, weight)
-
-    def _advance(self, x: float, weight: float) -> None:
-        if weight:
-            self._mean = self.beta * self._mean + (1 - self.beta) * x
-            self._n_counted += 1
-        self._smooth.append(self._mean / (1 - self.beta**self._n_counted) if self._n_counted else x)
+            if weight:
+                self._mean = self.beta * self._mean + (1 - self.beta) * x
+                self._n_counted += 1
+            correction = 1 - self.beta**self._n_counted
+            self._smooth.append(self._mean / correction if self._n_counted else x)
 
     @property
     def count(self) -> int:
@@ -243,29 +242,20 @@ class AvgSmoothLoss(Metric):
         self,
         n: int,  # number of steps
     ) -> None:
-        "Store the state after `n` steps, from which `replace` continues."
-        self._finish()
-        now = self._smooth, self._mean, self._n_counted
-        if n < len(self._smooth):
-            self._smooth = []
-            self._mean = 0.0
-            self._n_counted = 0
-            for x, weight in zip(self._steps.losses[:n], self._steps.weights[:n], strict=True):
-                self._advance(x, weight)
-        self._mark = n, self._mean, self._n_counted
-        self._smooth, self._mean, self._n_counted = now
+        "Set the step after which `replace` replaces the losses."
+        self._mark = n
 
     @property
     def since_mark(self) -> list[float]:
         "The unsmoothed losses of the steps after the mark."
         self._finish()
-        return self._steps.losses[self._mark[0] :]
+        return self._steps.losses[self._mark :]
 
     @property
     def weights_since_mark(self) -> list[float]:
         "The weights of the losses after the mark."
         self._finish()
-        return [float(weight) for weight in self._steps.weights[self._mark[0] :]]
+        return [float(weight) for weight in self._steps.weights[self._mark :]]
 
     def replace(
         self,
@@ -274,10 +264,9 @@ class AvgSmoothLoss(Metric):
     ) -> None:
         "Replace the losses after the mark, by the losses reduced over all ranks."
         self._finish()
-        n, self._mean, self._n_counted = self._mark
-        self._steps.losses[n:] = losses
-        self._smooth[n:] = []
-        self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
+        self._steps.losses[self._mark :] = losses
+        self._steps.weights[self._mark :] = [1.0] * len(losses) if weights is None else weights
+        self._forget_smoothed()
         self._catch_up()
 
     @override
@@ -312,11 +301,12 @@ class LossTransfer:
         self.losses: list[float] = []
         self.weights: list[float] = []
         self._pending: list[tuple[Tensor, Any]] = []  # losses on the device
-        self._flying: deque[_Copy] = deque()  # copies in flight
+        self._copy: _Copy | None = None  # copy in flight
         self._defer = deferred  # set by the first loss on a device, to keep the order of all losses
 
     def __len__(self) -> int:
-        return len(self.losses) + sum(len(c) for c in self._flying) + len(self._pending)
+        in_flight = self._copy.n if self._copy is not None else 0
+        return len(self.losses) + in_flight + len(self._pending)
 
     def add(
         self,
@@ -339,53 +329,52 @@ class LossTransfer:
             self._send()
 
     def _send(self) -> None:
-        "Start to copy the pending losses."
-        self._flying.append(_Copy(self._pending))
+        "Start to copy the pending losses; the copy before has had `SEND_EVERY` steps of time."
+        self._land()
+        self._copy = _Copy(self._pending)
         self._pending = []
-        self._land(MAX_IN_FLIGHT)
 
-    def _land(self, allowed: int) -> None:
-        "Append the losses of finished copies; wait only while more than `allowed` copies are in flight."
-        while self._flying and (len(self._flying) > allowed or self._flying[0].arrived):
-            losses, weights = self._flying.popleft().wait()
-            self.losses += losses
-            self.weights += weights
+    def _land(self) -> None:
+        "Wait for the copy in flight, and append its losses."
+        if self._copy is None:
+            return
+        losses, weights = self._copy.wait()
+        self._copy = None
+        self.losses += losses
+        self.weights += weights
 
     def receive(
         self,
         send: bool = False,  # also start to copy pending losses if no copy is in flight
     ) -> None:
-        "Append the losses of finished copies; never waits."
-        self._land(MAX_IN_FLIGHT)
-        if send and self._pending and not self._flying:
+        "Append the losses of a finished copy; never waits."
+        if self._copy is not None and self._copy.arrived:
+            self._land()
+        if send and self._pending and self._copy is None:
             self._send()
 
     def wait(self) -> None:
         "Wait for all losses."
         if self._pending:
             self._send()
-        self._land(0)
+        self._land()
 
 
 class _Copy:
-    "Asynchronous copy of losses to the host, together with weights that are on the device."
+    "Asynchronous copy of losses to the host, together with their weights."
 
     def __init__(self, steps: list[tuple[Tensor, Any]]) -> None:
-        numbers = torch.stack([loss for loss, _ in steps])
-        device = numbers.device
-        self.weights = [weight for _, weight in steps]
+        losses, self.weights = map(list, zip(*steps, strict=True))
+        numbers = torch.stack(losses)
         self.n = len(steps)
         if any(isinstance(weight, Tensor) for weight in self.weights):
-            weights = [torch.as_tensor(w, device=device).reshape(()) for w in self.weights]
+            weights = [torch.as_tensor(w, device=numbers.device).reshape(()) for w in self.weights]
             numbers = torch.cat([widen(numbers), widen(torch.stack(weights))])
             self.weights = []
         on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
         self.host.copy_(numbers, non_blocking=on_cuda)
         self.event = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
-
-    def __len__(self) -> int:
-        return self.n
 
     @property
     def arrived(self) -> bool:
@@ -484,21 +473,15 @@ def flatten_pair(
     """
     if pred.numel() == targ.numel():
         return pred.reshape(-1), targ.reshape(-1)
-    raise MetricError(
-        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: '
-        f'{_describe_fix(pred, targ)}'
-    )
-
-
-def _describe_fix(pred: Tensor, targ: Tensor) -> str:
     fix = 'give one target for each predicted value.'
-    if targ.is_floating_point():
-        return fix
-    if targ.numel() * pred.shape[-1] == pred.numel():
-        return f'{fix} If these are class numbers, `accuracy` takes them, or this `F.one_hot(targ, {pred.shape[-1]})`.'
-    if pred.numel() and targ.numel() % pred.numel() == 0 and targ.ndim > pred.ndim:
-        return f'{fix} If they are one-hot, give class numbers, `targ.argmax(-1)`.'
-    return f'{fix} Are the classes along another `axis`?'
+    if not targ.is_floating_point():
+        fix += (
+            ' `accuracy` takes class numbers, along another `axis` if they are not last, and `mse` takes '
+            '`F.one_hot(targ)`. One-hot targets become class numbers by `targ.argmax(-1)`.'
+        )
+    raise MetricError(
+        f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: {fix}'
+    )
 
 
 def widen(t: Tensor) -> Tensor:

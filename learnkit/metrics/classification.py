@@ -1,29 +1,37 @@
-"""Classification scores with fastai's names, from counts of each class.
+"""Classification scores with fastai's names, computed by scikit-learn (`pip install scikit-learn`).
 
 Single-label scores use the class with the highest score along `axis`. Multi-label scores (`...Multi`) predict each
-label whose sigmoid is at least `thresh`. Values equal scikit-learn's on the whole data set. Columns are named like
-scikit-learn's functions, as in fastai (`f1_score`, `roc_auc_score`). A dict gives other names:
+label whose sigmoid is at least `thresh`. The predicted classes of a data set are kept on their device until the value
+is read. Columns are named like scikit-learn's functions, as in fastai (`f1_score`). A dict gives other names:
 `{'f1': F1Score(average='macro')}`.
 
 `average` is 'binary' (the score of class `pos_label` of two), 'macro' (mean over the occurring classes), 'weighted'
 (mean weighted by class frequency), 'micro' (over all samples or labels together) or None (a tensor with one value per
-class). `labels` selects classes for 'macro' and None. In the formulas, tp, fp, fn and tn are the true and false
-positives and negatives of a class. Constructors raise `MetricError` for an unknown `average`. Predictions and targets
-that do not match raise `MetricError` before training."""
+class, up to the highest that occurs). `labels` selects classes. In the formulas, tp, fp, fn and tn are the true and
+false positives and negatives of a class. A ratio with denominator 0 is 0. Constructors raise `MissingExtraError`
+without scikit-learn. Predictions and targets that do not match, and options that scikit-learn does not have, raise
+`MetricError` before training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import MetricError
-from learnkit.metrics.counts import ClassCounts, CountScore, LabelCounts, count_classes
+from learnkit.core.optional import import_library
+from learnkit.core.validation import needs_class_indices
+from learnkit.metrics.shapes import argmax_preds, flatten_labels, mark_unknown
+from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
 __all__ = [
+    'SklearnScore',
     'F1Score',
     'FBeta',
     'Precision',
@@ -43,59 +51,147 @@ __all__ = [
 ]
 
 Labels = Sequence[int] | None
+Pair = tuple[Tensor, Tensor]
+
+
+class SklearnScore(KeptMetric):
+    "Base class of scores of scikit-learn; `compute` gets what `prepare` has returned for the batches, as arrays."
+
+    score = ''  # function of scikit-learn, and name of the column
+
+    def __init__(
+        self,
+        prepare: Callable[
+            ..., Pair
+        ],  # f(predictions, targets) of a batch: classes, targets of which are -1 if unknown
+        on: str | None,
+        **options: Any,  # keyword arguments of the function
+    ) -> None:
+        module = import_library('sklearn.metrics', type(self).__name__)
+        self.score_func = partial(getattr(module, self.score), **options)
+        super().__init__(WholeSet(self._check_and_compute, prepare), self.score, on)
+
+    @override
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        metric = super()._try(pred, yb)
+        metric.compute()  # also finds options and targets that scikit-learn refuses
+        return metric
+
+    def _check_and_compute(self, pred: Tensor, targ: Tensor) -> Any:
+        n_unknown = int((targ < 0).sum())
+        if n_unknown:
+            raise MetricError(
+                f'{self.name}: {n_unknown} targets are not class numbers, from 0 to the number of classes - 1 (of '
+                'labels, 0 or 1). Leave out what is not to count, in `before_batch`.'
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of classes without predictions or targets
+            value = self.compute(pred.cpu().numpy(), targ.cpu().numpy())
+        return torch.from_numpy(value).float() if isinstance(value, np.ndarray) else float(value)
+
+    def compute(self, pred: Any, targ: Any) -> Any:
+        "Return the score of the data set."
+        return self.score_func(targ, pred)
 
 
 # -- one class for each sample ---------------------------------------------------------------------
 
 
-class F1Score(ClassCounts):
+@needs_class_indices
+def _choose_classes(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Pair:
+    best, targ, n = argmax_preds(name, axis, instead, pred, targ)
+    return best, mark_unknown(targ, n)
+
+
+class _ClassScore(SklearnScore):
+    "Base class of scores of all classes together."
+
+    def __init__(
+        self,
+        axis: int = -1,  # class dimension
+        on: str | None = None,  # 'train', 'valid' or 'both'
+        instead: str
+        | None = None,  # what to use for another number of classes than 2; None: any number
+        **options: Any,
+    ) -> None:
+        prepare = partial(_choose_classes, type(self).__name__, axis, instead)
+        super().__init__(prepare, on, **options)
+
+
+class _AverageScore(_ClassScore):
+    "Base class of scores of each class, averaged over classes."
+
+    def __init__(
+        self,
+        axis: int = -1,  # class dimension
+        labels: Labels = None,  # classes to include; None: all
+        pos_label: int = 1,  # class scored by 'binary'
+        average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
+        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,
+    ) -> None:
+        instead = f"average='macro', 'micro', 'weighted' or None, or {type(self).__name__}Multi for labels"
+        options |= {'pos_label': pos_label, 'average': average, 'zero_division': 0}
+        super().__init__(axis, on, instead if average == 'binary' else None, **options)
+        self.labels = labels
+        self.average = average
+
+    @override
+    def compute(self, pred: Any, targ: Any) -> Any:
+        labels = self.labels
+        if labels is None and self.average is None:
+            labels = range(max(pred.max(), targ.max()) + 1)  # also classes that do not occur
+        return self.score_func(targ, pred, labels=labels)
+
+
+class F1Score(_AverageScore):
     """Harmonic mean of precision and recall, `2*tp/(2*tp + fp + fn)`.
 
     >>> F1Score()(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.8
     """
 
-    kind = 'f1_score'
+    score = 'f1_score'
 
 
-class Precision(ClassCounts):
+class Precision(_AverageScore):
     """Fraction of predictions of a class that are correct, `tp/(tp + fp)`.
 
     >>> Precision(average=None)(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     tensor([0.6667, 1.0000])
     """
 
-    kind = 'precision_score'
+    score = 'precision_score'
 
 
-class Recall(ClassCounts):
+class Recall(_AverageScore):
     """Fraction of the samples of a class that are predicted, `tp/(tp + fn)`.
 
     >>> Recall(pos_label=0)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
     """
 
-    kind = 'recall_score'
+    score = 'recall_score'
 
 
-class Jaccard(ClassCounts):
+class Jaccard(_AverageScore):
     """Intersection over union of predictions and targets of a class, `tp/(tp + fp + fn)`.
 
     >>> round(Jaccard(average='macro')(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
     0.3333
     """
 
-    kind = 'jaccard_score'
+    score = 'jaccard_score'
 
 
-class FBeta(ClassCounts):
+class FBeta(_AverageScore):
     """F score with recall weighted by `beta`, `(1 + b*b)*tp/((1 + b*b)*tp + b*b*fn + fp)`.
 
     >>> round(FBeta(2)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
     0.7143
     """
 
-    kind = 'fbeta_score'
+    score = 'fbeta_score'
 
     def __init__(
         self,
@@ -106,49 +202,37 @@ class FBeta(ClassCounts):
         average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        self.beta = beta
-        super().__init__(axis, labels, pos_label, average, on)
+        super().__init__(axis, labels, pos_label, average, on, beta=beta)
 
 
-class _Hamming(CountScore):
-    kind = 'hamming_loss'
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        hits, _, targs = self.read_counts(sums).sum(1)
-        return float(1 - hits / targs)
-
-
-class _Matthews(CountScore):
-    kind = 'matthews_corrcoef'
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        hits, preds, targs = self.read_counts(sums)
-        n = targs.sum()
-        spread = ((n * n - targs @ targs) * (n * n - preds @ preds)).sqrt()
-        return float((hits.sum() * n - targs @ preds) / spread) if spread else 0.0
-
-
-class HammingLoss(_Hamming, ClassCounts):
+class HammingLoss(_ClassScore):
     """Fraction of samples whose class is not predicted: the error rate.
 
     >>> HammingLoss()(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.25
     """
 
-    def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        super().__init__(axis, average='macro', on=on)
+    score = 'hamming_loss'
 
 
-class BalancedAccuracy(ClassCounts):
+class MatthewsCorrCoef(_ClassScore):
+    """Matthews correlation of predicted and true classes, generalized by Gorodkin; 0 if undefined.
+
+    >>> MatthewsCorrCoef()(torch.eye(2)[[0, 1]], torch.tensor([0, 1]))
+    1.0
+    """
+
+    score = 'matthews_corrcoef'
+
+
+class BalancedAccuracy(_ClassScore):
     """Mean recall over the occurring classes.
 
     >>> BalancedAccuracy()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.75
     """
 
-    kind = 'balanced_accuracy_score'
+    score = 'balanced_accuracy_score'
 
     def __init__(
         self,
@@ -156,25 +240,17 @@ class BalancedAccuracy(ClassCounts):
         adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        super().__init__(axis, average='macro', on=on)
-        self.adjusted = adjusted
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        hits, _, targs = self.read_counts(sums)
-        recalls = (hits / targs)[targs > 0]
-        chance = 1 / len(recalls) if self.adjusted else 0.0
-        return float((recalls.mean() - chance) / (1 - chance)) if chance < 1 else float('nan')
+        super().__init__(axis, on, adjusted=adjusted)
 
 
-class CohenKappa(ClassCounts):
+class CohenKappa(_ClassScore):
     """Agreement beyond chance, `(p_o - p_e)/(1 - p_e)` of observed and expected agreement; NaN for a single class.
 
     >>> CohenKappa()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
     """
 
-    kind = 'cohen_kappa_score'
+    score = 'cohen_kappa_score'
 
     def __init__(
         self,
@@ -182,96 +258,89 @@ class CohenKappa(ClassCounts):
         weights: str | None = None,  # cost at distance d: None 1, 'linear' d, 'quadratic' d*d
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        if weights not in (None, 'linear', 'quadratic'):
-            raise MetricError(
-                f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
-            )
-        super().__init__(axis, average='macro', on=on)
-        self.weights = weights
-
-    @override
-    def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
-        best, targ, n = self.prepare(pred, targ)
-        counts = count_classes(best, targ, n)
-        cost = self._weigh(best - targ).sum()
-        return torch.cat([cost.expand(1, n + 1), counts])
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        _, preds, targs = self.read_counts(sums[1:])
-        classes = torch.arange(len(targs))
-        expected = preds @ self._weigh(classes[:, None] - classes).to(preds) @ targs / targs.sum()
-        return float(1 - sums[0, 0] / expected)
-
-    def _weigh(self, distances: Tensor) -> Tensor:
-        "Return the cost of the distances between predicted and true classes."
-        if self.weights is None:
-            return distances != 0
-        return distances.abs() if self.weights == 'linear' else distances.square()
-
-
-class MatthewsCorrCoef(_Matthews, ClassCounts):
-    """Matthews correlation of predicted and true classes, generalized by Gorodkin; 0 if undefined.
-
-    >>> MatthewsCorrCoef()(torch.eye(2)[[0, 1]], torch.tensor([0, 1]))
-    1.0
-    """
-
-    def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        super().__init__(axis, average='macro', on=on)
+        super().__init__(axis, on, weights=weights)
 
 
 # -- any number of labels for each sample ----------------------------------------------------------
 
 
-class F1ScoreMulti(LabelCounts):
+def _choose_labels(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
+    probs, targ, _ = flatten_labels(name, sigmoid, pred, targ)
+    return (probs >= thresh).long(), mark_unknown(targ, 2)
+
+
+class _LabelScore(SklearnScore):
+    "Base class of scores of each label, averaged over labels."
+
+    def __init__(
+        self,
+        thresh: float = 0.5,  # probability from which a label is predicted
+        sigmoid: bool = True,  # whether the predictions are logits
+        labels: Labels = None,  # labels to include; None: all
+        average: str | None = 'macro',  # see the module docstring
+        on: str | None = None,  # 'train', 'valid' or 'both'
+        **options: Any,
+    ) -> None:
+        prepare = partial(_choose_labels, type(self).__name__, thresh, sigmoid)
+        super().__init__(prepare, on, zero_division=0, **options)
+        self.labels = labels
+        self.average = average
+
+    @override
+    def compute(self, pred: Any, targ: Any) -> Any:
+        if pred.shape[1] == 1:  # which scikit-learn takes for two classes
+            return self.score_func(targ[:, 0], pred[:, 0])
+        return self.score_func(targ, pred, labels=self.labels, average=self.average)
+
+
+class F1ScoreMulti(_LabelScore):
     """Harmonic mean of precision and recall of each label.
 
     >>> F1ScoreMulti(average='micro')(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.8
     """
 
-    kind = 'f1_score'
+    score = 'f1_score'
 
 
-class PrecisionMulti(LabelCounts):
+class PrecisionMulti(_LabelScore):
     """Fraction of predictions of a label that are correct.
 
     >>> PrecisionMulti(average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.5000, 1.0000])
     """
 
-    kind = 'precision_score'
+    score = 'precision_score'
 
 
-class RecallMulti(LabelCounts):
+class RecallMulti(_LabelScore):
     """Fraction of the occurrences of a label that are predicted.
 
     >>> RecallMulti(labels=[1])(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 1], [0, 1]]))
     0.5
     """
 
-    kind = 'recall_score'
+    score = 'recall_score'
 
 
-class JaccardMulti(LabelCounts):
+class JaccardMulti(_LabelScore):
     """Intersection over union of predictions and targets of each label.
 
     >>> JaccardMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.75
     """
 
-    kind = 'jaccard_score'
+    score = 'jaccard_score'
 
 
-class FBetaMulti(LabelCounts):
+class FBetaMulti(_LabelScore):
     """F score of each label with recall weighted by `beta`.
 
     >>> FBetaMulti(2, average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.8333, 1.0000])
     """
 
-    kind = 'fbeta_score'
+    score = 'fbeta_score'
 
     def __init__(
         self,
@@ -282,33 +351,40 @@ class FBetaMulti(LabelCounts):
         average: str | None = 'macro',  # see the module docstring
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        self.beta = beta
-        super().__init__(thresh, sigmoid, labels, average, on)
+        super().__init__(thresh, sigmoid, labels, average, on, beta=beta)
 
 
-class _AllLabels(LabelCounts):
+class _AllLabels(SklearnScore):
     "Base class of scores of all labels together, which are two classes."
 
-    def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
-        super().__init__(thresh, sigmoid, on=on)
+    def __init__(
+        self,
+        thresh: float = 0.5,  # probability from which a label is predicted
+        sigmoid: bool = True,  # whether the predictions are logits
+        on: str | None = None,  # 'train', 'valid' or 'both'
+    ) -> None:
+        super().__init__(partial(_choose_labels, type(self).__name__, thresh, sigmoid), on)
 
     @override
-    def sums(self, pred: Tensor, targ: Tensor) -> Any:
-        chosen, targ = self.predict(pred, targ)
-        return count_classes(chosen.flatten().long(), targ.flatten(), 2)
+    def compute(self, pred: Any, targ: Any) -> Any:
+        return self.score_func(targ.ravel(), pred.ravel())
 
 
-class HammingLossMulti(_Hamming, _AllLabels):
+class HammingLossMulti(_AllLabels):
     """Fraction of labels predicted incorrectly.
 
     >>> HammingLossMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.25
     """
 
+    score = 'hamming_loss'
 
-class MatthewsCorrCoefMulti(_Matthews, _AllLabels):
+
+class MatthewsCorrCoefMulti(_AllLabels):
     """Matthews correlation of predicted and true labels, all labels together; 0 if undefined.
 
     >>> MatthewsCorrCoefMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [1, 1]]))
     1.0
     """
+
+    score = 'matthews_corrcoef'

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.errors import OptionError
 
 __all__ = ['MetricProperties', 'as_comparison']
 
@@ -64,7 +64,7 @@ class MetricProperties:
     >>> ways = MetricProperties(lower='wer_*', neutral='temperature')
     >>> ways['valid_loss'], ways['night/accuracy'], ways['wer_clean'], ways['temperature']
     ('lower', 'higher', 'lower', 'neutral')
-    >>> ways.is_better('wer_clean', 0.1, than=0.2)
+    >>> ways.comparison('wer_clean') is np.less
     True
     """
 
@@ -75,30 +75,11 @@ class MetricProperties:
         neutral: str | Iterable[str] = (),  # names or patterns of rates, times, norms
     ) -> None:
         self._declared: dict[str, str] = {}
-        self.declare(higher, lower, neutral)
-
-    def declare(
-        self,
-        higher: str | Iterable[str] = (),
-        lower: str | Iterable[str] = (),
-        neutral: str | Iterable[str] = (),
-    ) -> Self:
-        "Declare more metrics, replacing earlier declarations of the same name, and return `self`."
-        new: dict[str, str] = {}
         for way, patterns in zip(WAYS, (higher, lower, neutral), strict=True):
             for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-                if not isinstance(pattern, str) or not pattern.strip():
-                    raise OptionError(
-                        f'{way}={patterns!r}: give names of metrics, or patterns such as "*_error".'
-                    )
-                if new.setdefault(pattern.lower(), way) != way:
-                    raise OptionError(
-                        f'{pattern!r} cannot be both {new[pattern.lower()]} and {way}: choose one.'
-                    )
-        for pattern in new:
-            self._declared.pop(pattern, None)  # moves the pattern to the end
-        self._declared |= new
-        return self
+                known = self._declared.setdefault(pattern.lower(), way)
+                if known != way:
+                    raise OptionError(f'{pattern!r} cannot be both {known} and {way}: choose one.')
 
     def __getitem__(self, name: str) -> str:
         "Return 'higher', 'lower' or 'neutral'."
@@ -106,9 +87,8 @@ class MetricProperties:
         if way is not None:
             return way
         bare = _strip_prefixes(name)
-        close = did_you_mean(bare, (p for p, _ in _KNOWN if '*' not in p))
         raise OptionError(
-            f'Nobody has said whether {name!r} is better when it is higher or lower.{close} Declare it: '
+            f'Nobody has said whether {name!r} is better when it is higher or lower. Declare it: '
             f'`MetricProperties(higher={bare!r})`, or `lower=`, or `neutral=`, which callbacks take as '
             '`comp=`.'
         )
@@ -134,27 +114,13 @@ class MetricProperties:
         if way != 'neutral':
             return way == 'higher'
         raise OptionError(
-            f'{name!r} is neutral: no value of it is better than another. To compare it all the same, '
-            f'declare it: `MetricProperties(lower={_strip_prefixes(name)!r})`, or `higher=`.'
+            f'{name!r} is neutral. To compare it all the same, declare it: '
+            f'`MetricProperties(lower={_strip_prefixes(name)!r})`, or `higher=`.'
         )
-
-    def is_neutral(self, name: str) -> bool:
-        "Return True if no value of the metric is better than another."
-        return self[name] == 'neutral'
-
-    def is_better(self, name: str, value: Any, than: Any) -> bool:
-        "Return True if `value` is better than another value of the same metric."
-        return bool(self.comparison(name)(value, than))
 
     def comparison(self, name: str) -> Compare:
         "Return `numpy.greater` or `numpy.less`, for the argument `comp` of callbacks."
         return np.greater if self.higher_is_better(name) else np.less
-
-    def __repr__(self) -> str:
-        ways: dict[str, list[str]] = {}
-        for pattern, way in self._declared.items():
-            ways.setdefault(way, []).append(pattern)
-        return f'MetricProperties({", ".join(f"{way}={ways[way]}" for way in WAYS if way in ways)})'
 
 
 def as_comparison(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,8 @@ from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED, count_targets
 from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.counts import flatten_classes
+from learnkit.metrics.shapes import flatten_classes
+from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 
@@ -244,55 +245,27 @@ def exp_rmspe(pred: Tensor, targ: Tensor) -> Tensor:
     return _mean_squared_percentage(pred, targ).sqrt()
 
 
-class _Regression(SumMetric):
-    """Base class with moments over the data set: n, and of target, prediction and error the means and products.
-
-    The products are sums of products of deviations from the means, shape (3, 3): sums of squares would lose all digits
-    of values far from zero. Moments of batches and ranks are joined as by Chan et al., 1979."""
+class _Regression(KeptMetric):
+    "Base class of scores that are computed in float64 from all predictions and targets of the data set."
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(self._name, on)
+        prepare = partial(flatten_pair, self.name)
+        super().__init__(WholeSet(self.compute, prepare), self._name, on)
 
-    @override
-    def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
-        p, t = map(widen, flatten_pair(self.name, pred, targ))
-        values = torch.stack([t, p, t - p])
-        n = values.shape[1]
-        means = values.sum(1) / max(n, 1)
-        deviations = values - means[:, None]
-        products = deviations @ deviations.T
-        return torch.cat([means.new_full((1,), n), means, products.flatten()])
-
-    @override
-    def join(self, total: Tensor, sums: Tensor) -> Tensor:
-        n = total[0] + sums[0]
-        share = sums[0] / n.clamp_min(1)
-        step = sums[1:4] - total[1:4]
-        products = total[4:] + sums[4:] + (step * total[0] * share).outer(step).flatten()
-        return torch.cat([n[None], total[1:4] + step * share, products])
-
-    @override
-    def merge(self, states: list[dict[str, Any]]) -> None:
-        found = [sd['_sums'] for sd in states if sd['_sums'] is not None]
-        self._sums = reduce(self.join, found) if found else None
-
-    @override
-    def final(self, sums: Tensor) -> float:
-        n = sums[0].item()
-        means, products = sums[1:4], sums[4:].view(3, 3)
-        # deviations of constant values are rounding errors of their mean
-        is_constant = products.diag() <= n * (4 * torch.finfo(sums.dtype).eps * means).square()
-        keep = ~is_constant
-        return self.compute(n, means, products * keep[:, None] * keep)
-
-    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
-        "Return the value from the moments."
+    def compute(self, pred: Tensor, targ: Tensor) -> float:
+        "Return the value on the data set."
         raise NotImplementedError
 
 
-def _explain(residual: Tensor, deviations: Tensor) -> float:
+def _spread(values: Tensor) -> Tensor:
+    "Return deviations from the mean; of constant values, exactly 0 instead of rounding errors."
+    return values - values[0] if (values == values[0]).all() else values - values.mean()
+
+
+def _explain(residuals: Tensor, targ: Tensor) -> float:
     "Return the explained fraction; for constant targets 1 or 0, as in scikit-learn."
-    return float(1 - residual / deviations) if deviations else float(residual == 0)
+    residual, total = residuals.square().sum(), _spread(targ).square().sum()
+    return float(1 - residual / total) if total else float(residual == 0)
 
 
 class R2Score(_Regression):
@@ -305,9 +278,9 @@ class R2Score(_Regression):
     _name = 'r2_score'
 
     @override
-    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
-        residual = products[2, 2] + n * means[2] ** 2
-        return _explain(residual, products[0, 0]) if n > 1 else math.nan
+    def compute(self, pred: Tensor, targ: Tensor) -> float:
+        pred, targ = widen(pred), widen(targ)
+        return _explain(targ - pred, targ) if len(targ) > 1 else math.nan
 
 
 class ExplainedVariance(_Regression):
@@ -320,8 +293,9 @@ class ExplainedVariance(_Regression):
     _name = 'explained_variance_score'
 
     @override
-    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
-        return _explain(products[2, 2], products[0, 0]) if n else math.nan
+    def compute(self, pred: Tensor, targ: Tensor) -> float:
+        pred, targ = widen(pred), widen(targ)
+        return _explain(_spread(targ - pred), targ) if len(targ) else math.nan
 
 
 class PearsonCorrCoef(_Regression):
@@ -334,9 +308,11 @@ class PearsonCorrCoef(_Regression):
     _name = 'pearsonr'
 
     @override
-    def compute(self, n: float, means: Tensor, products: Tensor) -> float:
-        scale = (products[0, 0] * products[1, 1]).sqrt()
-        return float((products[0, 1] / scale).clamp(-1, 1)) if n > 1 and scale else math.nan
+    def compute(self, pred: Tensor, targ: Tensor) -> float:
+        if len(targ) < 2:
+            return math.nan
+        p, t = _spread(widen(pred)), _spread(widen(targ))
+        return float(((p @ t) / (p.norm() * t.norm())).clamp(-1, 1))
 
 
 # -- losses and probabilities ----------------------------------------------------------------------

@@ -5,24 +5,26 @@ run's batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable
+from functools import reduce
+from itertools import zip_longest
+from operator import add
 from pickle import PicklingError
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from fastcore.imports import noop
 from torch import Tensor
 
 from learnkit.core.batch import are_equal, map_tensors, to_device
 from learnkit.core.errors import BatchError, MetricError
 from learnkit.distributed.comm import Comm
 from learnkit.metrics.state import (
-    Pairs,
     collect_accumulated,
     is_metric,
     is_torchmetrics,
+    list_parts,
     restore_accumulated,
 )
 
@@ -32,9 +34,7 @@ __all__ = [
     'gather_on_host',
     'interleave',
     'merge_states',
-    'merge_pairs',
     'shared_state',
-    'without_sync',
 ]
 
 T = TypeVar('T')
@@ -181,33 +181,24 @@ def _add_up(
     values = [v for v in values if v is not None]
     if not values:
         return None
-    if any(isinstance(v, dict) for v in values):  # on a rank without batches, it is the number 0
-        values = [v for v in values if isinstance(v, dict) or v != 0]
-    if all(isinstance(v, dict) for v in values):
+    if any(isinstance(v, dict) for v in values):
         by_key: dict[Any, list[Any]] = {}
         for v in values:
-            for k, number in v.items():
+            for k, number in (
+                v.items() if isinstance(v, dict) else ()
+            ):  # 0 on a rank without batches
                 by_key.setdefault(k, []).append(number)
         return {k: _add_up(numbers, what) for k, numbers in by_key.items()}
-    if all(isinstance(v, list) for v in values):
-        return [x for v in values for x in v]
     shapes = {tuple(v.shape) for v in values if isinstance(v, (Tensor, np.ndarray)) and v.ndim}
     if len(shapes) > 1:
         raise MetricError(
             f'{what} has other shapes in other processes, {sorted(shapes)}: is the number of classes '
             'not the same everywhere?'
         )
-    numeric = (int, float, complex, Tensor, np.ndarray, np.generic)
-    if not all(isinstance(v, numeric) for v in values):
-        names = ' and '.join(sorted({type(v).__name__ for v in values}))
-        raise MetricError(
-            f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
-            f'{names}. Define `merge(self, states)`.'
-        )
-    return sum(values[1:], start=values[0])
-
-
-# -- kept predictions ------------------------------------------------------------------------------
+    try:
+        return reduce(add, values)
+    except TypeError as e:
+        raise MetricError(f'{what} does not add up: {e}. Define `merge(self, states)`.') from e
 
 
 def interleave(lists: Iterable[list[T]]) -> list[T]:
@@ -221,31 +212,12 @@ def interleave(lists: Iterable[list[T]]) -> list[T]:
     return [x for row in rows for x in row if x is not missing]
 
 
-def merge_pairs(
-    states: Iterable[Mapping[str, Any]],  # states with `waiting` pairs and the batches' `lengths`
-) -> tuple[Pairs, list[tuple[int, int]]]:
-    "Return the batches of all ranks in the order of the data, and their lengths."
-    pairs = interleave([_split(sd['waiting'], sd['lengths']) for sd in states])
-    return pairs, [(len(pred), len(targ)) for pred, targ in pairs]
-
-
-def _split(pairs: Pairs, lengths: list[tuple[int, int]]) -> Pairs:
-    "Split concatenated predictions and targets into batches."
-    if len(pairs) == len(lengths) or not pairs:
-        return pairs
-    preds, targs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    n_preds, n_targs = zip(*lengths, strict=True)
-    return list(zip(preds.split(n_preds), targs.split(n_targs), strict=True))
-
-
 # -- torchmetrics ----------------------------------------------------------------------------------
 
 
 def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
     "Reduce each state by its `dist_reduce_fx`, without communication by torchmetrics."
-    for path, m in o.named_modules():
-        if '_defaults' not in vars(m):
-            continue
+    for path, m in list_parts(o).items():
         found = [sd[path] for sd in states]
         # ranks without batches are skipped: their initial zeros would change a minimum
         found = [sd for sd in found if sd['counts']['_update_count']] or found
@@ -257,6 +229,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
             setattr(m, name, value)
         m._update_count = sum(counts)
         m._computed = None  # the cached value belongs to this rank's batches
+        m.distributed_available_fn = noop  # the states are merged already
 
 
 def _reduce(
@@ -282,26 +255,3 @@ def _reduce(
     weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     mean = (stacked.double() * weights.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
-
-
-@contextmanager
-def without_sync(metrics: Iterable[Any]) -> Iterator[None]:
-    "Disable torchmetrics' synchronization within the block, because states are merged already."
-    roots = chain.from_iterable(map(_find_torchmetrics, metrics))
-    modules = [m for o in roots for m in o.modules() if 'distributed_available_fn' in vars(m)]
-    previous = [m.distributed_available_fn for m in modules]
-    for m in modules:
-        m.distributed_available_fn = lambda: False
-    try:
-        yield
-    finally:
-        for m, fn in zip(modules, previous, strict=True):
-            m.distributed_available_fn = fn
-
-
-def _find_torchmetrics(o: Any) -> list[Any]:
-    "Return a torchmetrics object, or the torchmetrics objects in a metric."
-    if is_torchmetrics(o):
-        return [o]
-    inner_metrics = _list_inner_metrics(o).values()
-    return list(chain.from_iterable(map(_find_torchmetrics, inner_metrics)))

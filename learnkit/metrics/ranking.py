@@ -1,14 +1,15 @@
-"""Ranking scores with fastai's names, by torchmetrics, and scores of texts (`pip install torchmetrics`).
+"""Ranking scores with fastai's names, by scikit-learn, and correlation of ranks and scores of texts, by torchmetrics.
 
 Predictions and targets are kept on their device until the value is read. Probabilities are ranked in float64, in which
-few scores round to the same number. Constructors raise `MissingExtraError` without torchmetrics."""
+few scores round to the same number. Constructors raise `MissingExtraError` without the library
+(`pip install learnkit-torch[metrics]`)."""
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -17,11 +18,13 @@ from learnkit.core.errors import MetricError
 from learnkit.core.optional import import_library
 from learnkit.core.validation import needs_class_indices
 from learnkit.metrics.base import flatten_pair, widen
-from learnkit.metrics.counts import (
+from learnkit.metrics.classification import SklearnScore
+from learnkit.metrics.shapes import (
     check_average,
     check_two_classes,
     flatten_classes,
     flatten_labels,
+    mark_unknown,
 )
 from learnkit.metrics.whole_set import KeptMetric, WholeSet
 
@@ -38,14 +41,7 @@ __all__ = [
 Pair = tuple[Tensor, Tensor]
 
 
-def _import_score(module: str, name: str) -> Any:
-    "Import a function of torchmetrics; raise `MissingExtraError` if torchmetrics is not installed."
-    with warnings.catch_warnings():  # the import may warn of optional packages
-        warnings.simplefilter('ignore')
-        return getattr(import_library(f'torchmetrics.functional.{module}', name), name)
-
-
-class _AreaScore(KeptMetric):
+class _AreaScore(SklearnScore):
     """Base class of averages over columns: the area under the ROC curve, or the average precision.
 
     A column needs a positive target; for an area, a negative target too. The score is NaN for other columns, which an
@@ -54,49 +50,44 @@ class _AreaScore(KeptMetric):
     def __init__(
         self, prepare: Any, average: str | None = 'macro', on: str | None = None, **options: Any
     ) -> None:
-        self.is_area = self._name == 'roc_auc_score'
-        kind = 'binary_auroc' if self.is_area else 'binary_average_precision'
-        self.score = partial(_import_score('classification', kind), validate_args=False, **options)
+        super().__init__(prepare, on, **options)
         self.average = average
-        super().__init__(WholeSet(self._average_columns, prepare), self._name, on)
 
     @override
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        self(pred, *yb)
-
-    def _average_columns(self, probs: Tensor, targs: Tensor) -> Tensor:
+    def compute(self, pred: Any, targ: Any) -> Any:
         if self.average == 'micro':
-            probs, targs = probs.reshape(-1, 1), targs.reshape(-1, 1)
-        counts = targs.sum(0)
-        defined = (counts > 0) & ((counts < len(targs)) | (not self.is_area))
-        scores = probs.new_full((len(counts),), torch.nan)
-        for i in defined.nonzero()[:, 0].tolist():
-            scores[i] = self.score(probs[:, i], targs[:, i].long())
+            pred, targ = pred.reshape(-1, 1), targ.reshape(-1, 1)
+        counts = targ.sum(0)
+        defined = (counts > 0) & ((counts < len(targ)) | (self.score != 'roc_auc_score'))
+        scores = np.full(len(counts), np.nan)
+        for i in np.flatnonzero(defined):
+            scores[i] = self.score_func(targ[:, i], pred[:, i])
         if self.average is None:
             return scores
-        weights = counts if self.average == 'weighted' else torch.ones_like(counts)
+        weights = counts if self.average == 'weighted' else np.ones_like(counts)
         return (scores * weights)[defined].sum() / weights[defined].sum()
 
 
 @needs_class_indices
 def _rank_classes(name: str, axis: int, pred: Tensor, targ: Tensor) -> Pair:
-    "Return the softmax of the scores, and whether each class is the target, both (N, C)."
+    "Return the softmax of the scores, (N, C), and the targets, (N,)."
     scores, targ = flatten_classes(name, pred, targ, axis)
-    classes = torch.arange(scores.shape[1], device=targ.device)
-    return widen(scores).softmax(1), targ[:, None] == classes
+    return widen(scores).softmax(1), mark_unknown(targ, scores.shape[1])
 
 
 @needs_class_indices
 def _rank_class(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Pair:
     "Return the softmax of class `label` of two, and whether the class is the target, both (N, 1)."
     check_two_classes(name, pred, axis, 'RocAuc, or RocAucMulti for labels')
-    probs, targs = _rank_classes(name, axis, pred, targ)
-    return probs[:, [label]], targs[:, [label]]
+    probs, targ = _rank_classes(name, axis, pred, targ)
+    is_label = torch.where(targ < 0, targ, (targ == label).long())
+    return probs[:, [label]], is_label[:, None]
 
 
 def _rank_labels(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Pair:
     "Return the scores of the labels, and the targets, both (N, L)."
-    return flatten_labels(name, sigmoid, widen(pred), targ)[:2]
+    probs, targ, _ = flatten_labels(name, sigmoid, widen(pred), targ)
+    return probs, mark_unknown(targ, 2)
 
 
 class RocAuc(_AreaScore):
@@ -108,7 +99,7 @@ class RocAuc(_AreaScore):
     1.0
     """
 
-    _name = 'roc_auc_score'
+    score = 'roc_auc_score'
 
     def __init__(
         self,
@@ -120,14 +111,8 @@ class RocAuc(_AreaScore):
         super().__init__(partial(_rank_classes, 'RocAuc', axis), average, on)
 
     @override
-    def _average_columns(self, probs: Tensor, targs: Tensor) -> Tensor:
-        n_unknown = int((~targs.any(1)).sum())
-        if n_unknown:
-            raise MetricError(
-                f'RocAuc: {n_unknown} targets are not class numbers, from 0 to {probs.shape[1] - 1}. Leave out what is '
-                'not to count, in `before_batch`.'
-            )
-        return super()._average_columns(probs, targs)
+    def compute(self, pred: Any, targ: Any) -> Any:
+        return super().compute(pred, targ[:, None] == np.arange(pred.shape[1]))
 
 
 class RocAucBinary(_AreaScore):
@@ -137,7 +122,7 @@ class RocAucBinary(_AreaScore):
     1.0
     """
 
-    _name = 'roc_auc_score'
+    score = 'roc_auc_score'
 
     def __init__(
         self,
@@ -155,7 +140,7 @@ class APScoreBinary(_AreaScore):
     0.8333
     """
 
-    _name = 'average_precision_score'
+    score = 'average_precision_score'
 
     def __init__(
         self,
@@ -175,7 +160,7 @@ class _LabelArea(_AreaScore):
         average: str | None = 'macro',  # 'macro', 'micro', 'weighted' or None
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        check_average(average)
+        check_average(average, ('macro', 'micro', 'weighted'))
         super().__init__(partial(_rank_labels, type(self).__name__, sigmoid), average, on)
 
 
@@ -186,7 +171,7 @@ class RocAucMulti(_LabelArea):
     0.5
     """
 
-    _name = 'roc_auc_score'
+    score = 'roc_auc_score'
 
 
 class APScoreMulti(_LabelArea):
@@ -196,7 +181,7 @@ class APScoreMulti(_LabelArea):
     0.75
     """
 
-    _name = 'average_precision_score'
+    score = 'average_precision_score'
 
 
 class SpearmanCorrCoef(KeptMetric):
@@ -209,7 +194,7 @@ class SpearmanCorrCoef(KeptMetric):
     _name = 'spearmanr'
 
     def __init__(self, on: str | None = None) -> None:
-        func = _import_score('regression', 'spearman_corrcoef')
+        func = import_library('torchmetrics.functional', 'SpearmanCorrCoef').spearman_corrcoef
         super().__init__(WholeSet(func, partial(_match_dtypes, 'SpearmanCorrCoef')), self._name, on)
 
 
@@ -233,7 +218,8 @@ class CorpusBLEUMetric(KeptMetric):
     _name = 'corpus_bleu'
 
     def __init__(self, vocab_sz: int = 5000, axis: int = -1, on: str | None = None) -> None:
-        score = partial(_score_sentences, _import_score('text', 'bleu_score'))
+        bleu = import_library('torchmetrics.functional.text', 'CorpusBLEUMetric').bleu_score
+        score = partial(_score_sentences, bleu)
         super().__init__(WholeSet(score, partial(_end_sentences, axis)), self._name, on)
 
 

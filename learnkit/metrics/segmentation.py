@@ -4,17 +4,18 @@ Pixels are counted over the whole data set, so that values do not depend on the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch  # noqa: F401  # the examples use it
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from learnkit.core.validation import check_choice
+from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.engine.denominator import IGNORED
 from learnkit.metrics.averages import SumMetric, whole_set_metric
 from learnkit.metrics.base import flatten_pair
-from learnkit.metrics.counts import ClassCounts
+from learnkit.metrics.shapes import argmax_preds
 
 __all__ = [
     'foreground_acc',
@@ -67,19 +68,46 @@ def foreground_acc(
     return right / n
 
 
-class _PixelScore(ClassCounts):
-    "Base class of scores of pixels; targets that are no class match nothing."
+@needs_class_indices
+def count_pixels(name: str, axis: int, instead: str | None, pred: Tensor, targ: Tensor) -> Tensor:
+    """Return the correct predictions, predictions and targets of each class, shape (3, C).
 
-    needs_known = False
-    classes = 'macro'  # the average over classes
+    Predictions for targets of -100 do not count. Other targets that are no class match nothing."""
+    best, targ, n = argmax_preds(name, axis, instead, pred, targ)
+    best = torch.where(targ == IGNORED, n, best)
+    targ = torch.where((targ >= 0) & (targ < n), targ, n).long()
+    rows = torch.stack([torch.where(best == targ, targ, n), best, targ])
+    # unlike `bincount`, without waiting for a device
+    return rows.new_zeros(3, n + 1).scatter_add_(1, rows, torch.ones_like(rows))[:, :n]
+
+
+class _PixelScore(SumMetric):
+    "Base class of scores of pixels, from their counts."
+
+    is_dice = True
+    instead: str | None = None
 
     def __init__(
         self,
         axis: int = 1,  # class dimension
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        super().__init__(axis, average=self.classes, on=on)
-        self._name = None  # the name of the class
+        super().__init__(None, on)
+        # its mark makes a Learner check the targets of its first batch
+        self.prepare = partial(count_pixels, type(self).__name__, axis, self.instead)
+
+    @override
+    def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
+        return self.prepare(pred, targ)
+
+    @override
+    def final(self, sums: Tensor) -> float | None:
+        return float(self.score_classes(sums).nanmean())
+
+    def score_classes(self, sums: Tensor) -> Tensor:
+        "Return the score of each class; NaN if it does not occur."
+        hits, preds, targs = sums
+        return 2 * hits / (preds + targs) if self.is_dice else hits / (preds + targs - hits)
 
 
 class Dice(_PixelScore):
@@ -92,13 +120,11 @@ class Dice(_PixelScore):
     0.8
     """
 
-    kind = 'f1_score'
-    classes = 'binary'
-    instead = '{}Multi, or another `axis`'
+    instead = 'DiceMulti, or another `axis`'
 
     @override
-    def final(self, sums: Tensor) -> Any:
-        return super().final(sums) if sums[1:, 1].any() else None
+    def final(self, sums: Tensor) -> float | None:
+        return float(self.score_classes(sums)[1]) if sums[1:, 1].any() else None
 
 
 class JaccardCoeff(Dice):
@@ -108,7 +134,8 @@ class JaccardCoeff(Dice):
     0.75
     """
 
-    kind = 'jaccard_score'
+    is_dice = False
+    instead = 'JaccardCoeffMulti, or another `axis`'
 
 
 class DiceMulti(_PixelScore):
@@ -118,8 +145,6 @@ class DiceMulti(_PixelScore):
     0.5555555555555555
     """
 
-    kind = 'f1_score'
-
 
 class JaccardCoeffMulti(_PixelScore):
     """Mean `JaccardCoeff` (mean IoU) over classes that occur in the data set; NaN without such a class.
@@ -128,4 +153,4 @@ class JaccardCoeffMulti(_PixelScore):
     0.5
     """
 
-    kind = 'jaccard_score'
+    is_dice = False

@@ -5,9 +5,10 @@ The state is collected from attributes, so that a metric needs no code for its s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -16,18 +17,17 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import MetricError
-from learnkit.core.plain import ATOMS, clone_view
+from learnkit.core.plain import ATOMS, clone_view, map_plain
 
 __all__ = [
     'collect_accumulated',
     'is_metric',
     'is_torchmetrics',
-    'join_batches',
+    'list_parts',
     'restore_accumulated',
 ]
 
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 def collect_accumulated(
@@ -53,7 +53,8 @@ def collect_accumulated(
         if name in but or name.startswith('__'):  # fastcore's `store_attr` keeps a list of options
             continue
         if is_metric(value):
-            state[f'{name}/'] = _collect_inner_state(value)
+            own = _has_own_state(value)
+            state[f'{name}/'] = value.state_dict() if own else collect_accumulated(value)
             continue
         is_option = name.lstrip('_') in options
         if not (is_option or isinstance(value, TOOLS) or callable(value)):
@@ -77,22 +78,17 @@ def restore_accumulated(
             raise MetricError(
                 f'{type(o).__name__} has no metric `{name[:-1]}` to which its state could be loaded.'
             )
-        _load_inner_state(metric, value)
+        load = (
+            metric.load_state_dict
+            if _has_own_state(metric)
+            else partial(restore_accumulated, metric)
+        )
+        load(value)
 
 
-def _collect_inner_state(metric: Any) -> dict[str, Any]:
-    "Return the state of an inner metric, by its own method if it has one."
-    if hasattr(metric, 'state_dict') and not is_torchmetrics(metric):
-        return metric.state_dict()
-    return collect_accumulated(metric)
-
-
-def _load_inner_state(metric: Any, sd: dict[str, Any]) -> None:
-    "Restore the state of an inner metric, by its own method if it has one."
-    if hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric):
-        metric.load_state_dict(sd)
-    else:
-        restore_accumulated(metric, sd)
+def _has_own_state(metric: Any) -> bool:
+    "Return True for a metric whose own methods collect and restore its state."
+    return hasattr(metric, 'state_dict') and not is_torchmetrics(metric)
 
 
 def is_metric(o: Any) -> bool:
@@ -130,35 +126,26 @@ def _collect_torchmetrics(o: Any) -> dict[str, Any]:
         if hasattr(m, 'compute_groups'):
             m.values(copy_state=False)  # copies the shared state of a compute group to its members
     return {
-        path: {'states': _collect_states(m), 'counts': _list_counts(m)}
-        for path, m in _list_parts(o).items()
+        path: {'states': _make_plain(m.metric_state, 'its state'), 'counts': _list_counts(m)}
+        for path, m in list_parts(o).items()
     }
 
 
-def _list_parts(o: Any) -> dict[str, Any]:
+def list_parts(o: Any) -> dict[str, Any]:
     "Return a torchmetrics object and the metrics in it, by path."
-    return {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
-
-
-def _collect_states(m: Any) -> dict[str, Any]:
-    return {k: _make_plain(v, f'its state `{k}`') for k, v in _list_states(m).items()}
-
-
-def _list_states(m: Any) -> dict[str, Any]:
-    "Return the states that a torchmetrics object has added, by name."
-    return {name: getattr(m, name) for name in m._defaults}
+    return {path: m for path, m in o.named_modules() if hasattr(m, 'add_state')}
 
 
 def _list_counts(m: Any) -> dict[str, Any]:
     "Return the numbers among a torchmetrics object's attributes that are not options, by name."
-    skipped = {'computed', 'forward_cache', *m._defaults, *_list_options(type(m))}
+    skipped = {'computed', 'forward_cache', *m.metric_state, *_list_options(type(m))}
     numbers = {k: v for k, v in vars(m).items() if type(v) in (int, float)}
     return {k: v for k, v in numbers.items() if k.lstrip('_') not in skipped}
 
 
 def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
     "Restore the states and counters of a torchmetrics object and the metrics in it."
-    metrics = _list_parts(o)
+    metrics = list_parts(o)
     if set(metrics) != set(sd) or not all(
         _fits(m, sd[path]['states']) for path, m in metrics.items()
     ):
@@ -175,7 +162,7 @@ def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
 
 def _fits(m: Any, states: Mapping[str, Any]) -> bool:
     "Return True if states have the names, types and sizes of a torchmetrics object's states."
-    current = _list_states(m)
+    current = m.metric_state
     return set(current) == set(states) and all(
         type(v) is type(states[k])
         and (not isinstance(v, Tensor) or v.numel() in (1, states[k].numel()))
@@ -205,23 +192,6 @@ def _make_plain(value: Any, what: str) -> Any:
 
 def _copy(value: Any, device: Any = None) -> Any:
     "Copy a nested value and its tensors, to a device if given."
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: _copy(v, device) for k, v in value.items()}
-    return value
-
-
-def join_batches(pairs: Pairs) -> Pairs:
-    "Concatenate the predictions and targets of several batches to one pair, on the device of the last batch."
-    if not pairs:
-        return pairs
-    preds, targs = zip(*pairs, strict=True)
-    return [(_concat(preds), _concat(targs))]
-
-
-def _concat(tensors: Sequence[Tensor]) -> Tensor:
-    device = tensors[-1].device
-    return torch.cat([t.to(device) for t in tensors])
+    return map_plain(
+        value, lambda v, _: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v
+    )

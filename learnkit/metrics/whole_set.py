@@ -7,17 +7,17 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-import torch  # noqa: F401  # the examples use it
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of, unwrap_partial
+from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import TorchMetric, as_plain_value, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, flatten_pair
-from learnkit.metrics.merge import Accumulates, merge_pairs
-from learnkit.metrics.state import Pairs, collect_accumulated, join_batches
+from learnkit.metrics.merge import Accumulates, interleave
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'WholeSet', 'skm_to_fastai']
 
@@ -28,13 +28,15 @@ class KeptMetric(TorchMetric):
     "Base class of metrics that keep predictions and targets; a call returns the value of one batch."
 
     def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        return as_plain_value(self._compute_batch(pred, targs))
+        return as_plain_value(self._try(pred, targs).compute())
 
-    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+    @override
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        "Return a copy of the metric that has seen this batch alone."
         metric = copy(self.metric)
         metric.reset()
         self._update(metric, pred, yb)
-        return metric.compute()
+        return metric
 
 
 class AccumMetric(KeptMetric):
@@ -93,28 +95,24 @@ class WholeSet(Accumulates):
 
     @override
     def reset(self) -> None:
-        self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # predictions and targets of each batch
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
-        pred, targ = self.prepare(pred, targ)
-        self.waiting.append((pred, targ))
-        self.lengths.append((len(pred), len(targ)))
+        self.waiting.append(self.prepare(pred, targ))
 
     def compute(self) -> Any:
-        both: Any = join_batches(self.waiting)[0]
+        device = self.waiting[-1][0].device
+        both: Any = [
+            torch.cat([t.to(device) for t in batches])
+            for batches in zip(*self.waiting, strict=True)
+        ]
         if self.to_np:
             both = [t.cpu().numpy() for t in both]
         return self.func(*(reversed(both) if self.invert_arg else both))
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        self.waiting = join_batches(self.waiting)  # two tensors are saved faster than two per batch
-        return collect_accumulated(self)
-
-    @override
     def merge(self, states: list[dict[str, Any]]) -> None:
-        self.waiting, self.lengths = merge_pairs(states)
+        self.waiting = interleave(sd['waiting'] for sd in states)
 
 
 def _prepare(
@@ -131,11 +129,7 @@ def _prepare(
     elif activation != 'no':
         pred = pred.softmax(-1 if dim_argmax is None else dim_argmax)
     elif dim_argmax is not None:
-        if -pred.ndim <= dim_argmax < pred.ndim and pred.shape[dim_argmax] == 1:
-            raise MetricError(
-                f'{name}: predictions of shape {tuple(pred.shape)} have one output, and the largest of one is always '
-                'class 0. For numbers use `is_class=False` (of skm_to_fastai), and for yes or no `thresh=0.5`.'
-            )
+        check_choice(name, pred, dim_argmax)
         pred = pred.argmax(dim_argmax)
     if activation == 'binarysoftmax':
         pred = pred[:, -1]

@@ -42,30 +42,6 @@ def test_events_counters_and_weights_are_the_recorded_ones(part: int) -> None:
         )
 
 
-def test_the_recorded_plans_cover_every_event_and_exception() -> None:
-    seen = {
-        (event, level) for plan, _ in RECORDED['plans'] for _, event, *_, level in plan['raises']
-    }
-    assert seen == {
-        (event, level)
-        for event in plans.EVENTS[1:]
-        for training in (True, False)
-        for level in plans.legal(event, training, 'fit')
-    }
-    assert {cb[0] for plan, _ in RECORDED['plans'] for cb in plan['cbs']} == set(plans.KINDS)
-    fired = set(''.join(outcome['events'] for _, outcome in RECORDED['plans']))
-    assert fired == {chr(ord('a') + i) for i in range(len(plans.EVENTS))}
-
-
-def test_a_wrong_counter_or_weight_would_be_noticed() -> None:
-    plan, expected = RECORDED['plans'][0]
-    got = as_json(c.outcome(plan, plans.learnkit_names()))
-    assert set(c.differences({**expected, 'trace': 'x'}, got)) == {'trace'}
-    assert set(
-        c.differences({**expected, 'weights': [w + 1e-10 for w in expected['weights']]}, got)
-    ) == {'weights'}
-
-
 @pytest.mark.filterwarnings('ignore:monitor=')  # fastai takes any name without a word
 @pytest.mark.parametrize('name', CASES)
 def test_a_callback_written_for_fastai_gives_the_recorded_result(name: str) -> None:

@@ -66,21 +66,6 @@ def test_a_stray_one_is_an_error() -> None:
         synth_learner(cbs=core.Callback(before_fit=stop)).fit(1)
 
 
-@pytest.mark.filterwarnings('ignore')  # of its imports
-def test_ready_made_ones() -> None:
-    from fastai.callback.training import GradientAccumulation, ShortEpochCallback
-
-    torch.manual_seed(0)
-    steps: list[int] = []
-    count = Callback(after_step=lambda cb: steps.append(cb.train_iter))
-    learn = synth_learner(n_train=8, cbs=[GradientAccumulation(n_acc=32), count])
-    learn.fit(1)
-    assert steps == [1, 3, 5, 7]
-    learn = synth_learner(n_train=8, cbs=ShortEpochCallback(pct=0.5))
-    learn.fit(1)
-    assert learn.train_iter == 5
-
-
 def test_a_class_of_it_and_its_name() -> None:
     learn: Learner = synth_learner(cbs=core.GatherPredsCallback)
     assert type(learn.gather_preds) is core.GatherPredsCallback

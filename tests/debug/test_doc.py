@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import learnkit
-from learnkit import Callback, DataLoaders, Learner, OptionError, Recorder, Time, doc
-from learnkit.core.errors import CancelTrainException, CancelValidException
+from learnkit import Callback, DataLoaders, Learner, OptionError, Time, doc
 from learnkit.debug.doc import open_levels
 from learnkit.engine.events import EVENTS, LEVELS, LIFECYCLE
 from learnkit.testing import synth_learner
@@ -83,16 +82,6 @@ def test_help_for_an_event(event: str) -> None:
     }
 
 
-def test_help_for_an_event_lists_its_handlers_and_exceptions() -> None:
-    text = doc('after_loss')
-    assert listed(text, 'Callbacks that handle it')['MixedPrecision'] == 'order 10'
-    legal = listed(text, 'May be raised here')
-    assert legal[CancelTrainException.__name__].endswith('In training.')
-    assert legal[CancelValidException.__name__].endswith('In evaluation.')
-    assert 'run_train' in text and 'run_train' not in doc('before_fit')
-    assert doc('after_cancel_valid') == doc('after_cancel_validate')
-
-
 def test_help_for_exceptions() -> None:
     rows = listed(doc('CancelStepException'), 'From this event on it may be raised')
     assert rows == {'before_step': 'then after_cancel_step, after_step'}
@@ -125,14 +114,6 @@ def test_help_for_a_callback(what: Any, name: str) -> None:
     assert runs == {'before_fit': 'Begin.', 'after_loss': 'Look at the loss.'}
 
 
-def test_help_for_a_callback_of_functions() -> None:
-    def shout(cb: Any) -> None:
-        "Shout."
-
-    assert doc(Callback(after_fit=shout)).endswith('    after_fit                     Shout.')
-    assert 'after_epoch' in doc(Recorder())
-
-
 @pytest.mark.parametrize(
     'name', ['after_bacth', 'Learner.fitt', 'fitt', '', '.', 'Learner.', 'no such thing']
 )
@@ -141,9 +122,3 @@ def test_an_unknown_name(name: str) -> None:
         doc(name)
     assert repr(name) in str(e.value)
     assert ('after_batch' in str(e.value)) == (name == 'after_bacth')
-
-
-@pytest.mark.parametrize('value', [3, None, [1], EVENTS])
-def test_what_has_no_help(value: Any) -> None:
-    with pytest.raises(OptionError, match=f'no help for a {type(value).__name__}'):
-        doc(value)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import learnkit
-from learnkit import Callback
-from learnkit.debug.notebook import add_parameters, warm_up_jedi
+from learnkit.debug.notebook import add_parameters
 from learnkit.engine.events import EVENTS
 from tests.helpers.fresh import output_of
 from tests.helpers.libraries import require
@@ -36,16 +33,6 @@ def test_self_offers_the_state_of_the_loop() -> None:
     assert complete(f'{CLASS}self.model.named_par') == ['named_parameters']
 
 
-def test_def_offers_the_events() -> None:
-    code = 'class Mine(Callback):\n    def before_b'
-    assert complete(code) == ['before_backward', 'before_batch']
-
-
-def test_declarations_are_for_editors_alone() -> None:
-    assert not {'x', 'loss', 'model', 'before_batch'} & {*vars(Callback), *Callback.__annotations__}
-    assert not hasattr(Callback(), 'loss')
-
-
 def documented(
     a: int = 1,  # the first
     b: int = 2,  # the second
@@ -62,18 +49,12 @@ def test_help_has_the_comments_of_parameters(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize('obj', [SimpleNamespace, len, 3, 'text', str.join, lambda: None])
-def test_help_of_other_objects_is_left_alone(obj: Any) -> None:
-    assert add_parameters(obj, 'help') == 'help' and add_parameters(obj, None) is None
-
-
 SHELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell()
 shell.run_cell('import learnkit; from learnkit import Learner').raise_error()
 print('info' in vars(shell.inspector), 'jedi' in sys.modules)
-shell.Completer.use_jedi = False
 shell.run_cell('%load_ext learnkit').raise_error()
 print('info' in vars(shell.inspector))
 print(shell.inspector.info(shell.user_ns['Learner'].fit_until)['docstring'])
@@ -87,7 +68,3 @@ def test_the_import_changes_nothing_in_a_shell_and_the_extension_adds_the_commen
     lines = output_of(SHELL, cwd=tmp_path).splitlines()
     assert lines[:2] == ['False False', 'True']
     assert lines[lines.index('total') + 1].startswith('    total training of this Learner: epochs')
-
-
-def test_jedi_is_warmed_up() -> None:
-    warm_up_jedi()

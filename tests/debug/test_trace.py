@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from learnkit import (
     Callback,
@@ -16,7 +13,6 @@ from learnkit import (
     LRMonitor,
     MixUp,
     OptimizerMonitor,
-    UnknownEventError,
 )
 from learnkit.testing import synth_learner
 
@@ -45,23 +41,6 @@ def test_explain_lists_handlers_in_order_with_their_place() -> None:
     assert (found[-1].file, found[-1].line, found[-1].function) == (__file__, line, 'Callback.late')
     assert str(found[-1]).endswith(f'{__file__}:{line}') and len(repr(found).splitlines()) == 4
     assert learn.explain('before_step')[0].function == 'GradientClip.before_step'
-
-
-def test_explain_lists_what_is_off_and_what_is_observed() -> None:
-    class Looks(Callback):
-        observer, run_train = True, False
-
-        def after_loss(self) -> None:
-            pass
-
-    learn = learner(cbs=Looks())
-    [handler] = learn.explain('after_loss')
-    assert handler.when == 'evaluation' and handler.function == 'Looks.after_loss' and handler.is_on
-    learn.looks.run = False
-    assert not learn.explain('after_loss')[0].is_on
-    assert repr(learn.explain('before_step')) == 'nothing runs there'
-    with pytest.raises(UnknownEventError, match='after_loss'):
-        learn.explain('after_los')
 
 
 # -------------------------------------------------------------------------------------------- trace
@@ -140,13 +119,6 @@ def test_a_traced_training_gives_the_same_numbers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
 
 
-def test_a_model_with_lazy_layers_can_be_traced() -> None:
-    learn = synth_learner(model=nn.LazyLinear(1))
-    with learn.no_bar(), learn.trace() as changes:
-        learn.fit(1)
-    assert not any(c.what.startswith('weight') for c in changes)
-
-
 def test_trace_ends_when_the_training_fails() -> None:
     def fail(cb: Any) -> None:
         raise ValueError
@@ -155,32 +127,6 @@ def test_trace_ends_when_the_training_fails() -> None:
     with pytest.raises(ValueError), learn.trace() as changes:
         learn.fit(1)
     assert learn.tables is learn.callbacks.tables and repr(changes)
-
-
-def test_explain_names_what_overrides_the_dispatch() -> None:
-    class Every(Callback):
-        def run_event(self, event_name: str) -> None:
-            pass
-
-    [handler] = [h for h in learner(cbs=Every()).explain('after_loss') if h.callback == 'Every']
-    assert handler.file == __file__ and handler.function == 'Every.run_event'
-
-
-def test_draws_from_python_and_numpy_are_noticed() -> None:
-    class Draws(Callback):
-        observer = True
-
-        def after_loss(self) -> None:
-            random.random()
-
-        def after_step(self) -> None:
-            np.random.rand()
-
-    np.random.rand()  # from then on a draw moves a place in numpy's state, and nothing else
-    learn = learner(n_train=1, cbs=Draws())
-    with pytest.warns(UserWarning, match='Draws'), learn.trace() as changes:
-        learn.fit(1)
-    assert {c.event for c in changes.by_observers} == {'after_loss', 'after_step'}
 
 
 def test_metric_names_lists_each_once_with_its_meaning() -> None:

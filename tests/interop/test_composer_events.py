@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 from fastcore.basics import noop
 
-from learnkit import Callback, DataLoaders, Learner
-from learnkit.engine.events import LIFECYCLE
+from learnkit import DataLoaders, Learner
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import RegModel
 
 ONE_PIECE = (
     'before_forward after_forward before_loss after_loss before_backward after_backward'.split()
@@ -141,59 +139,6 @@ def test_standalone_evaluation_and_prediction_have_their_own_events() -> None:
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
-def test_validate_inside_a_fit_is_standalone_and_the_fit_continues() -> None:
-    cb = EventLog()
-    learn = learner(cb)
-    learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
-    learn.fit(2)
-    counts = Counter(cb.taken())
-    assert counts['fit_start'] == 1
-    assert counts['epoch_start'] == 2
-    assert counts['epoch_end'] == 2
-    assert counts['fit_end'] == 1
-    assert (counts['eval_standalone_start'], counts['eval_standalone_end']) == (2, 2)
-    assert (counts['eval_before_all'], counts['eval_after_all'], counts['eval_start']) == (2, 2, 8)
-
-
-def test_every_row_of_the_table_is_fired() -> None:
-    cb = EventLog()
-    learn = learner(cb)
-    learn.fit(1, iteration=1)
-    learn.validate()
-    learn.get_preds()
-    learn('before_load')
-    learn('after_load')
-    learn.close()
-    column = {name.lower() for m in LIFECYCLE for name in m.composer.split(', ') if name}
-    assert column == {e.value for e in Event} | {'close', 'post_close'}
-    event_log = cb.taken()
-    assert set(event_log) == column
-    assert event_log[-2:] == ['close', 'post_close']
-
-
-def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_learner() -> None:
-    cb = EventLog()
-    adapter = from_composer(cb)
-    learn = synth_learner(n_train=1)
-    learn.fit(1, cbs=adapter)
-    assert cb.taken()[:4] == ['init', 'before_load', 'after_load', 'fit_start']
-    learn.fit(1, cbs=adapter)
-    assert cb.taken()[0] == 'fit_start'
-    synth_learner(n_train=1, cbs=adapter)
-    assert cb.taken() == ['init']
-
-
-def test_only_the_events_of_the_callback_are_handled() -> None:
-    class EpochEnd:
-        def epoch_end(self, state: Any, logger: Any) -> None:
-            pass
-
-    learn = synth_learner(cbs=from_composer(EpochEnd()))
-    adapter = learn.cbs[-1]
-    for event in 'before_pred after_pred before_backward before_step batch_checkpoint'.split():
-        assert adapter not in learn.ordered_cbs(event, training=True)
-
-
 def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,16 +160,3 @@ def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(
     own = type('Own', (), {'run_event': run_event, '__module__': 'composer.callbacks.own'})
     learner(own()).fit(1)
     assert got == [((1, 'ep'), 1, 3)]
-
-
-def test_events_compare_as_in_composer() -> None:
-    class Other:  # as the package's own: no str, the same class name
-        pass
-
-    package_event = type('Event', (), {'value': 'fit_start'})()
-    assert package_event == Event.FIT_START and package_event != Event.FIT_END
-    assert Event.FIT_START == 'fit_start'
-    assert Event('FIT_START') is Event('fit_start') is Event.FIT_START
-    assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
-    assert {Event.FIT_START: 1}['fit_start'] == 1
-    assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START

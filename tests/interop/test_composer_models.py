@@ -11,7 +11,7 @@ from fastcore.basics import noop
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import Callback, CancelBatchException, Checkpoint, Learner
+from learnkit import Callback, Checkpoint, Learner
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import ComposerTime, ComposerTimestamp
 
@@ -106,26 +106,6 @@ def test_a_composer_model_trains_as_it_is(microbatch: int | None) -> None:
     assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses) / 2)
 
 
-class NamedOutputs(Model):
-    "Returns its loss and logits by name, as models of Hugging Face do."
-
-    def forward(self, batch: Any) -> Any:
-        logits = super().forward(batch)
-        return {'loss': F.cross_entropy(logits, batch[1]), 'logits': logits}
-
-    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return outputs['loss']
-
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        return (outputs or self(batch))['logits']
-
-
-def test_the_loss_of_a_composer_model_gets_the_outputs_as_returned() -> None:
-    learn = learner(model=NamedOutputs())
-    learn.fit(2)
-    torch.testing.assert_close(learn.model.net.weight, trained_by_hand(2)[0].net.weight)
-
-
 def test_a_composer_model_predicts_with_its_eval_forward() -> None:
     learn = learner()
     preds, targets = learn.get_preds()
@@ -147,60 +127,7 @@ class AtBatch:
         self.norms.append(torch.stack([g.norm() for g in grads]).norm().item())
 
 
-@pytest.mark.parametrize('microbatch', [None, 4])
-def test_training_metrics_and_gradients_are_of_the_batch(microbatch: int | None) -> None:
-    cb = AtBatch()
-    learn = learner(cb, microbatch=microbatch)
-    learn.fit(1)
-    _, hits = trained_by_hand(1)
-    assert cb.hits == pytest.approx(hits)
-    model = Model()
-    model.loss(model(BATCHES[0]), BATCHES[0]).backward()
-    first = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert cb.norms[0] == pytest.approx(first.item())
-    assert [p.grad for p in learn.model.parameters()] == [None, None]
-
-
-def test_no_norm_is_reported_of_a_batch_without_gradients() -> None:
-    class Norm:
-        def batch_end(self, state: Any, logger: Any) -> None:
-            norms = [p.grad.norm() for p in state.model.parameters() if p.grad is not None]
-            logger.log_metrics({'l2_norm/grad/global': sum(norms), 'n': 1})
-
-    def cancel(cb: Any) -> None:
-        if cb.training:
-            raise CancelBatchException
-
-    learn = learner(Norm(), also=[Callback(before_pred=cancel)])
-    learn.fit(1)
-    assert 'n' in learn.history[0] and 'l2_norm/grad/global' not in learn.history[0]
-
-
-def test_a_composer_model_is_not_compiled_as_a_whole_step() -> None:
-    learn = learner()
-    learn.compile(step=True)
-    learn.fit(1)
-    assert 'Model takes whole batches' in learn.explain_step()
-
-
 # -- the state after an evaluation -----------------------------------------------------------------
-
-
-def test_state_after_an_evaluation_is_of_training() -> None:
-    class Read:
-        def __init__(self) -> None:
-            self.got: list[Any] = []
-
-        def run_event(self, event: Any, state: Any, logger: Any) -> None:
-            if event in ('eval_end', 'eval_after_all', 'epoch_checkpoint', 'fit_end'):
-                label, loss = state.dataloader_label, state.loss.item()
-                self.got.append((label, state.model.training, loss == self.loss))
-            elif event == 'batch_end':
-                self.loss = state.loss.item()
-
-    cb = Read()
-    learner(cb).fit(1)
-    assert cb.got == [('eval', False, True), *[('train', True, True)] * 3]
 
 
 # -- algorithms ------------------------------------------------------------------------------------
@@ -225,18 +152,6 @@ def test_an_algorithm_runs_by_match_and_apply() -> None:
     torch.testing.assert_close(learn.model.net.weight, by_hand.net.weight)
     view = learn.composer_halve.view
     assert view.algorithms == [algorithm] and view.callbacks == []
-
-
-def test_an_algorithm_that_replaces_the_optimizer_states_what_is_not_offered() -> None:
-    class Wraps:
-        def match(self, event: Any, state: Any) -> bool:
-            return event == 'after_load'
-
-        def apply(self, event: Any, state: Any, logger: Any) -> None:
-            state.optimizers = ()
-
-    with pytest.raises(AttributeError, match=r'`state\.optimizers` cannot be set'):
-        learner(Wraps()).fit(1)
 
 
 # -- logger destinations ---------------------------------------------------------------------------
@@ -320,45 +235,4 @@ def test_times_and_timestamps_are_saved_and_a_stopper_stops_after_a_resume(tmp_p
     assert stopper.best_at.epoch == 1 and stopper.best_at.batch == 5
 
 
-def test_attributes_are_restored_all_or_none() -> None:
-    class Keeps:
-        def __init__(self) -> None:
-            self.n, self.lock = 0, None
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            self.n, self.lock = self.n + 1, memoryview(b'no data')
-
-    first = learner(Keeps())
-    first.fit(1)
-    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps\. .* not saved'):
-        sd = first.composer_keeps.state_dict()
-    second = learner(Keeps())
-    with pytest.warns(UserWarning, match=r'`lock` \(memoryview\) of Keeps\. .* new'):
-        second.composer_keeps.load_state_dict(sd)
-    assert second.composer_keeps.wrapped.n == 0
-
-
 # -- checkpoints in Composer's form ----------------------------------------------------------------
-
-
-def test_a_state_in_composers_form_loads_into_another_learner() -> None:
-    class State:
-        def fit_end(self, state: Any, logger: Any) -> None:
-            self.sd = state.state_dict()
-
-    class Load:
-        def __init__(self, sd: Any) -> None:
-            self.sd = sd
-
-        def before_load(self, state: Any, logger: Any) -> None:
-            state.load_state_dict(self.sd, logger)
-
-    cb = State()
-    first = learner(cb)
-    first.fit(1)
-    assert sorted(cb.sd['optimizers']) == ['SGD']
-    second = learner(Load(cb.sd))
-    second.fit(1)
-    by_hand, _ = trained_by_hand(2)
-    torch.testing.assert_close(second.model.net.weight, by_hand.net.weight)
-    assert (second.time.ep, second.time.ba) == (2, 10)

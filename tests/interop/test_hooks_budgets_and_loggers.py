@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from fastcore.basics import noop
 
 from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation, Learner
 from learnkit.interop import from_composer, from_ksuit
-from learnkit.loggers import CSVLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
 
 
@@ -51,15 +49,6 @@ def test_composer_knows_when_a_budget_ends(length: Any, end: str) -> None:
     assert cb.seen[0] == cb.seen[1]
 
 
-def test_composer_counts_budgets_over_all_fits() -> None:
-    cb = Ends()
-    learn = learner(from_composer(cb))
-    learn.fit(1)
-    learn.fit('6ba')
-    learn.fit('5st')  # a unit that Composer does not have
-    assert cb.seen[:4] == ['1ep', '1ep', '10ba', '10ba'] and cb.seen[4:] == [None, None]
-
-
 def test_composer_metrics_match_the_latest_evaluation() -> None:
     x = torch.randn(64, 1)
     batches = [(b, 2 * b) for b in x.split(16)]
@@ -82,43 +71,6 @@ def test_composer_metrics_match_the_latest_evaluation() -> None:
         if f'{name}/loss' in row
     ]
     assert [(name, m['loss']) for name, m in seen] == rows and len(rows) == 4
-
-
-class Says:
-    "Sends content of every kind to Composer's logger."
-
-    def fit_start(self, state: Any, logger: Any) -> None:
-        logger.log_hyperparameters({'depth': torch.tensor(3)})
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        logger.log_table(['a'], [[1]], name='t')
-        logger.log_images(torch.zeros(2, 4, 5, 3), name='i', channels_last=True)
-
-
-@pytest.mark.parametrize('first', [True, False])
-def test_composers_logger_reaches_learnkits(tmp_path: Path, first: bool) -> None:
-    cbs = [from_composer(Says()), CSVLogger(), JSONLinesLogger()]
-    learn = learner(*(cbs if first else cbs[::-1]), path=tmp_path)
-    for _ in range(2):
-        learn.fit(1)
-    params = json.loads((tmp_path / 'metrics.csv.params.json').read_text())
-    assert params['depth'] == 3 and params['model'] == 'RegModel'
-    names = [f'i-{step}-0.png' for step in (4, 8)]  # a grid of both images
-    assert sorted(p.name for p in (tmp_path / 'metrics.csv.images').iterdir()) == names
-    assert (tmp_path / 'metrics.jsonl.texts' / 't-8.txt').read_text() == '| a |\n| --- |\n| 1 |'
-
-
-def test_ksuits_writer_reaches_learnkits_loggers(tmp_path: Path) -> None:
-    class Draws:
-        writer: Any = None
-
-        def after_epoch(self, update_counter: Any) -> None:
-            self.writer.add_nonscalar('picture', torch.zeros(3, 4, 4))
-            self.writer.add_nonscalar('words', 'so it is')
-
-    learner(from_ksuit(Draws()), JSONLinesLogger(), path=tmp_path).fit(1)
-    assert [p.name for p in tmp_path.rglob('*.png')] == ['picture-4-0.png']
-    assert [p.read_text() for p in tmp_path.rglob('*.txt')] == ['so it is']
 
 
 @pytest.mark.parametrize(
@@ -162,29 +114,3 @@ def test_ksuit_counts_accumulated_batches_as_one_update(n_train: int, length: An
     assert (look.per, look.end.update) == (2, learn.time.st)
     if isinstance(length, int):
         assert look.end.sample == learn.time.sp
-
-
-def test_ksuit_does_not_know_updates_of_epochs_shorter_than_one() -> None:
-    adapter = from_ksuit(type('Look', (), {'after_epoch': lambda self, **_: None})())
-    learn = synth_learner(n_train=3, cbs=[adapter, GradientAccumulation(64)])
-    with learn.no_bar():
-        learn.fit(2)
-    assert adapter.services['update_counter'].updates_per_epoch is None
-
-
-@pytest.mark.parametrize(('fitting', 'size', 'pieces'), [(None, 16, 1), (6, 6, 3)])
-def test_composer_reads_the_size_of_automatic_microbatches(
-    fitting: int | None, size: int, pieces: int
-) -> None:
-    seen: list[Any] = []
-
-    class Look:
-        def batch_start(self, state: Any, logger: Any) -> None:
-            seen.append(
-                (state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching)
-            )
-
-    learn = learner(from_composer(Look()), microbatch='auto')
-    learn.microbatches.fitting_size = fitting
-    learn.fit(1)
-    assert seen == [(size, pieces, True)] * 4

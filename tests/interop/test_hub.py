@@ -18,7 +18,6 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import DataLoaders, Learner, WeightsError, load_learner, mae
-from learnkit.core.errors import MissingExtraError, OptionError
 from learnkit.interop import from_hub, push_to_hub, save_for_hub
 
 hub = pytest.importorskip('huggingface_hub')
@@ -207,15 +206,3 @@ def test_code_in_a_repository_is_not_executed(tmp_path: Path, server: type[Repos
     assert not Harm.ran
     with pytest.raises(hub.errors.EntryNotFoundError):
         from_hub('bad/none', model=build, token=False)
-
-
-def test_errors_before_an_upload(
-    tmp_path: Path, server: type[Repositories], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OptionError, match='act'):
-        push_to_hub(make(tmp_path), 'me/net', {'act': nn.ReLU})
-    monkeypatch.setattr('learnkit.core.optional.find_spec', lambda name: None)
-    for call in (push_to_hub, save_for_hub):
-        with pytest.raises(MissingExtraError, match='huggingface_hub'):
-            call(make(tmp_path), 'me/net')
-    assert not server.seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from fastcore.basics import noop
 from torch import nn
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnkit.core.errors import CallbackError, LoaderError, MetricError, OptionError
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.core.errors import CallbackError, OptionError
 from learnkit.interop import from_ksuit
 from learnkit.testing import RegModel
 
@@ -116,56 +115,6 @@ class Progress(Base):
         ]
 
 
-def test_best_metric_reads_what_validation_has_measured(caplog: pytest.LogCaptureFixture) -> None:
-    learn = learner(BestMetric('day/loss', 'night/loss'))
-    with caplog.at_level(logging.INFO):
-        learn.fit(3)
-    rows = learn.history
-    best = [min(range(i + 1), key=lambda j: rows[j]['day/loss']) for i in range(3)]
-    expected = [rows[j]['night/loss'] for j in best]
-    assert [row['night/loss/at_best'] for row in rows] == pytest.approx(expected)
-    assert caplog.messages == [f'night/loss/at_best: {value:.3f}' for value in expected]
-
-
-def test_progress_by_every_interval() -> None:
-    cb = Progress(every_n_epochs=2, every_n_updates=2)
-    learner(cb).fit(2)
-    assert cb.lines_seen == [
-        'update E0_U2_S16 of E2_U6_S48',
-        'update E1_U4_S32 of E2_U6_S48',
-        'update E2_U6_S48 of E2_U6_S48',
-        'epoch E2_U6_S48 of E2_U6_S48',
-    ]
-
-
-def test_samples_count_when_a_multiple_is_crossed() -> None:
-    class BySamples:
-        every_n_samples = 20
-
-        def __init__(self) -> None:
-            self.at: list[int] = []
-
-        def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
-            self.at.append(update_counter.sample)
-            assert interval_type == 'sample'
-
-    cb = BySamples()
-    learner(cb).fit(2)
-    assert cb.at == [24, 40]
-
-
-def test_periodic_evaluation_of_a_loader_by_name() -> None:
-    cb = EvalLoss(every_n_epochs=1)
-    learn = learner(cb)
-    learn.fit(2)
-    x, y = (torch.cat(part) for part in zip(*learn.dls[2], strict=True))
-    expected = (learn.model(x) - y).abs().mean().item()
-    assert learn.history[-1]['error/epoch'] == pytest.approx(expected, rel=1e-5)
-    cb.dataset_key = 'nigth'
-    with pytest.raises(LoaderError, match='Did you mean `night`'):
-        learn.fit(1)
-
-
 # -- what hooks are given --------------------------------------------------------------------------
 
 
@@ -259,19 +208,6 @@ def test_values_of_an_accumulation_step_and_an_update() -> None:
     assert cb.losses == pytest.approx([0.0] * 6, abs=1e-6)
 
 
-def test_accumulated_batches_are_one_update() -> None:
-    class Count:
-        def __init__(self) -> None:
-            self.at: list[Any] = []
-
-        def after_update(self, update_counter: Any) -> None:
-            self.at.append(str(update_counter.cur_checkpoint))
-
-    cb = Count()
-    learner(cb, GradientAccumulation(n_acc=16), microbatch=None).fit(1)
-    assert cb.at[0] == 'E0_U1_S16' and len(cb.at) < 3
-
-
 def test_hooks_run_without_gradients_and_in_evaluation_mode_and_change_nothing() -> None:
     class Draw:
         every_n_updates = 1
@@ -314,29 +250,6 @@ def test_what_a_callback_lacks_is_given_and_its_own_stays() -> None:
     assert cb.model is other.model  # what was given here follows the Learner
 
 
-def test_writers_are_one_for_all_and_refuse_a_name_twice() -> None:
-    class Write:
-        every_n_updates = 1
-
-        def periodic_callback(self, *, update_counter: Any) -> None:
-            self.writer.add_scalar('a/', 2 * update_counter.update)
-
-    class Read:
-        every_n_updates = 1
-
-        def periodic_callback(self, **_: Any) -> None:
-            self.got = [*getattr(self, 'got', []), dict(self.writer.log_cache)]
-
-    read = Read()
-    learn = learner(Write(), read)
-    learn.fit(1)
-    assert [(row['update'], row['a']) for row in read.got] == [(1, 2), (2, 4), (3, 6)]
-    assert learn.history[0]['a'] == 4
-    assert read.writer.get_all_metric_values('a') == [2, 4, 6]
-    with pytest.raises(MetricError, match="'a' was logged already at E0_U1_S8"):
-        learner(Write(), Write()).fit(1)
-
-
 def test_early_stopping_by_exception_and_by_answer() -> None:
     class EarlyStopIteration(StopIteration):
         pass
@@ -358,23 +271,6 @@ def test_early_stopping_by_exception_and_by_answer() -> None:
     assert learn.time.ep == 2
 
 
-def test_a_singleton_writer_of_a_base_class_is_lent_for_the_run() -> None:
-    class OldBase:
-        log_writer_singleton = None
-
-        @property
-        def writer(self) -> Any:
-            return OldBase.log_writer_singleton
-
-    class Old(OldBase):
-        def _after_training(self, **_: Any) -> None:
-            self.had = self.writer.log_entries is not None
-
-    cb = Old()
-    learner(cb).fit(1)
-    assert cb.had and OldBase.log_writer_singleton is None
-
-
 def test_state_goes_through() -> None:
     cb = BestMetric('day/loss', 'night/loss')
     learn = learner(cb)
@@ -391,17 +287,11 @@ def test_mistakes() -> None:
         def go(self) -> None:
             pass
 
-    class Misspelt:
-        def periodic_calback(self, **_: Any) -> None:
-            pass
-
     class Never(Progress):
         pass
 
     with pytest.raises(CallbackError, match=r'ksuit .*before_training'):
         from_ksuit(Nothing())
-    with pytest.warns(UserWarning, match='Did you mean `periodic_callback`'):
-        from_ksuit(Misspelt())
     with pytest.raises(OptionError, match=r'Never.every_n_epochs=0'):
         from_ksuit(Never(every_n_epochs=0))
 
@@ -415,11 +305,3 @@ def test_mistakes() -> None:
     assert 'in Fails.track_after_update_step, a ksuit-style callback' in e.value.__notes__
     learn.remove_cb(learn.cbs[-1])
     learn.fit(1)
-
-
-def test_metric_names_without_meaning_are_an_error() -> None:
-    provider = learner(Progress(every_n_epochs=1)).cbs[-1].services['metric_property_provider']
-    assert provider.is_neutral_key('optim/lr/0') and provider.lower_is_better('valid_loss')
-    assert provider.lower_is_better('night/wer') and provider.is_neutral_key('lossdiff/a')
-    with pytest.raises(MetricError, match="Is more of 'score' better"):
-        provider.higher_is_better('score')

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from learnkit import Callback, Checkpoint, GuardNonFinite, Learner
-from learnkit.core.errors import CallbackError
+from learnkit import Callback, Checkpoint, Learner
 from learnkit.interop import from_ksuit
-from learnkit.loggers import JSONLinesLogger, read_log
-from learnkit.testing import RegModel, synth_learner
+from learnkit.testing import synth_learner
 from tests.peers import ksuit_bench as bench, ksuit_callbacks as ks
 from tests.peers.ksuit_callbacks import CallbackBase
 from tests.peers.rows import EQUAL
@@ -105,76 +103,7 @@ def test_a_class_is_constructed_when_it_is_added() -> None:
     assert cb.model.a is other.model.a and isinstance(cb.model, type(other.model))
 
 
-def test_options_without_a_class_are_none_where_missing() -> None:
-    class Loose(Base):
-        def __init__(self, callback_config: Any, kind: str = 'a', **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.options = callback_config.every_n_updates, callback_config.absent, kind
-
-        def after_epoch(self, **_: Any) -> None:
-            pass
-
-    adapter = from_ksuit(Loose, every_n_updates=3, kind='b')
-    synth_learner(cbs=adapter)
-    assert adapter.wrapped.options == (3, None, 'b')
-
-
-def test_a_constructor_that_fails_leaves_the_learner_as_it_was() -> None:
-    learn = synth_learner()
-    before = list(learn.cbs)
-    with pytest.raises(TypeError) as e:
-        learn.add_cb(from_ksuit(Periodic, wrong=1))
-    assert e.value.__notes__ == ['while from_ksuit constructed Periodic']
-    assert list(learn.cbs) == before
-    with pytest.raises(CallbackError, match='every_n_epochs'):
-        from_ksuit(object(), every_n_epochs=1)
-
-
 # -- services --------------------------------------------------------------------------------------
-
-
-def test_the_model_has_what_it_lacks_and_keeps_what_it_has() -> None:
-    class Named(RegModel):
-        name = 'own'
-        optimizer = None
-
-    model = Named()
-    model.b.requires_grad_(False)
-    learn = synth_learner(n_train=2, model=model, cbs=from_ksuit(Periodic, every_n_epochs=1))
-    view = learn.cbs[-1].wrapped.model
-    assert (view.name, view.param_count, view.frozen_param_count) == ('own', 2, 1)
-    assert view.get_named_models() == {'own': view} and view.optimizer is None
-    fit(learn, 1)
-    assert view.optimizer.torch_optim is learn.opt and view.optimizer.schedule is None
-    assert model.optimizer is None and view.training is model.training
-    view.a.data.fill_(7.0)
-    assert model.a.item() == 7.0
-
-
-def test_summary_config_and_what_is_logged_before_training(tmp_path: Path) -> None:
-    class Start(Base):
-        def before_training(self, *, update_counter: Any) -> None:
-            self.tracker.set_summary(key='n', value=3)
-            self.tracker.update_summary({'m': 4})
-            self.writer.add_scalar('start', 5.0)
-
-    class Other(Start):
-        def before_training(self, *, update_counter: Any) -> None:
-            self.read = dict(self.writer.log_cache)
-            self.summary = dict(self.tracker.summary)
-            self.config = self.trainer.config
-
-    cbs = [from_ksuit(Start), from_ksuit(Other), JSONLinesLogger(), GuardNonFinite('skip')]
-    learn = synth_learner(n_train=3, cbs=cbs, path=tmp_path, microbatch=4)
-    with learn:
-        fit(learn, 2)
-    other = cbs[1].wrapped  # type: ignore[attr-defined]
-    assert other.read['start'] == 5.0 and other.summary == {'n': 3, 'm': 4}
-    config = other.config
-    assert (config.max_epochs, config.max_updates, config.effective_batch_size) == (2, 6, 16)
-    assert config.skip_nan_loss and config.max_batch_size == 4
-    assert [row.get('start') for row in learn.history] == [5.0, None]
-    assert 5.0 in [row.get('start') for row in read_log(tmp_path / 'metrics.jsonl')]
 
 
 def test_train_step_returns_the_loss_of_a_plain_step() -> None:
@@ -194,50 +123,6 @@ def test_train_step_returns_the_loss_of_a_plain_step() -> None:
     loss = nn.functional.mse_loss(learn.model(x), y)
     assert adapter.wrapped.result.total_loss.item() == loss.item()
     assert list(adapter.wrapped.result.losses_to_log) == ['loss']
-
-
-def test_parts_of_the_loss_have_their_names() -> None:
-    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
-        error = pred - y
-        return {'mse': error.square().mean(), 'bias': error.mean().abs()}
-
-    class Look:
-        def __init__(self) -> None:
-            self.losses: list[dict[str, Tensor]] = []
-
-        def track_after_accumulation_step(self, *, losses: Any, **_: Any) -> None:
-            self.losses.append(losses)
-
-    cb = Look()
-    fit(synth_learner(n_train=2, loss_func=parts, cbs=from_ksuit(cb), microbatch=8), 1)
-    assert len(cb.losses) == 4
-    for losses in cb.losses:
-        assert list(losses) == ['total', 'mse', 'bias'] and not losses['mse'].requires_grad
-        expected = losses['mse'].item() + losses['bias'].item()
-        assert losses['total'].item() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ('key', 'way'),
-    [
-        ('loss/test/total', 'lower'),
-        ('LOSS/x', 'lower'),
-        ('my_lossy_thing', 'lower'),
-        ('relative_error/test', 'lower'),
-        ('test/accuracy_top5', 'higher'),
-        ('lossdiff/test/total', 'neutral'),
-        ('loss_weight/a', 'neutral'),
-        ('optim/lr/net', 'neutral'),
-        ('train_time/update/mean/E1', 'neutral'),
-    ],
-)
-def test_directions_by_ksuits_rule(key: str, way: str) -> None:
-    adapter = from_ksuit(Periodic, every_n_epochs=1)
-    provider = adapter.services['metric_property_provider']
-    assert provider.higher_is_better(key) == (way == 'higher')
-    assert provider.lower_is_better(key) == (way == 'lower')
-    assert provider.is_neutral_key(key) == (way == 'neutral')
-    assert not provider.is_neutral_key('unheard-of')
 
 
 # -- resume ----------------------------------------------------------------------------------------
@@ -289,21 +174,3 @@ def test_files_and_state_come_before_before_training(tmp_path: Path) -> None:
     # the state, then the files, then `before_training` with the checkpoint's progress
     assert [start, 'resume 5', 'before E1_U5_S80 1 5 80 5'] == BEGUN
     assert cb.total == 12 and cb.at == [start]  # the checkpoint's, as if it had never stopped
-
-
-def test_a_resume_from_a_state_in_memory_has_no_files() -> None:
-    states: list[Any] = []
-    keep = Callback(epoch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))
-    fit(synth_learner(n_train=4, cbs=[from_ksuit(Tracks), keep]), 2)
-    adapter = from_ksuit(Tracks)
-    fit(synth_learner(n_train=4, cbs=[adapter, keep]), 2, resume=states[0])
-    assert BEGUN[1:] == ['before E1_U4_S64 1 4 64 4']
-    assert adapter.wrapped.total == 8
-
-
-def test_a_model_of_any_class_has_a_view() -> None:
-    model = nn.Sequential(nn.Linear(1, 1))
-    adapter = from_ksuit(Periodic, every_n_epochs=1)
-    fit(synth_learner(n_train=2, model=model, cbs=adapter), 1)
-    assert adapter.wrapped.model.name == 'Sequential'
-    assert torch.equal(adapter.wrapped.model(torch.ones(1, 1)), model(torch.ones(1, 1)))

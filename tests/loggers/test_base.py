@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, MetricError, OptionError, TimeError
+from learnkit import Callback, OptionError
 from learnkit.loggers import (
     ConsoleLogger,
     CSVLogger,
@@ -23,7 +22,7 @@ from learnkit.loggers import (
     WandbLogger,
     read_log,
 )
-from tests.helpers.logging_fits import LogHalf, data, learner, plain_losses
+from tests.helpers.logging_fits import LogHalf, learner, plain_losses
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:
@@ -47,33 +46,12 @@ def test_hypers_match_the_step(tmp_path: Path) -> None:
     assert list(logged(tmp_path, 'mom').values()) == pytest.approx(learn.recorder.hps['mom'])
 
 
-def test_hypers_of_several_groups(tmp_path: Path) -> None:
-    groups = {'splitter': lambda m: [[m.weight], [m.bias]], 'lr': [0.1, 0.2]}
-    learner(tmp_path, JSONLinesLogger, **groups).fit(1)
-    assert logged(tmp_path, 'lr/0') == {10: pytest.approx(0.1)}
-    assert logged(tmp_path, 'lr/1') == {10: pytest.approx(0.2)}
-    assert not logged(tmp_path, 'lr')
-
-
 @pytest.mark.parametrize(
     ('every', 'steps'), [('5ba', [5, 10]), ('12sp', [3, 6, 9]), ('4st', [4, 8]), (4, [4, 8])]
 )
 def test_every_takes_any_unit_of_a_step(tmp_path: Path, every: Any, steps: list[int]) -> None:
     learner(tmp_path, JSONLinesLogger(every=every)).fit(1)
     assert list(logged(tmp_path, 'loss')) == steps
-
-
-@pytest.mark.parametrize('every', ['1ep', '0ba', '-3ba', '5 parsecs', '0.1dur', 0, None])
-def test_every_that_makes_no_sense(every: Any) -> None:
-    with pytest.raises(TimeError):
-        JSONLinesLogger(every=every)
-
-
-def test_an_interval_in_tokens_that_are_not_counted(tmp_path: Path) -> None:
-    learn = learner(tmp_path, JSONLinesLogger(every='10tok'))
-    with pytest.raises(TimeError, match='token_func'):
-        learn.fit(1)
-    assert learn.time.ba == 0
 
 
 def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
@@ -83,28 +61,6 @@ def test_epoch_rows_match_the_history(tmp_path: Path) -> None:
         expected = [row[column] for row in learn.history]
         assert list(logged(tmp_path, f'epoch/{column}').values()) == expected
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
-
-
-def test_metrics_by_loader(tmp_path: Path) -> None:
-    x, y, vx, vy = data()
-    loader = torch.utils.data.DataLoader
-    both = [torch.utils.data.TensorDataset(x, y), torch.utils.data.TensorDataset(vx, vy)]
-    learn = learner(tmp_path, JSONLinesLogger)
-    learn.dls = type(learn.dls)(
-        loader(both[0], 4), {'day': loader(both[1], 4), 'night': loader(both[1], 2)}
-    )
-    learn.metrics = [nn.L1Loss()]
-    learn.fit(1)
-    row = learn.history[-1]
-    for name in ('day/loss', 'night/loss', 'day/l1_loss', 'night/l1_loss'):
-        assert logged(tmp_path, name) == {10: row[name]}
-
-
-def test_what_callbacks_log_has_their_step(tmp_path: Path) -> None:
-    learner(tmp_path, LogHalf, JSONLinesLogger).fit(1)
-    halves = {step: loss / 2 for step, loss in enumerate(plain_losses(1)[0], 1)}
-    assert logged(tmp_path, 'half') == pytest.approx(halves, rel=1e-6)
-    assert list(logged(tmp_path, 'valid_half')) == [10]
 
 
 def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
@@ -134,94 +90,6 @@ def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
     assert set(logged(tmp_path, 'size').values()) == {(3 * 3 + 1 * 1) / 4}
 
 
-def test_events_around_the_batch_belong_to_it(tmp_path: Path) -> None:
-    class Around(Callback):
-        run_valid = False
-
-        def before_batch(self) -> None:
-            self.learn.log('before', self.iter)
-
-        def after_batch(self) -> None:
-            self.learn.log('after', self.iter)
-
-    learner(tmp_path, Around, JSONLinesLogger).fit(1)
-    assert logged(tmp_path, 'before') == logged(tmp_path, 'after') == {i + 1: i for i in range(10)}
-
-
-def test_a_cancelled_batch_has_no_loss(tmp_path: Path) -> None:
-    from learnkit import CancelBatchException
-
-    class Skip(Callback):
-        def before_batch(self) -> None:
-            if self.training and self.iter == 3:
-                raise CancelBatchException
-
-    learner(tmp_path, Skip, JSONLinesLogger(every='1ba')).fit(1)
-    assert list(logged(tmp_path, 'loss')) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
-
-
-def test_a_rate_in_a_tensor_matches_the_step(tmp_path: Path) -> None:
-    def make(params: Any, lr: float) -> Any:
-        return torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False)
-
-    learn = learner(tmp_path, JSONLinesLogger(every='1ba'), opt_func=make)
-    learn.fit_one_cycle(1, lr_max=0.1)
-    assert list(logged(tmp_path, 'lr').values()) == pytest.approx(learn.recorder.lrs)
-    assert len(set(learn.recorder.lrs)) == 10
-
-
-def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
-    again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
-    learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
-    learn.fit(1)
-    expected = plain_losses(1)[1]
-    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(expected, rel=1e-6)
-    assert list(logged(tmp_path, 'valid_half')) == [10]
-
-
-class First(Callback):
-    def after_loss(self) -> None:
-        self.learn.log('same', 1.0)
-
-
-class Second(Callback):
-    def before_backward(self) -> None:
-        self._log_same()
-
-    def _log_same(self) -> None:
-        self.learn.log('same', 2.0)
-
-
-def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r'`same`.* step 1: by First .*`first`.* Second'):
-        learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
-
-
-def test_the_name_of_a_metric(tmp_path: Path) -> None:
-    def log(cb: Callback) -> None:
-        cb.learn.log('l1_loss', 1.0)
-
-    learn = learner(tmp_path, Callback(before_step=log), JSONLinesLogger, metrics=nn.L1Loss())
-    with pytest.raises(MetricError, match=r"log\('l1_loss'\)"):
-        learn.fit(1)
-
-
-def test_a_model_that_logs_is_a_writer_too(tmp_path: Path) -> None:
-    class Net(nn.Linear):
-        learn: Any = None
-
-        def forward(self, x: Any) -> Any:
-            if self.learn.fitting and self.training:
-                self.learn.log('same', 0.0)
-            return super().forward(x)
-
-    learn = learner(tmp_path, First, JSONLinesLogger)
-    learn.model = Net(3, 1)
-    object.__setattr__(learn.model, 'learn', learn)
-    with pytest.raises(OptionError, match='by code that is no callback and by First'):
-        learn.fit(1)
-
-
 @pytest.mark.parametrize('name', ['step', '', 'a\nb'])
 def test_names_that_no_log_can_have(tmp_path: Path, name: str) -> None:
     learn = learner(
@@ -229,15 +97,6 @@ def test_names_that_no_log_can_have(tmp_path: Path, name: str) -> None:
     )
     with pytest.raises(OptionError, match='cannot be logged'):
         learn.fit(1)
-
-
-def test_loss_parts(tmp_path: Path) -> None:
-    learn = learner(tmp_path, JSONLinesLogger)
-    learn.loss_func = lambda pred, y: {'a': (pred - y).square().mean(), 'b': pred.square().mean()}
-    learn.fit(1)
-    a, b = logged(tmp_path, 'train_a'), logged(tmp_path, 'train_b')
-    assert list(a) == list(range(1, 11))
-    assert logged(tmp_path, 'loss')[10] == pytest.approx(a[10] + b[10], rel=1e-6)
 
 
 def test_only_fits_are_logged(tmp_path: Path) -> None:
@@ -253,19 +112,6 @@ def test_only_fits_are_logged(tmp_path: Path) -> None:
     assert (tmp_path / 'metrics.jsonl').read_text() == before
     learn.fit(1)
     assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 21))
-
-
-def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
-    seen = []
-
-    def look(cb: Callback) -> None:
-        if cb.training:
-            seen.append(
-                len(logged(tmp_path, 'valid_loss')) if (tmp_path / 'metrics.jsonl').exists() else 0
-            )
-
-    learner(tmp_path, JSONLinesLogger(every='1000ba'), Callback(after_pred=look)).fit(2)
-    assert seen == [0] * 10 + [1] * 10
 
 
 def test_logging_changes_no_number(tmp_path: Path) -> None:
@@ -311,26 +157,6 @@ def test_no_graph_is_held(tmp_path: Path) -> None:
     )
     learn.fit(1)
     assert len(logged(tmp_path, 'g')) == 10
-
-
-def test_nan_and_infinity_are_logged(tmp_path: Path) -> None:
-    learner(
-        tmp_path,
-        Callback(before_step=lambda cb: cb.learn.log('a', math.nan)),
-        Callback(after_step=lambda cb: cb.learn.log('b', torch.tensor(math.inf))),
-        JSONLinesLogger,
-    ).fit(1)
-    assert all(math.isnan(v) for v in logged(tmp_path, 'a').values())
-    assert len(logged(tmp_path, 'a')) == 10
-    assert set(logged(tmp_path, 'b').values()) == {math.inf}
-
-
-def test_metrics_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
-    from learnkit import ValueMetric
-
-    learn = learner(tmp_path, JSONLinesLogger, metrics=ValueMetric(lambda: torch.ones(3), 'three'))
-    learn.fit(1)
-    assert not logged(tmp_path, 'three') and logged(tmp_path, 'valid_loss')
 
 
 def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:

@@ -54,16 +54,6 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 
 
-def test_a_closed_learner_can_train_again(tmp_path: Path, service: Any) -> None:
-    make, points = service
-    learn = learner(tmp_path, make(every='5ba'))
-    for _ in range(2):
-        with learn:
-            learn.fit(1)
-        learn.close()
-    assert [s for s, _ in points(tmp_path, 'loss')] == [5, 10, 15, 20]
-
-
 def test_two_on_one_folder(tmp_path: Path, service: Any) -> None:
     make, _ = service
     learn = learner(tmp_path, make(), make())

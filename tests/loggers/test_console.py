@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from learnkit import Callback, OptionError
+from learnkit import Callback
 from learnkit.loggers import ConsoleLogger, log_images, log_text
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses
 
@@ -23,12 +22,6 @@ def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert third.startswith(f'step 10: half={losses[9] / 2:.4g}, valid_half=') and 'loss=' in third
 
 
-def test_lines_go_to_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, 'train'):
-        learner(tmp_path, ConsoleLogger(out=logging.getLogger('train').info)).fit(1)
-    assert [r.message.split(':')[0] for r in caplog.records] == ['step 10']
-
-
 def test_text_is_printed_and_images_are_not(tmp_path: Path) -> None:
     lines: list[str] = []
 
@@ -38,8 +31,3 @@ def test_text_is_printed_and_images_are_not(tmp_path: Path) -> None:
 
     learner(tmp_path, ConsoleLogger(out=lines.append), Callback(after_train=show)).fit(1)
     assert lines[0] == 'step 10: note: hello' and len(lines) == 2
-
-
-def test_out_has_to_be_callable() -> None:
-    with pytest.raises(OptionError, match='out='):
-        ConsoleLogger(out='print')  # type: ignore[arg-type]

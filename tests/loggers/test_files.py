@@ -15,8 +15,6 @@ import torch
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
-from learnkit.loggers.grid import add_captions, arrange_images
-from learnkit.loggers.values import as_images
 from tests.helpers.forks import start
 from tests.helpers.logging_fits import LogHalf, learner, plain_losses, run_and_resume
 
@@ -61,36 +59,6 @@ def test_csv_is_a_plain_table(tmp_path: Path) -> None:
     assert table[1][2:] == [''] * 9 and table[5][3] == '0.1'
 
 
-def test_csv_names_are_quoted(tmp_path: Path) -> None:
-    name = 'a, "b"'
-    learner(
-        tmp_path,
-        Callback(before_step=lambda cb: cb.learn.log(name, cb.iter)),
-        CSVLogger(every='2ba'),
-    ).fit(1)
-    assert [row[name] for row in read_log(tmp_path / 'metrics.csv')] == list(range(10))
-
-
-def test_a_logger_reads_its_own_log_as_a_table(tmp_path: Path) -> None:
-    pd = pytest.importorskip('pandas')
-    learn = learner(tmp_path, CSVLogger(every='1ba'))
-    learn.fit(1)
-    log = learn.csv_logger.read_log()
-    expected = pd.read_csv(tmp_path / 'metrics.csv').loss.dropna().tolist()
-    assert log.loss.dropna().tolist() == expected
-
-
-@BOTH
-def test_a_further_fit_and_a_reopened_learner_append(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path, cls(every='5ba', append=False))
-    learn.fit(1)
-    learn.fit(1)
-    learn.close()
-    learn.close()
-    learn.fit(1)
-    assert steps(tmp_path / name) == [5, 10, 15, 20, 25, 30]
-
-
 @BOTH
 def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: str) -> None:
     learner(tmp_path, cls(every='5ba')).fit(1)
@@ -98,14 +66,6 @@ def test_another_process_appends_or_starts_over(tmp_path: Path, cls: Any, name: 
     assert steps(tmp_path / name) == [5, 10, 15, 20]
     learner(tmp_path, cls(every='5ba', append=False)).fit(1)
     assert steps(tmp_path / name) == [5, 10]
-
-
-@BOTH
-def test_as_a_callback_of_one_fit(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    learn.fit(1, cbs=cls())
-    assert steps(tmp_path / name) == [20]
 
 
 @BOTH
@@ -121,35 +81,6 @@ def test_resume_drops_what_came_after_the_checkpoint(
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
     # the checkpoint came before the row of step 10
     assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
-
-
-@BOTH
-def test_a_state_loaded_in_the_same_process_drops_rows_too(
-    tmp_path: Path, cls: Any, name: str
-) -> None:
-    learn = learner(tmp_path, cls(every='5ba'))
-    learn.fit(1)
-    logger = next(cb for cb in learn.cbs if isinstance(cb, cls))
-    state, done = logger.state_dict(), learn.counters.by_unit()
-    learn.fit(2)
-    learn.counters.load_units(done)
-    logger.load_state_dict(state)
-    learn.fit(1)
-    assert steps(tmp_path / name) == [5, 10, 15, 20]
-
-
-@BOTH
-def test_a_checkpoint_has_everything_before_it_written(tmp_path: Path, cls: Any, name: str) -> None:
-    seen = []
-
-    def look(cb: Callback) -> None:
-        if cb.learn.time.ba != 7:
-            return
-        state = next(o for o in cb.learn.cbs if isinstance(o, cls)).state_dict()
-        seen.append((steps(tmp_path / name), [(ba, sorted(row)) for ba, row in state['rows']]))
-
-    learner(tmp_path, LogHalf, cls(every='1000ba'), Callback(batch_checkpoint=look)).fit(1)
-    assert seen == [([1, 2, 3, 4, 5, 6], [(7, ['half'])])]
 
 
 @BOTH
@@ -215,15 +146,6 @@ def test_another_file_is_not_touched(tmp_path: Path, cls: Any, name: str, append
 
 
 @BOTH
-def test_two_on_one_file(tmp_path: Path, cls: Any, name: str) -> None:
-    learn = learner(tmp_path, cls(), cls(tmp_path / 'sub' / '..' / name))
-    with pytest.raises(OptionError, match=rf'both log to .*{name}'):
-        learn.fit(1)
-    assert not (tmp_path / name).exists() and learn.time.ba == 0
-    learner(tmp_path, cls(), cls(f'other.{name}')).fit(1)
-
-
-@BOTH
 def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> None:
     (tmp_path / 'file').write_text('')
     (tmp_path / f'folder.{name}').mkdir()
@@ -232,19 +154,6 @@ def test_places_that_cannot_be_written(tmp_path: Path, cls: Any, name: str) -> N
         with pytest.raises(OptionError, match='cannot be written'):
             learn.fit(1)
         assert learn.time.ba == 0
-
-
-def test_names_that_are_not_a_log() -> None:
-    for cls, name in ((CSVLogger, 'log.txt'), (JSONLinesLogger, 'log.csv')):
-        with pytest.raises(OptionError, match='writes files that end in'):
-            cls(name)
-    with pytest.raises(OptionError, match='log'):
-        read_log('log.txt')
-
-
-def test_configuration_in_a_file_next_to_the_csv(tmp_path: Path) -> None:
-    learner(tmp_path, CSVLogger).fit(1)
-    assert json.loads((tmp_path / 'metrics.csv.params.json').read_text())['model'] == 'Linear'
 
 
 @BOTH
@@ -263,41 +172,6 @@ def test_images_and_text(tmp_path: Path, cls: Any, name: str) -> None:
     assert torch.equal(torch.from_numpy(np.array(image)), pixels[1].permute(1, 2, 0))
     assert (tmp_path / f'{name}.texts' / 'note-20.txt').read_text() == 'hello\n'
     assert steps(tmp_path / name) == [10, 20]
-
-
-@BOTH
-def test_a_batch_of_images_is_one_picture(tmp_path: Path, cls: Any, name: str) -> None:
-    pixels = torch.arange(5 * 3 * 4 * 6, dtype=torch.uint8).reshape(5, 3, 4, 6)
-    show = Callback(after_epoch=lambda cb: log_images(cb, 'pic', pixels))
-    learner(tmp_path, cls(), show).fit(1)
-    (file,) = (tmp_path / f'{name}.images').iterdir()
-    read = torch.from_numpy(np.array(pytest.importorskip('PIL.Image').open(file)))
-    expected = torch.full((4 + 2 + 4, 3 * 6 + 2 * 2, 3), 255, dtype=torch.uint8)
-    for i in range(5):
-        y, x = [(0, 0), (0, 8), (0, 16), (6, 0), (6, 8)][i]
-        expected[y : y + 4, x : x + 6] = pixels[i].permute(1, 2, 0)
-    assert file.name == 'pic-10-0.png' and torch.equal(read, expected)
-
-
-@BOTH
-def test_captions_in_a_log(tmp_path: Path, cls: Any, name: str) -> None:
-    pytest.importorskip('matplotlib')
-    pixels = torch.arange(2 * 3 * 4 * 6, dtype=torch.uint8).reshape(2, 3, 4, 6)
-
-    def show(cb: Callback) -> None:
-        log_images(cb, 'grid', pixels, captions=['cat', 7])
-        log_images(cb, 'each', pixels, captions=['cat', 7], grid=False)
-
-    learner(tmp_path, cls(), Callback(after_epoch=show)).fit(1)
-    folder, image = tmp_path / f'{name}.images', pytest.importorskip('PIL.Image')
-    files = {p.name: np.array(image.open(p)) for p in folder.iterdir()}
-    assert sorted(files) == ['each-10-0.png', 'each-10-1.png', 'grid-10-0.png']
-    expected = add_captions(as_images(pixels), ['cat', '7'])
-    assert np.array_equal(files['each-10-1.png'], expected[1])
-    assert np.array_equal(files['grid-10-0.png'][:, 98:], expected[1])
-    for bad in (['one'], 'ab'):
-        with pytest.raises(OptionError, match='a list of 2'):
-            arrange_images(pixels, bad)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from learnkit.loggers.grid import add_captions
 
 @pytest.mark.parametrize('channels', [1, 3, 4])
 def test_captions_are_above_their_images(channels: int) -> None:
-    pytest.importorskip('matplotlib')
+    pytest.importorskip('PIL')
     pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 40, channels), np.uint8)
     names = ['$x_{$ <b>\N{CJK UNIFIED IDEOGRAPH-732B}', 'W' * 200, '']
     captioned = add_captions(pixels, names)

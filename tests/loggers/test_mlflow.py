@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -75,13 +74,3 @@ def test_mlflow_run_that_failed(tmp_path: Path) -> None:
     learn.close()
     assert mlflow_run(tmp_path).info.status == 'FAILED'
     assert [s for s, _ in mlflow_points(tmp_path, 'half')] == [1]
-
-
-def test_mlflow_leaves_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip('mlflow')
-    monkeypatch.delenv('MLFLOW_ALLOW_FILE_STORE', raising=False)
-    before = dict(os.environ)
-    with learner(tmp_path, MlflowLogger()) as learn:
-        learn.fit(1)
-    assert 'MLFLOW_ALLOW_FILE_STORE' not in os.environ
-    assert before.items() <= os.environ.items()

@@ -18,7 +18,7 @@ from tests.helpers.log_services import (
     show,
     tensorboard,
 )
-from tests.helpers.logging_fits import learner, run_and_resume
+from tests.helpers.logging_fits import learner
 
 
 def test_tensorboard_images_text_and_configuration(tmp_path: Path) -> None:
@@ -48,10 +48,3 @@ def test_tensorboard_gives_each_run_a_folder(tmp_path: Path) -> None:
     folders = sorted((tmp_path / 'runs').iterdir())
     assert len(folders) == 2
     assert all([e.step for e in tensorboard(f).Scalars('loss')] == [5, 10] for f in folders)
-
-
-def test_tensorboard_finds_its_own_folder_again(tmp_path: Path) -> None:
-    pytest.importorskip('tensorboard')
-    run_and_resume(tmp_path, lambda: TensorBoardLogger(every='5ba'))
-    (folder,) = (tmp_path / 'runs').iterdir()
-    assert [e.step for e in tensorboard(folder).Scalars('loss')] == list(range(5, 31, 5))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,15 +46,6 @@ def test_wandb_images_text_and_configuration(tmp_path: Path) -> None:
     assert run.project == 'mine' and list(run.tags) == ['a']
 
 
-def test_wandb_text_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, logged = pytest.importorskip('wandb'), list[Any]()
-    monkeypatch.setattr(wandb, 'Html', str)
-    cb = WandbLogger()
-    cb._handle = SimpleNamespace(log=lambda values, step: logged.append(values))
-    cb.log_text(1, 'note', 'a < b & <script>')
-    assert logged == [{'note': '<pre>a &lt; b &amp; &lt;script&gt;</pre>'}]
-
-
 def test_wandb_run_keeps_its_id_and_reports_a_failure(tmp_path: Path) -> None:
     pytest.importorskip('wandb')
     run_and_resume(tmp_path, lambda: WandbLogger(id='run7'))
@@ -77,12 +66,6 @@ def test_wandb_run_can_be_taken_over(tmp_path: Path) -> None:
     first.close()
     second.close()
     assert [s for s, _ in wandb_points(tmp_path, 'loss')] == [5, 10, 15, 20, 25, 30]
-
-
-def test_wandb_mode_is_checked() -> None:
-    pytest.importorskip('wandb')
-    with pytest.raises(OptionError, match='mode='):
-        WandbLogger(mode='off')
 
 
 def test_wandb_mode_comes_from_the_environment_unless_given(

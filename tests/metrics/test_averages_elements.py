@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from learnkit import DataLoaders, Learner
 from learnkit.core.errors import MetricError
 from learnkit.metrics import (
     AvgLoss,
@@ -20,7 +17,6 @@ from learnkit.metrics import (
     Perplexity,
     ValueMetric,
     accuracy,
-    accuracy_multi,
     error_rate,
     exp_rmspe,
     mae,
@@ -91,30 +87,12 @@ def test_five_of_six_tokens_are_right() -> None:
     assert of_the_set(AvgMetric(accuracy), batches) == pytest.approx(0.5)
 
 
-def test_labels_are_counted_too() -> None:
-    batches = [(torch.randn(2, t), torch.randint(2, (2, t))) for t in LENGTHS]
-    right = sum(int(((p > 0) == (t == 1)).sum()) for p, t in batches)
-    expected = right / sum(2 * t for t in LENGTHS)
-    assert of_the_set(partial(accuracy_multi, thresh=0.5), batches) == pytest.approx(expected)
-
-
 def test_a_weight_func_still_weighs_batches() -> None:
     batches = sequences()
     weights = iter([1.0, 2.0, 3.0, 4.0])
     got = of_the_set(mse, batches, weight_func=lambda xb, yb: next(weights))
     expected = sum(w * float(mse(*b)) for w, b in zip((1, 2, 3, 4), batches, strict=True)) / 10
     assert got == pytest.approx(expected)
-
-
-def test_in_a_learner() -> None:
-    batches = [(torch.randn(2, t, 3), torch.randint(3, (2, t))) for t in LENGTHS]
-    model = nn.Linear(3, 3)
-    loss = lambda pred, targ: nn.functional.cross_entropy(pred.flatten(0, 1), targ.flatten())
-    learn = Learner(DataLoaders(batches, batches), model, loss, metrics=[accuracy, error_rate])
-    with learn.no_bar():
-        _, acc, err = learn.validate()
-    right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in batches)
-    assert acc == pytest.approx(right / 34) and err == pytest.approx(1 - right / 34)
 
 
 # -- targets that are not a class ---------------------------------------------------------------------
@@ -152,26 +130,3 @@ def test_every_class_takes_on(make: Any) -> None:
     assert make(on='train').on == 'train' and make(on=None).on is None
     with pytest.raises(MetricError, match="'train', 'valid' or 'both'"):
         make(on='test')
-
-
-def test_a_value_of_training_alone() -> None:
-    batches = [(torch.randn(4, 1), torch.randn(4, 1))]
-    learn = Learner(
-        DataLoaders(batches, batches),
-        nn.Linear(1, 1),
-        nn.MSELoss(),
-        metrics=[Perplexity(on='train'), ValueMetric(lambda: 2.0, 'two', on='both')],
-    )
-    learn.logger = lambda row: None
-    learn.fit(1)
-    expected = set('fit epoch train_loss train_perplexity train_two valid_loss two time'.split())
-    assert set(learn.history[0]) == expected
-
-
-def test_a_part_of_the_loss_still_counts_samples() -> None:
-    metric = LossMetric('part')
-    for n, part in ((1, 4.0), (3, 8.0)):
-        metric.accumulate(
-            SimpleNamespace(loss_func=SimpleNamespace(part=part), xb=(), yb=(torch.zeros(n),))
-        )
-    assert metric.value == 7.0

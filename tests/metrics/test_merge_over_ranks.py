@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.basics import noop
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import learnkit.metrics as M
@@ -21,7 +19,6 @@ from learnkit import (
     EarlyStoppingCallback,
     FetchPredsCallback,
     GatherPredsCallback,
-    Interpretation,
     Learner,
     MetricError,
     OptionError,
@@ -33,7 +30,6 @@ from tests.helpers.distributing import (
     make_data,
     make_dls,
     make_learner,
-    make_model,
     rows,
     same_rows,
 )
@@ -139,49 +135,6 @@ def test_a_metric_that_cannot_be_merged_is_refused_before_anything() -> None:
     assert learn.history[0]['unmergeable'] == 5
 
 
-@dataclass
-class Output:
-    scores: Tensor
-
-
-class AsOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_model()
-
-    def forward(self, x: Tensor) -> Output:
-        return Output(self.model(x))
-
-
-class InArrays(M.Metric):
-    sum_reduced = ('counts',)
-
-    def reset(self) -> None:
-        self.counts = np.zeros(3)
-
-    def accumulate(self, learn: Any) -> None:
-        self.counts += np.bincount(learn.yb[0].numpy(), minlength=3)
-
-    @property
-    def value(self) -> float:
-        return float(self.counts[0])
-
-
-def test_arrays_are_sent() -> None:
-    def make() -> Learner:
-        loss_func = lambda p, y: F.cross_entropy(p.scores, y)
-        learn = Learner(make_dls(), AsOutput(), loss_func, metrics=InArrays)
-        learn.remove_cb(learn.progress)
-        return learn
-
-    def job(rank: int) -> Any:
-        learn = make()
-        with learn.distributed('ddp', timeout='20s'):
-            return learn.validate()[1]
-
-    assert run_ranks(job) == [make().validate()[1]] * 2
-
-
 def test_callbacks_that_decide_see_the_same_values() -> None:
     def job(rank: int) -> Any:
         torch.manual_seed(rank)
@@ -199,15 +152,6 @@ def test_callbacks_that_decide_see_the_same_values() -> None:
 
 
 # -- predictions -----------------------------------------------------------------------------------
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_model()
-
-    def forward(self, x: Tensor) -> Any:
-        return {'scores': self.model(x), 'more': (x.sum(1), [x, x[:, 0]])}
 
 
 def loaders(kind: str, n: int) -> Any:
@@ -265,34 +209,6 @@ def test_predictions_of_all_come_in_the_order_of_the_data(kind: str) -> None:
     compare_preds(lambda: make_learner(make_dls(30, bs=8)), ask)
 
 
-def test_three_processes_and_nested_outputs() -> None:
-    def make() -> Learner:
-        dls = make_dls(30, bs=4, n_valid=31)
-        return Learner(dls, Nested(), lambda p, y: F.cross_entropy(p['scores'], y))
-
-    def ask(learn: Learner) -> Any:
-        with learn.no_bar():
-            return learn.get_preds(with_input=True)
-
-    compare_preds(make, ask, n=3)
-
-
-def test_augmented_and_single_predictions_and_looks_at_the_worst() -> None:
-    def ask(learn: Learner) -> Any:
-        interp = Interpretation.from_learner(learn)
-        gathered = GatherPredsCallback()
-        learn.validate(cbs=gathered)
-        return [
-            learn.tta(augment=lambda x: x.flip(1), n=2),
-            learn.predict(torch.ones(5, dtype=torch.float64)),
-            interp.top_losses(5),
-            interp[int(interp.top_losses(1)[1])],
-            gathered.all_tensors(),
-        ]
-
-    compare_preds(make_learner, ask)
-
-
 def test_predictions_inside_a_fit() -> None:
     def ask(learn: Learner) -> Any:
         learn.fit(2)
@@ -300,17 +216,6 @@ def test_predictions_inside_a_fit() -> None:
 
     options = {'cbs': FetchPredsCallback, 'opt_func': torch.optim.SGD, 'lr': 0.0}
     compare_preds(lambda: make_learner(make_dls(64, bs=8), **options), ask)
-
-
-def test_each_process_predicts_its_own_item() -> None:
-    def job(rank: int) -> Tensor:
-        learn = make_learner()
-        with learn.distributed('ddp', timeout='20s'):
-            return learn.predict(torch.full((5,), float(rank)).double())[2]
-
-    learn = make_learner()
-    for rank, got in enumerate(run_ranks(job)):
-        assert_same(got, learn.predict(torch.full((5,), float(rank)).double())[2])
 
 
 def test_sharded_models_evaluate_in_step() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from learnkit import metrics
 from learnkit.core.errors import MetricError, MissingExtraError
 from learnkit.metrics import (
     APScoreBinary,
@@ -20,7 +19,6 @@ from learnkit.metrics import (
     RocAucBinary,
     RocAucMulti,
     SpearmanCorrCoef,
-    ranking,
 )
 from learnkit.metrics.averages import dry_run
 from tests.helpers.libraries import require
@@ -104,13 +102,27 @@ def test_corpus_bleu() -> None:
         dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
 
 
-@pytest.mark.parametrize('name', ranking.__all__)
+@pytest.mark.parametrize('metric', [SpearmanCorrCoef, CorpusBLEUMetric])
 def test_without_torchmetrics_the_error_states_how_to_install_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    metric: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in [m for m in sys.modules if m.split('.')[0] == 'torchmetrics']:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, 'torchmetrics', None)
-    metric = getattr(metrics, name)
     with pytest.raises(MissingExtraError, match=r' needs torchmetrics: pip install torchmetrics$'):
-        metric(2) if name.startswith('FBeta') else metric()
+        metric()
+
+
+def test_what_cannot_be_ranked() -> None:
+    pred, targ, _, _ = class_scores(3)
+    for metric in (RocAucBinary(), APScoreBinary()):
+        with pytest.raises(MetricError, match=r'two classes, .* 3 along axis -1'):
+            dry_run(metric, pred, (targ,))
+    with pytest.raises(MetricError, match='do not fit targets'):
+        dry_run(RocAuc(), pred, (targ[:10],))
+    targ[3] = 255
+    with pytest.raises(MetricError, match='1 targets are not class numbers'):
+        RocAuc()(pred, targ)
+    for ranking, average in ((RocAuc, 'micro'), (RocAucMulti, 'samples')):
+        with pytest.raises(MetricError, match=f"average='{average}': use one of"):
+            ranking(average=average)

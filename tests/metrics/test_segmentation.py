@@ -74,13 +74,6 @@ def test_best_worst_and_nothing(metric: Any) -> None:
         assert math.isnan(metric()(pred[:0], targ[:0]))
 
 
-def test_a_class_that_never_occurs_is_left_out() -> None:
-    targ = torch.tensor([[[0, 1, 3, 3]]])
-    pred = torch.eye(5)[torch.tensor([[[0, 1, 1, 3]]])].movedim(-1, 1)
-    assert DiceMulti()(pred, targ) == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
-    assert JaccardCoeffMulti()(pred, targ) == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
-
-
 def test_targets_that_are_not_a_class_match_nothing() -> None:
     targ = torch.tensor([[[1, 0, 255]]])
     pred = torch.eye(2)[torch.tensor([[[1, 0, 1]]])].movedim(-1, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count, product
 from typing import Any
