@@ -757,16 +757,15 @@ class Learner(Loop):
     ) -> Self:
         """Compile the model, without replacing it, or with `step=True` the whole training step.
 
-        The model's state dict keeps its keys. With `step=True`, training starts with ordinary steps.
-        Once the optimizer has its state, compiled and ordinary steps alternate and are timed, and
-        the faster kind runs from then on. `explain_step` reports which kind runs, and why. Compiled
-        steps support SGD, Adam and AdamW of torch and of learnkit, with a single optimizer and
-        without microbatches. After a compiled step `pred` and `loss_grad` are detached; the
-        parameters' `grad` is never set.
+        The model's state dict keeps its keys. With `step=True`, training starts with an ordinary
+        step, after which the optimizer has its state. `explain_step` reports which kind of step
+        runs, and why. Compiled steps support SGD, Adam and AdamW of torch and of learnkit, with a
+        single optimizer and without microbatches. After a compiled step `pred` and `loss_grad` are
+        detached; the parameters' `grad` is never set.
 
-        A batch of another shape runs in an ordinary step; after several in a row the step is
-        compiled again for dynamic shapes. Random numbers, such as dropout masks, are drawn as in an
-        ordinary step (inductor's `fallback_random`).
+        A batch of another shape than the first one runs in an ordinary step; with `dynamic=True`
+        the step is compiled for all shapes. Random numbers, such as dropout masks, are drawn as in
+        an ordinary step (inductor's `fallback_random`), unless `mode` is given.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().compile(step=True, backend='eager').explain_step()

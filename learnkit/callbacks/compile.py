@@ -16,8 +16,8 @@ else unchanged too:
   compiled code reads, so that a new rate needs no recompilation.
 - The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading
   one works.
-- A step that cannot be compiled, or is not faster compiled, raises no error: the ordinary step
-  runs, and `explain_step()` gives the reason.
+- A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` gives
+  the reason.
 
 `learnkit.callbacks.whole_step` holds the compiled function; this module decides which step runs.
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import count
-from time import perf_counter, process_time
 from types import FunctionType
 from typing import Any
 
@@ -61,14 +60,7 @@ STEP_EVENTS = (
     'after_step',
     *CONTEXTS.values(),
 )
-# methods that a compiled step replaces
-OVERRIDABLE = BATCH_METHODS
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
-
-# number of timed steps of each kind, without the first compiled step, which compiles
-TIMED = 6
-# number of successive batches of another shape after which shapes are compiled as variable
-ODD_IN_A_ROW = 8
 
 
 def compile_learner(learn: LearnerLike, step: bool = False, **options: Any) -> Any:
@@ -109,17 +101,11 @@ class WholeStep:
         self.options = options
         self.dynamo = dynamo
         self.compiled: Any = None  # result of torch.compile, made before the first compiled step
-        self.in_cpp = True  # whether the code that calls the kernels is compiled too
         # arguments of the compiled step, made after an ordinary step
         self.plan: Plan | None = None
         self.refused: list[str] = []  # reasons why there can be no plan
         self.failure = ''  # reason why nothing is compiled any more
         self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
-        self.odd_in_a_row = 0
-        self.any_shape = False
-        self.compiled_s: list[float] = []  # seconds of the timed steps
-        self.ordinary_s: list[float] = []
-        self.verdict = ''  # result of the comparison
         if not (
             hasattr(dynamo.config, 'trace_autograd_ops')
             and hasattr(dynamo.eval_frame, 'set_eval_frame')
@@ -132,12 +118,10 @@ class WholeStep:
     def __call__(self, learn: LearnerLike) -> None:
         if self.failure:
             train_whole_batch(learn)
-        elif not self._fits():
-            self._run_ordinary()
-        elif self.verdict:
+        elif self._fits():
             self._run_compiled()
         else:
-            self._run_timed()
+            self._run_ordinary()
 
     def _run_ordinary(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
@@ -166,7 +150,7 @@ class WholeStep:
             return False
         if starts or plan.n_steps != learn.opt.n_steps:
             self.plan = Plan(learn, plan)  # ordinary steps came between
-        return self.any_shape or self._has_usual_shape()
+        return bool(self.options.get('dynamic')) or self._has_usual_shape()
 
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
@@ -191,12 +175,8 @@ class WholeStep:
         learn = self.learn
         shapes = [t.shape if type(t) is Tensor else describe(t) for t in (*learn.xb, *learn.yb)]
         if not self.shapes:
-            self.shapes = shapes
-        self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
-        if self.odd_in_a_row == ODD_IN_A_ROW:
-            self.any_shape = True
-            self.verdict = ''
-        return self.any_shape or not self.odd_in_a_row
+            self.shapes = [tuple(shape) if isinstance(shape, tuple) else shape for shape in shapes]
+        return shapes == self.shapes
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
@@ -206,38 +186,14 @@ class WholeStep:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
             return 'The ordinary step runs: compiling comes after the next training batch.'
-        if not self.verdict:
-            return 'The compiled and the ordinary step take turns, to see which is faster.'
-        return f'The compiled step runs: {self.verdict}.'
+        if self.options.get('dynamic'):
+            return 'The compiled step runs.'
+        return (
+            f'The compiled step runs for batches of the shapes {self.shapes}, the ordinary step for '
+            'others (`dynamic=True` compiles for all).'
+        )
 
     # -- execution ---------------------------------------------------------------------------------
-
-    def _run_timed(self) -> None:
-        "Run compiled and ordinary steps in turn, and choose the faster kind after some of each."
-        is_compiled = len(self.compiled_s) <= len(self.ordinary_s)
-        started = self._clock()
-        if is_compiled:
-            self._run_compiled()
-        else:
-            train_whole_batch(self.learn)
-        seconds = self.compiled_s if is_compiled else self.ordinary_s
-        seconds.append(self._clock() - started)
-        if len(self.ordinary_s) < TIMED or self.failure:
-            return
-        compiled_s = min(self.compiled_s[1:])
-        ordinary_s = min(self.ordinary_s)
-        self.compiled_s = []
-        self.ordinary_s = []
-        self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'
-        if compiled_s >= ordinary_s:
-            self._give_up(f'the compiled one was not faster: {self.verdict}')
-
-    def _clock(self) -> float:
-        "Return seconds of processor time, unaffected by other processes; on a GPU, wait for the device."
-        if self.plan is None or self.plan.device.type != 'cuda':
-            return process_time()
-        torch.cuda.synchronize()
-        return perf_counter()
 
     def _run_compiled(self) -> None:
         learn = self.learn
@@ -255,7 +211,7 @@ class WholeStep:
         if error:
             # raises an error of the model or the data; otherwise compiling is at fault
             train_whole_batch(self.learn)
-            return self._retreat(error)
+            return self._give_up(error)
         if plan.device.type == 'cuda':
             out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
         learn.pred, learn.loss_grad, learn.loss, parts = out
@@ -287,30 +243,16 @@ class WholeStep:
     def _make_code(self) -> None:
         assert self.plan is not None
         options = {'fullgraph': True, **self.options}
-        if options.get('backend', 'inductor') == 'inductor':
-            from torch._inductor import list_mode_options
-
+        if options.get('backend', 'inductor') == 'inductor' and 'mode' not in options:
             on_gpu = self.plan.device.type == 'cuda'
             chosen = {
                 'fallback_random': True,
                 'triton.cudagraphs': on_gpu,
-                'cpp_wrapper': self.in_cpp and not on_gpu,
+                'cpp_wrapper': not on_gpu,
             }
-            chosen |= list_mode_options(options.pop('mode', None) or 'default')
             options['options'] = chosen | (options.get('options') or {})
         self.function = copy_function(whole_step)
         self.compiled = torch.compile(self.function, **options)
-
-    def _retreat(self, error: str) -> None:
-        "Try the simpler way to call the kernels after the faster one, then give up."
-        if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp = False
-            self.compiled = None
-            self.verdict = ''
-            self.compiled_s = []
-            self.ordinary_s = []
-        else:
-            self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
@@ -321,7 +263,9 @@ class WholeStep:
 def find_overrides(learn: LearnerLike) -> list[str]:
     "Return a reason for each method of a training step that the Learner overrides."
     cls = type(learn)
-    names = [n for n in OVERRIDABLE if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)]
+    names = [
+        n for n in BATCH_METHODS if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)
+    ]
     return [f'{cls.__name__} has its own `{name}`' for name in names]
 
 
@@ -407,8 +351,3 @@ def make_caller(model: nn.Module) -> Any:
 def describe_error(e: Exception) -> str:
     "Return the type of an exception and the start of its message, on one line."
     return f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-
-
-def format_duration(s: float) -> str:
-    "Return seconds as `44 us` or `4.4 ms`."
-    return f'{s * 1e6:.0f} us' if s < 1e-3 else f'{s * 1e3:.3g} ms'
