@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from learnkit import Callback
-from learnkit.monitors import memory
 from learnkit.monitors.memory import MemoryMonitor, read_allocator, read_resident
 from learnkit.testing import synth_learner
 
@@ -39,13 +38,6 @@ def test_a_block_shows_while_it_is_held_and_in_the_peak_after_it() -> None:
 def test_agrees_with_psutil() -> None:
     psutil = pytest.importorskip('psutil')
     assert read_resident()['current'] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
-
-
-def test_without_proc_only_the_peak_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip('resource')
-    monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
-    got = read_resident()
-    assert list(got) == ['peak'] and 10 * 2**20 < got['peak'] < 2**40
 
 
 def test_statistics_of_the_allocator_in_gb() -> None:

@@ -122,7 +122,6 @@ def reference(
     ('make', 'first', 'second'),
     [
         (torch.optim.Adam, 'exp_avg', 'exp_avg_sq'),
-        (partial(torch.optim.AdamW, foreach=True, amsgrad=True), 'exp_avg', 'exp_avg_sq'),
         (partial(torch.optim.SGD, momentum=0.9), 'momentum_buffer', None),
         (partial(torch.optim.RMSprop, momentum=0.9), 'momentum_buffer', 'square_avg'),
     ],
@@ -143,15 +142,6 @@ def test_what_an_optimizer_does_not_keep_is_left_out() -> None:
     for name, v in seen.rows[0].items():
         if name.startswith('cosine/update_grad'):
             assert v == pytest.approx(-1)
-
-
-def test_all_parameters_together_only() -> None:
-    seen = Seen()
-    learner(torch.optim.Adam, OptimizerMonitor(every=1, per_parameter=False), seen).fit(1)
-    assert sorted(seen.rows[0]) == [
-        f'l2_norm/{kind}/global'
-        for kind in ('grad', 'moment', 'param', 'second_moment_sqrt', 'update')
-    ]
 
 
 @pytest.mark.parametrize(('every', 'at'), [('3ba', [2, 5]), ('4st', [3]), ('16sp', [2, 4])])
@@ -208,30 +198,6 @@ def test_frozen_parameters_and_those_without_a_gradient() -> None:
     assert names == {'global', 'body.bias', 'head.weight', 'head.bias'}
 
 
-def test_no_parameter_at_all_has_a_gradient() -> None:
-    seen = Seen()
-    forget = Callback(after_backward=lambda cb: cb.learn.opt.zero_grad())
-    learner(torch.optim.Adam, OptimizerMonitor(every=1), seen, forget).fit(1)
-    assert not any(seen.rows.values())
-
-
-def test_a_parameter_outside_the_model() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, pred: Tensor, targ: Tensor) -> Tensor:
-            return ((pred - targ) * self.scale).pow(2).mean()
-
-    loss, seen = Scaled(), Seen()
-    learn = learner(torch.optim.Adam, OptimizerMonitor(every=1), seen)
-    learn.loss_func = loss
-    learn.splitter = lambda m: [[*m.parameters(), loss.scale]]
-    learn.fit(1)
-    assert 'l2_norm/grad/outside_4' in seen.rows[0]
-
-
 def test_several_optimizers() -> None:
     def make(params: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
         return {
@@ -262,29 +228,6 @@ def test_several_optimizers() -> None:
         'mom-SGD/group0': 0.5,
         'mom-Adam/group0': 0.9,
     }
-
-
-def test_sparse_gradients() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 2, sparse=True)
-
-        def forward(self, i: Tensor) -> Tensor:
-            return self.table(i)
-
-    i, y, seen = torch.tensor([1, 1, 3]), torch.ones(3, 2), Seen()
-    model = Words()
-    before = model.table.weight.detach().clone()
-    dls = DataLoaders([(i, y)], [(i, y)])
-    cbs = [OptimizerMonitor(every=1), seen]
-    learn = Learner(dls, model, nn.MSELoss(), torch.optim.SGD, lr=0.1, cbs=cbs)
-    learn.fit(1)
-    grad = torch.zeros(5, 2)
-    for row in (1, 1, 3):
-        grad[row] += 2 * (before[row] - 1) / 6
-    assert seen.rows[0]['l2_norm/grad/table.weight'] == pytest.approx(norm(grad))
-    assert seen.rows[0]['l2_norm/update/table.weight'] == pytest.approx(0.1 * norm(grad), rel=1e-5)
 
 
 def test_half_precision_is_measured_in_single() -> None:
@@ -336,16 +279,6 @@ def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
     learn.fit(1)
     expected = ['lr-SGD-a/stem', 'lr-SGD-b/group0', 'lr-SGD-b/group1']
     assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == expected
-
-
-def test_a_rate_in_a_tensor() -> None:
-    opt_func = lambda params, lr: torch.optim.Adam(
-        params, lr=torch.tensor(lr), foreach=False, capturable=False
-    )
-    learn = learner(opt_func, LRMonitor('1ep'))
-    learn.fit_one_cycle(1, 0.1)
-    expected = learn._get_recorder('losses').lrs[-1]
-    assert learn.history[0]['lr-Adam/group0'] == pytest.approx(expected)
 
 
 def test_a_look_at_a_step_is_not_counted_in_epochs() -> None:
