@@ -372,8 +372,8 @@ class Learner(Loop):
             div,
             div_final,
             pct_start,
-            wd,
             moms,
+            wd,
             cbs,
             reset_opt,
             start_epoch,
@@ -434,7 +434,7 @@ class Learner(Loop):
         from learnkit.callbacks.schedule import fit_sgdr
 
         fit_sgdr(
-            self, n_cycles, cycle_len, lr_max, cycle_mult, cbs, reset_opt, wd, start_epoch, resume
+            self, n_cycles, cycle_len, lr_max, cycle_mult, wd, cbs, reset_opt, start_epoch, resume
         )
 
     def fine_tune(
@@ -474,13 +474,13 @@ class Learner(Loop):
             lr_mult,
             pct_start,
             div,
-            div_final,
-            wd,
-            moms,
-            cbs,
-            reset_opt,
-            start_epoch,
-            resume,
+            start_epoch=start_epoch,
+            resume=resume,
+            div_final=div_final,
+            wd=wd,
+            moms=moms,
+            cbs=cbs,
+            reset_opt=reset_opt,
         )
 
     @check_keywords

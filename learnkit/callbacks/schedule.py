@@ -8,7 +8,7 @@ has no state: a resumed fit continues it exactly, and it stretches over the leng
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
@@ -175,60 +175,53 @@ class ParamScheduler(Callback):
 def fit_one_cycle(
     learn: LearnerLike,
     n_epoch: int,
-    lr_max: Any = None,
-    div: float = 25.0,
-    div_final: float = 1e5,
-    pct_start: float = 0.25,
-    wd: float | None = None,
-    moms: tuple[float, ...] | None = None,
-    cbs: Any = None,
-    reset_opt: bool = False,
-    start_epoch: int = 0,
-    resume: Any = False,
+    lr_max: Any,
+    div: float,
+    div_final: float,
+    pct_start: float,
+    moms: tuple[float, ...] | None,
+    *options: Any,  # the last five parameters of `_fit_with_schedules`
 ) -> None:
     "Train with a learning rate that rises and falls once."
     check_number('div', div, error=ScheduleError)
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
     momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
-    if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
-        scheds['mom'] = momentum
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+
+    def make_schedules(peak: Any) -> dict[str, Schedule]:
+        scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
+        if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
+            scheds['mom'] = momentum
+        return scheds
+
+    _fit_with_schedules(learn, make_schedules, n_epoch, lr_max, *options)
 
 
 def fit_flat_cos(
     learn: LearnerLike,
     n_epoch: int,
-    lr: Any = None,
-    div_final: float = 1e5,
-    pct_start: float = 0.75,
-    wd: float | None = None,
-    cbs: Any = None,
-    reset_opt: bool = False,
-    start_epoch: int = 0,
-    resume: Any = False,
+    lr: Any,
+    div_final: float,
+    pct_start: float,
+    *options: Any,  # the last five parameters of `_fit_with_schedules`
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
     check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
-    flat = _prepare_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
-    scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
-    _fit_with_schedules(learn, scheds, n_epoch, flat, wd, cbs, start_epoch, resume)
+
+    def make_schedules(flat: Any) -> dict[str, Schedule]:
+        return {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
+
+    _fit_with_schedules(learn, make_schedules, n_epoch, lr, *options)
 
 
 def fit_sgdr(
     learn: LearnerLike,
     n_cycles: int,
     cycle_len: int,
-    lr_max: Any = None,
-    cycle_mult: int = 2,
-    cbs: Any = None,
-    reset_opt: bool = False,
-    wd: float | None = None,
-    start_epoch: int = 0,
-    resume: Any = False,
+    lr_max: Any,
+    cycle_mult: int,
+    *options: Any,  # the last five parameters of `_fit_with_schedules`
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
     check_count('n_cycles', n_cycles, error=FitError)
@@ -236,44 +229,36 @@ def fit_sgdr(
     check_count('cycle_mult', cycle_mult, error=FitError)
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
-    shares = [n / n_epoch for n in lengths]
-    peak = _prepare_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
-    scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
-    _fit_with_schedules(learn, scheds, n_epoch, peak, wd, cbs, start_epoch, resume)
+
+    def make_schedules(peak: Any) -> dict[str, Schedule]:
+        shares = [n / n_epoch for n in lengths]
+        return {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
+
+    _fit_with_schedules(learn, make_schedules, n_epoch, lr_max, *options)
 
 
 def fine_tune(
     learn: LearnerLike,
     epochs: Any,
-    base_lr: float = 2e-3,
-    freeze_epochs: int = 1,
-    lr_mult: float = 100,
-    pct_start: float = 0.3,
-    div: float = 5.0,
-    div_final: float = 1e5,
-    wd: float | None = None,
-    moms: tuple[float, ...] | None = None,
-    cbs: Any = None,
-    reset_opt: bool = False,
-    start_epoch: int = 0,
-    resume: Any = False,
+    base_lr: float,
+    freeze_epochs: int,
+    lr_mult: float,
+    pct_start: float,
+    div: float,
+    start_epoch: int,
+    resume: Any,
+    **options: Any,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
-    positive = {'base_lr': base_lr, 'lr_mult': lr_mult, 'div': div, 'div_final': div_final}
+    positive = {'base_lr': base_lr, 'lr_mult': lr_mult, 'div': div}
     for name, value in positive.items():
         check_number(name, value, error=ScheduleError)
+    check_number('div_final', options['div_final'], error=ScheduleError)
     _check_share(pct_start)
-    _check_moms(learn.moms if moms is None else moms)
+    _check_moms(learn.moms if options['moms'] is None else options['moms'])
     check_count('freeze_epochs', freeze_epochs, 0, FitError)
     parse_length(learn, epochs, start_epoch)
-    shared: dict[str, Any] = {
-        'div_final': div_final,
-        'wd': wd,
-        'moms': moms,
-        'cbs': cbs,
-        'reset_opt': reset_opt,
-    }
-    with learn.added_cbs(cbs):
+    with learn.added_cbs(options['cbs']):
         found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
     learn.freeze()
@@ -285,7 +270,7 @@ def fine_tune(
                 pct_start=0.99,
                 start_epoch=freeze_epochs if start_epoch else 0,
                 resume=found,
-                **shared,
+                **options,
             )
     base_lr /= 2
     learn.unfreeze()
@@ -297,38 +282,33 @@ def fine_tune(
             div=div,
             start_epoch=start_epoch,
             resume=found if stage == 1 else False,
-            **shared,
+            **options,
         )
-
-
-def _prepare_rates(
-    learn: LearnerLike, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
-) -> Any:
-    "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
-    epochs, budget = parse_length(learn, n_epoch, start_epoch)
-    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
-        warn_user(
-            'The training loader has no length, so how much of an epoch is done is not known: the '
-            'schedule moves from epoch to epoch only. Give its length by '
-            "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
-        )
-    prepare_opt(learn, lr, wd, reset_opt)
-    rates = [float(h['lr']) for h in learn.opt.hypers]
-    return rates[0] if len(rates) == 1 else np.array(rates)
 
 
 def _fit_with_schedules(
     learn: LearnerLike,
-    scheds: Mapping[str, Schedule],
+    make_schedules: Callable[[Any], dict[str, Schedule]],  # of a rate, or an array with one a group
     n_epoch: int,
-    peak: Any,
+    lr: Any,
     wd: float | None,
     cbs: Any,
-    start: int,
+    reset_opt: bool,
+    start_epoch: int,
     resume: Any,
 ) -> None:
-    cbs = [ParamScheduler(scheds), *as_list(cbs)]
-    learn.fit(n_epoch, peak, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
+    "Prepare the optimizer, and fit with schedules for its rates."
+    epochs, budget = parse_length(learn, n_epoch, start_epoch)
+    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
+        warn_user(
+            'The training loader has no length, so the schedule moves from epoch to epoch only. Give its '
+            "length by `DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
+        )
+    prepare_opt(learn, lr, wd, reset_opt)
+    rates = [float(h['lr']) for h in learn.opt.hypers]
+    peak = rates[0] if len(rates) == 1 else np.array(rates)
+    cbs = [ParamScheduler(make_schedules(peak)), *as_list(cbs)]
+    learn.fit(n_epoch, peak, wd=wd, cbs=cbs, start_epoch=start_epoch, resume=resume)
 
 
 def _check_share(pct_start: Any) -> None:

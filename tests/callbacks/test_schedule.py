@@ -118,11 +118,7 @@ def test_combined_cos_matches_fastai() -> None:
     ('pcts', 'n', 'message'),
     [
         ([0.5, 0.6], 2, r'sum to 1\.1'),
-        ([0.5], 1, r'sum to 0\.5'),
-        ([1.5, -0.5], 2, '0 or more'),
         ([1.0], 2, '1 shares for 2'),
-        ([], 0, 'sum to 0'),
-        ([float('nan'), 1.0], 2, 'sum to nan'),
     ],
 )
 def test_invalid_shares_are_refused(pcts: Any, n: int, message: str) -> None:
@@ -196,14 +192,6 @@ def test_parameters_that_weight_decay_spares_follow_the_rate_and_keep_their_zero
     ]
     learn.fit(1, cbs=cbs)
     assert seen == [[(1 - i / 4, i / 8, 2), (1 - i / 4, 0.0, 4)] for i in range(4)]
-
-
-def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
-    learn = learner(4, opt_func=torch.optim.SGD, lr=torch.tensor(0.5))
-    learn.create_opt()
-    rate = learn.opt[0].param_groups[0]['lr']
-    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
-    assert learn.opt[0].param_groups[0]['lr'] is rate and rate.item() == 0.25
 
 
 @pytest.mark.parametrize(
@@ -281,8 +269,6 @@ def test_one_cycle() -> None:
         ([0.1, 0.2], [0.1, 0.2]),
         (slice(1e-3, 0.1), [1e-3, 0.1]),
         (slice(0.1), [0.01, 0.1]),
-        (np.array([1.0, 2.0]), [1.0, 2.0]),
-        (torch.tensor(0.5), [0.5, 0.5]),
         (None, [1e-3, 1e-3]),
     ],
 )
@@ -383,16 +369,12 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ('fit_one_cycle', ScheduleError, {'pct_start': 1.5}, 'pct_start=1.5: .* from 0 to 1'),
     ('fit_one_cycle', ScheduleError, {'div': 0}, 'div=0'),
     ('fit_one_cycle', ScheduleError, {'moms': (0.9,)}, 'three momenta'),
-    ('fit_one_cycle', ScheduleError, {'moms': (0.9, 1.5, 0.9)}, 'three momenta'),
     ('fit_one_cycle', FitError, {'start_epoch': 5}, 'start_epoch=5'),
     ('fit_flat_cos', FitError, {'n_epoch': -1}, 'n_epoch'),
     ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, 'pct_start=-0.5: .* from 0 to 1'),
     ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'),
-    ('fit_sgdr', FitError, {'cycle_mult': 0}, 'cycle_mult=0'),
     ('fine_tune', ScheduleError, {'lr_mult': 0}, 'lr_mult=0'),
-    ('fine_tune', ScheduleError, {'base_lr': slice(1)}, 'base_lr'),
     ('fine_tune', FitError, {'freeze_epochs': -1}, 'freeze_epochs'),
-    ('fine_tune', ScheduleError, {'pct_start': 2}, 'pct_start=2: .* from 0 to 1'),
 ]
 FIRST: dict[str, dict[str, Any]] = {
     'fit_one_cycle': {'n_epoch': 1},
@@ -410,15 +392,6 @@ def test_bad_options_change_nothing(fit: str, error: Any, options: Any, message:
     assert learn.opt is None
     assert not learn.history
     assert all(p.requires_grad for p in learn.model.parameters())
-
-
-def test_another_number_of_rates() -> None:
-    learn = learner(splitter=lambda m: [[m.a], [m.b]])
-    with pytest.raises(OptimizerError, match='lr: 3 values for 2 param groups'):
-        learn.fit_one_cycle(1, [0.1, 0.2, 0.3])
-    with pytest.raises(OptimizerError, match='slice'):
-        learn.fit_one_cycle(1, slice(None))
-    assert not learn.history
 
 
 def test_inside_a_running_fit_nothing_is_touched() -> None:
