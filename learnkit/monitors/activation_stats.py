@@ -127,12 +127,11 @@ class ActivationStats(HookCallback):
         "Return everything recorded."
         table = self._table() if self._rows else None
         layers = list(self.layer_names)
-        return {**super().state_dict(), 'at': list(self._at), 'table': table, 'layers': layers}
+        return {'at': list(self._at), 'table': table, 'layers': layers}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
-        super().load_state_dict(sd)
         self.layer_names = list(sd['layers'])
         self._at = list(sd['at'])
         self._rows = [] if sd['table'] is None else list(sd['table'])
