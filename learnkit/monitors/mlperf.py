@@ -271,22 +271,15 @@ class MLPerf(Callback):
 
     def _description(self, system: str) -> dict[str, Any]:
         "Return what is known of the machine; the submitter adds the other fields."
-        device = model_device(self.learn.model, self.learn.dls)
         return {
             'submitter': self.submitter,
             'division': self.division,
             'status': self.status,
             'system_name': system,
-            'number_of_nodes': '1',
             'host_processor_model_name': platform.processor() or platform.machine(),
-            'accelerators_per_node': str(int(device.type == 'cuda')),
-            'accelerator_model_name': _device_name(device),
+            'accelerator_model_name': _device_name(model_device(self.learn.model, self.learn.dls)),
             'framework': f'PyTorch {torch.__version__} and learnkit',
             'operating_system': f'{platform.system()} {platform.release()}',
-            'other_software_stack': {
-                'python': platform.python_version(),
-                'cuda': torch.version.cuda,
-            },
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from learnkit import (
     Callback,
     DataLoaders,
-    GradientAccumulation,
     GradientClip,
     Learner,
     LRScheduler,
@@ -164,16 +162,6 @@ def test_gradients_are_unscaled_and_clipped() -> None:
     assert scaled.of('l2_norm/grad/global') == pytest.approx(expected, rel=2e-2)
 
 
-def test_accumulated_gradients_are_seen_at_their_step() -> None:
-    seen, whole = Seen(), Seen()
-    learner(torch.optim.SGD, OptimizerMonitor(every=1), GradientAccumulation(24), seen).fit(1)
-    assert list(seen.rows) == [2, 5]
-    learn = learner(torch.optim.SGD, OptimizerMonitor(every=1), whole)
-    learn.dls = data(bs=24)
-    learn.fit(1)
-    assert seen.of('l2_norm/grad/global') == pytest.approx(whole.of('l2_norm/grad/global'))
-
-
 def test_a_step_that_is_canceled_later_is_not_counted() -> None:
     def cancel(cb: Callback) -> None:
         if cb.learn.iter == 1:
@@ -183,19 +171,6 @@ def test_a_step_that_is_canceled_later_is_not_counted() -> None:
     last.order = 200
     learner(torch.optim.Adam, OptimizerMonitor(every=1), seen, last).fit(1)
     assert list(seen.rows) == [0, 2, 3, 4, 5]
-
-
-def test_frozen_parameters_and_those_without_a_gradient() -> None:
-    class Partly(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
-            self.body.weight.requires_grad_(False)
-
-    seen = Seen()
-    learner(torch.optim.Adam, OptimizerMonitor(every=1), seen, model=Partly()).fit(1)
-    names = {name.split('/')[2] for name in seen.rows[0]}
-    assert names == {'global', 'body.bias', 'head.weight', 'head.bias'}
 
 
 def test_several_optimizers() -> None:
@@ -230,16 +205,6 @@ def test_several_optimizers() -> None:
     }
 
 
-def test_half_precision_is_measured_in_single() -> None:
-    seen, big = Seen(), nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
-    with torch.no_grad():
-        big.weight.copy_(torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
-    learner(torch.optim.SGD, OptimizerMonitor(every=1), seen, dtype=torch.bfloat16, model=big).fit(
-        1
-    )
-    assert norm(big.weight) == pytest.approx(seen.of('l2_norm/param/weight')[-1], rel=1e-6)
-
-
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     n = transfers(monkeypatch)
     learn = learner(torch.optim.SGD, OptimizerMonitor(every='3ba'))
@@ -264,21 +229,6 @@ def test_rates_under_a_scheduler_of_torch() -> None:
     halve = LRScheduler(scheduler, by='batch')
     learner(torch.optim.SGD, LRMonitor(every=1), seen).fit(1, cbs=halve)
     assert seen.of('lr-SGD/group0') == pytest.approx([0.1 * 0.5**i for i in range(6)])
-
-
-def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
-    def make(params: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
-        return {
-            'a': torch.optim.SGD([{'params': params[0]['params'], 'name': 'stem'}], lr=1.0),
-            'b': torch.optim.SGD([{'params': [p]} for p in params[1]['params']], lr=2.0),
-        }
-
-    seen = Seen()
-    splitter = lambda m: [list(m.body.parameters()), list(m.head.parameters())]
-    learn = learner(make, LRMonitor(every=1, mom=True), seen, splitter=splitter)
-    learn.fit(1)
-    expected = ['lr-SGD-a/stem', 'lr-SGD-b/group0', 'lr-SGD-b/group1']
-    assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == expected
 
 
 def test_a_look_at_a_step_is_not_counted_in_epochs() -> None:
@@ -323,22 +273,3 @@ def test_no_monitor_changes_a_number() -> None:
 
     plain, watched = run(), run(*(cls(every=1) for cls in ALL))
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-
-
-def test_they_come_in_the_middle_of_a_fit_and_copy_with_their_learner() -> None:
-    def add(cb: Callback) -> None:
-        if cb.learn.iter == 2:
-            cb.learn.add_cbs(cls(every=1) for cls in ALL)
-
-    late = Callback(after_batch=add)
-    late.run_valid = False
-    learn = synth_learner(n_train=6, cbs=late)
-    learn.fit(1)
-    seen = set(learn.history[0])
-    expected = {'l2_norm/grad/a', 'lr-DecoupledSGD/group0', 'memory/peak_rss_mem', 'cpu_percentage'}
-    assert expected <= seen
-    assert 'throughput/batches_per_sec' not in seen  # no clock was started
-    learn.remove_cb(late)
-    again = copy.deepcopy(learn)
-    again.fit(1)
-    assert again.history[1]['throughput/batches_per_sec'] > 0
