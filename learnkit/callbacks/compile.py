@@ -49,18 +49,16 @@ __all__ = ['compile_learner', 'explain_step', 'WholeStep']
 
 # events that a compiled step cannot call, and contexts that it cannot enter
 STEP_EVENTS = (
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_cancel_backward',
-    'after_backward',
-    'before_step',
-    'after_cancel_step',
-    'after_step',
+    *'before_pred after_pred after_loss before_backward after_cancel_backward after_backward'.split(),
+    *'before_step after_cancel_step after_step'.split(),
     *CONTEXTS.values(),
 )
-MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
+RARE = ('amsgrad', 'dampening', 'differentiable', 'maximize')  # unsupported options
+# attributes of modules, parameters and optimizers
+HOOKS = (
+    '_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks '
+    '_post_accumulate_grad_hooks _optimizer_step_pre_hooks _optimizer_step_post_hooks'
+).split()
 
 
 def compile_learner(learn: LearnerLike, step: bool = False, **options: Any) -> Any:
@@ -289,17 +287,17 @@ def find_refusals(learn: LearnerLike) -> Iterator[str]:
     for opt in learn.opt.optimizers.values():
         if type(opt) not in RULES:
             yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
-        elif has_tensor_option(opt):
-            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
+        else:
+            yield from find_options(opt)
     yield from find_hooks(learn)
 
 
-def has_tensor_option(opt: torch.optim.Optimizer) -> bool:
-    "Return True if a hyperparameter is a tensor, or may be differentiated."
+def find_options(opt: torch.optim.Optimizer) -> Iterator[str]:
+    "Yield the options of an optimizer that a compiled step does not support."
     for group in opt.param_groups:
-        if group['differentiable'] or has_tensor(group[o] for o in RULES[type(opt)].options):
-            return True
-    return False
+        yield from (f'{name} of {type(opt).__name__} is set' for name in RARE if group.get(name))
+        if has_tensor(group[o] for o in RULES[type(opt)].options):
+            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
 
 
 def find_hooks(learn: LearnerLike) -> Iterator[str]:
@@ -308,21 +306,20 @@ def find_hooks(learn: LearnerLike) -> Iterator[str]:
         yield 'there are hooks on every module'
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         yield 'there are hooks on every optimizer'
-    for opt in (learn.opt, *learn.opt.optimizers.values()):
+    opts = learn.opt.optimizers.values()
+    for opt in (learn.opt, *opts):
         if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'):
             yield 'the optimizer has another step'
-    for opt in learn.opt.optimizers.values():
-        if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks:
-            yield f'{type(opt).__name__} has step hooks'
+    hooked: list[tuple[str, Any]] = [(type(opt).__name__, opt) for opt in opts]
     for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
-        for name, m in root.named_modules():
-            if any(getattr(m, hooks) for hooks in MODULE_HOOKS):
-                yield f'module {name or type(m).__name__} has hooks'
+        hooked += [(f'module {name or type(m).__name__}', m) for name, m in root.named_modules()]
     for name, p in learn.model.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            yield f'parameter {name} has hooks'
+        hooked.append((f'parameter {name}', p))
         if type(p) is not nn.Parameter or p.is_complex():
             yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
+    for name, o in hooked:
+        if any(getattr(o, hooks, None) for hooks in HOOKS):
+            yield f'{name} has hooks'
 
 
 # ------------------------------------------------------------------------------------------ helpers

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,6 @@ from learnkit import (
     TrainEvalCallback,
 )
 from learnkit.core.errors import LossError
-from learnkit.metrics import mae
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')
@@ -117,18 +114,15 @@ def schedule(cb: Any) -> None:
 
 OPTIMIZERS = {
     'sgd': partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
-    'nesterov': partial(
-        torch.optim.SGD, momentum=0.9, nesterov=True, maximize=False, weight_decay=0.01
-    ),
+    'nesterov': partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
     'decoupled': partial(SGD, mom=0.9, wd=0.01),
     'adam': partial(torch.optim.Adam, weight_decay=0.01),
     'adamw': torch.optim.AdamW,
-    'amsgrad': partial(torch.optim.AdamW, amsgrad=True),
     'learnkit': Adam,
 }
 
 
-IN_SHORT = ('nesterov', 'decoupled', 'amsgrad')  # each option of the others at least once
+IN_SHORT = ('nesterov', 'decoupled', 'adamw')  # each option of the others at least once
 
 
 @pytest.mark.parametrize(
@@ -155,15 +149,6 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
         assert state.keys() == ours['state'][i].keys()
         for key, value in state.items():
             assert torch.allclose(value, ours['state'][i][key], rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    'options', [{'maximize': True}, {'momentum': 0.9, 'dampening': 0.3}, {'foreach': True}]
-)
-def test_other_options_of_sgd(options: dict[str, Any]) -> None:
-    make = lambda: learner(opt_func=partial(torch.optim.SGD, **options))
-    plain, learn, backend = fit_both(make, lr=1e-4)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
 def with_dropout() -> nn.Module:
@@ -196,54 +181,6 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
 
 
 # ------------------------------------------------------------------------------ what a batch leaves
-
-
-def test_what_is_there_after_a_batch() -> None:
-    seen: list[Any] = []
-
-    def look(cb: Any) -> None:
-        learn = cb.learn
-        if learn.iter == 0:
-            return
-        seen.append(learn.loss)
-        assert learn.pred.shape == (8, 1) and not learn.pred.requires_grad
-        assert torch.equal(learn.loss, learn.loss_grad) and not learn.loss_grad.requires_grad
-        assert learn.loss.data_ptr() != learn.loss_grad.data_ptr()
-        assert all(p.grad is None for p in learn.model.parameters())
-
-    learn, backend = compiled(learner(metrics=mae))
-    learn.fit(1)
-    learn.fit(2, cbs=Callback(after_batch=look))
-    # not the first batch of each fit, on which metrics are tried
-    assert backend.graphs == 1 and backend.calls == 28
-    assert len({float(loss) for loss in seen}) == 18
-
-
-def test_an_override_that_never_reaches_the_compiled_step_is_named() -> None:
-    class Own(Learner):
-        def _do_one_batch(self) -> None:
-            self._do_pred_loss()
-            if self.training:
-                self._do_grad_opt()
-
-    learn, _ = compiled(learner(cls=Own))
-    learn.fit(1)
-    assert 'Own has its own `_do_one_batch`' in learn.explain_step()
-
-
-def test_the_events_around_the_step_fire_as_always() -> None:
-    def trace(learn: Any) -> list[str]:
-        events: list[str] = []
-        names = (
-            'before_draw after_draw before_batch after_batch batch_checkpoint after_train'.split()
-        )
-        watcher = Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
-        learn.add_cb(watcher)
-        learn.fit(2)
-        return events
-
-    learn, backend = compiled(learner())
-    assert trace(learner()) == trace(learn) and backend.calls == 19
 
 
 # ------------------------------------------------------------------------ when the ordinary runs
@@ -280,11 +217,11 @@ class OwnStep(Learner):
     [
         ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
         ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
-        ({'opt_func': torch.optim.Adafactor}, 'Adafactor is none of'),
         (
             {'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon},
             'Muon is none of',
         ),
+        ({'opt_func': partial(torch.optim.Adam, amsgrad=True)}, 'amsgrad of Adam is set'),
         (
             {'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))},
             'of Adam is a tensor',
@@ -337,7 +274,7 @@ HOOKS: dict[Callable[[Any], Any], str] = {
     hook_module: 'module 0 has hooks',
     hook_parameter: '0.weight has hooks',
     hook_accumulated: '0.weight has hooks',
-    hook_optimizer: 'SGD has step hooks',
+    hook_optimizer: 'SGD has hooks',
     hook_modules: 'on every module',
     hook_optimizers: 'on every optimizer',
 }
@@ -363,17 +300,6 @@ def test_hooks_are_noticed_when_they_come_and_go() -> None:
         for one in (plain, learn):
             one.fit(1)
         assert backend.calls == calls + 14, hook  # the first batch found that the hook was gone
-
-
-def test_autocast_needs_the_ordinary_step() -> None:
-    learn, backend = compiled(learner())
-    learn.fit(1)
-    with torch.autocast('cpu', torch.bfloat16):
-        learn.fit(1)
-        assert 'autocast is active' in learn.explain_step()
-    assert backend.calls == 9
-    learn.fit(1)
-    assert backend.calls == 19
 
 
 def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> None:
@@ -433,30 +359,6 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
     assert len(learn.opt.state_dict()['state']) == len(plain.opt.state_dict()['state'])
 
 
-def test_loading_and_clearing_the_state_in_between() -> None:
-    def make() -> Any:
-        def act(cb: Any) -> None:
-            if cb.iter == 3:
-                cb.learn.kept = copy.deepcopy(cb.opt.state_dict())
-            if cb.iter == 5:
-                cb.opt.load_state_dict(cb.learn.kept)
-            if cb.iter == 7:
-                cb.opt.clear_state()
-
-        return learner(opt_func=torch.optim.Adam, cbs=Callback(before_batch=act))
-
-    plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 7 and backend.graphs == 1
-
-
-def test_momentum_that_is_switched_on() -> None:
-    def act(cb: Any) -> None:
-        cb.opt.set_hypers(mom=0.9 if cb.iter > 4 else 0.0)
-
-    plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_batch=act)), 1)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 8 and backend.graphs == 2
-
-
 def test_gradients_that_are_left_over_count() -> None:
     def act(cb: Any) -> None:
         if cb.iter == 4:
@@ -486,39 +388,6 @@ def test_ordinary_steps_in_between_are_counted() -> None:
 # -------------------------------------------------------------------------------- models and losses
 
 
-def test_loss_of_named_parts() -> None:
-    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {'mse': F.mse_loss(pred, y), 'l1': F.l1_loss(pred, y)}
-
-    plain, learn, backend = fit_both(lambda: learner(loss_func=parts))
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
-    assert learn.history[-1]['train_mse'] == pytest.approx(plain.history[-1]['train_mse'], rel=1e-5)
-
-
-@dataclass
-class Output:
-    loss: Tensor
-    logits: Tensor
-
-
-class OwnLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Output:
-        logits = self.inner(x)
-        return Output(F.mse_loss(logits, labels), logits)
-
-
-def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
-    x = torch.randn(8, 8)
-    make = lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
-    plain, learn, backend = fit_both(make)
-    assert distance(plain, learn) < 1e-6
-    assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
-
-
 class Moody(nn.Module):
     "Branches on its data, which torch cannot compile."
 
@@ -535,15 +404,6 @@ def test_what_cannot_be_compiled_runs_as_usual() -> None:
     plain, learn, backend = fit_both(lambda: learner(Moody))
     assert distance(plain, learn) == 0 and backend.calls == 0 and learn.opt.n_steps == 20
     assert 'Unsupported' in learn.explain_step() and 'ata-dependent' in learn.explain_step()
-
-
-def test_what_fails_in_the_compiler_runs_as_usual() -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise ValueError('no compiler here')
-
-    learn = learner().compile(step=True, backend=broken)
-    learn.fit(1)
-    assert learn.opt.n_steps == 10 and 'no compiler here' in learn.explain_step()
 
 
 def test_errors_of_model_and_data_come_out_as_usual() -> None:
@@ -568,12 +428,6 @@ def test_errors_of_model_and_data_come_out_as_usual() -> None:
 
 
 # ------------------------------------------------------------------------------------- shapes, time
-
-
-def test_a_smaller_last_batch_runs_as_usual() -> None:
-    plain, learn, backend = fit_both(lambda: learner(n=84, opt_func=Adam), 3)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 33
-    assert backend.graphs == 1 and backend.calls == 29
 
 
 def test_dynamic_compiles_for_all_shapes() -> None:
@@ -661,21 +515,6 @@ def test_a_step_replaced_between_fits_is_taken(wrap: Callable[[Any, list[int]], 
     wrap(learn, taken)
     learn.fit(1)
     assert len(taken) == 10 and 'ordinary step runs' in learn.explain_step()
-
-
-def test_parameters_taken_out_of_their_group_are_trained_no_more() -> None:
-    ends = []
-    for learn in (learner(), compiled(learner())[0]):
-        torch.manual_seed(1)
-        learn.fit(2)
-        group = learn.opt.opt.param_groups[0]
-        out, group['params'] = group['params'][0], group['params'][1:]
-        before = out.detach().clone()
-        with pytest.warns(UserWarning, match=r': 0\.weight\.'):
-            learn.fit(1)
-        assert torch.equal(out.detach(), before)
-        ends.append(learn)
-    assert distance(*ends) < 1e-6
 
 
 def test_a_hook_on_the_loss_runs() -> None:
