@@ -84,25 +84,6 @@ def test_the_largest_size_that_fits(
     assert sizes == SIZES
 
 
-def test_memory_of_python_and_a_single_sample() -> None:
-    assert learner(Hungry(5, MemoryError)).find_batch_size() == 4
-    model = Hungry(5)
-    model.layers[1] = nn.Identity()  # batch norm cannot train on one sample
-    assert learner(model).find_batch_size(max_size=1) == 1
-
-
-def test_one_sample_that_fits_and_one_that_does_not() -> None:
-    model = Hungry(1)
-    model.layers[1] = nn.Identity()
-    learn = learner(model)
-    assert learn.find_batch_size() == 1
-    model.fits = 0
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        learn.find_batch_size()
-    assert 'find_batch_size: not even one sample fits' in caught.value.__notes__
-    assert learn.opt is None and not learn.run.depth
-
-
 def test_everything_is_restored_and_training_continues_alike() -> None:
     ends = []
     for finds in (False, True):
@@ -125,15 +106,6 @@ def test_everything_is_restored_and_training_continues_alike() -> None:
         ends.append(learn.checkpoint_state())
     differ = [d for d in differences(*ends) if 'time' not in d and 'seconds' not in d]
     assert not differ, differ
-
-
-def test_an_optimizer_that_does_not_exist_yet_is_not_left_behind() -> None:
-    learn = learner(Hungry(13))
-    weights = [p.detach().clone() for p in learn.model.parameters()]
-    buffers = [b.clone() for b in learn.model.buffers()]
-    assert learn.find_batch_size() == 8 and learn.opt is None
-    assert all(map(torch.equal, weights, learn.model.parameters()))
-    assert all(map(torch.equal, buffers, learn.model.buffers()))
 
 
 def test_accumulation_and_microbatches_do_not_act(tmp_path: Path) -> None:

@@ -269,13 +269,6 @@ def test_its_state_continues_in_another_process_and_refuses_another_model() -> N
         learner(net(), lone).fit(1)
 
 
-def test_loaded_weights_begin_a_new_average() -> None:
-    learn = learner(net(), EMA(0.9))
-    learn.fit(1)
-    learn('after_load')
-    assert learn.ema.state_dict() == {'averages': {}, 'n_steps': 0, 'n_updates': 0}
-
-
 @pytest.mark.parametrize(
     'options',
     [

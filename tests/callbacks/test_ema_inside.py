@@ -50,16 +50,6 @@ def test_weights_that_are_loaded_in_an_evaluation_stay(event: str, tmp_path: Pat
     assert same(state(learn), saved) and not learn.ema.has_begun
 
 
-def test_what_an_incomplete_file_does_not_have_stays_too(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    own = state(learn)
-    torch.save({'0.bias': torch.zeros(6)}, tmp_path / 'part.pth')
-    with learn.ema.applied():
-        learn.load(tmp_path / 'part.pth', strict=False)
-    assert same(state(learn), {**own, '0.bias': torch.zeros(6)})
-
-
 @pytest.mark.parametrize('event', ['before_batch', 'before_step'])
 def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str) -> None:
     plain, learn = learner(), learner()
@@ -78,27 +68,6 @@ def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str)
     plain.fit(2)
     learn.fit(2, cbs=Callback(**{event: evaluate}))
     assert learn.ema._raw is None and learn.ema._n_updates == plain.ema._n_updates
-
-
-def test_one_that_fails_inside_an_evaluation_leaves_it_the_average() -> None:
-    learn, held = learner(), []
-    learn.fit(1)
-    with learn.ema.applied():
-        average = state(learn)
-
-    def fail(cb: Any) -> None:
-        if cb.learn.run.depth > 1:
-            raise RuntimeError('no such file')
-
-    def evaluate(cb: Any) -> None:
-        if cb.learn.run.depth > 1:
-            return
-        with pytest.raises(RuntimeError, match='no such file'):
-            cb.learn.get_preds(cbs=Callback(after_pred=fail))
-        held.append(same(state(cb.learn), average))
-
-    learn.validate(cbs=Callback(before_batch=evaluate))
-    assert held == [True] * 3 and learn.ema._raw is None
 
 
 # a paused stream

@@ -185,19 +185,6 @@ def test_everything_is_as_before(
     assert (learn.opt is None) is not trained and learn.lr_search is not None
 
 
-@pytest.mark.filterwarnings(r'ignore:.*head\.weight, head\.bias')  # it leaves them out
-def test_a_ready_optimizer_is_left_as_it_came() -> None:
-    model = Net()
-    opt = torch.optim.SGD(groups(model)[0], lr=0.5, momentum=0.9)
-    learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
-    with assert_unchanged(learn):
-        learn.lr_find(num_it=8, show_plot=False)
-    assert learn.opt is None
-    assert not opt.state
-    assert len(opt.param_groups) == 1
-    assert opt.param_groups[0]['lr'] == 0.5
-
-
 FIRED = [
     e
     for e in EVENTS

@@ -76,26 +76,6 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
     assert len(learn.lr_search.lrs) == 6  # at least
 
 
-def test_losses_match_a_smoothed_plain_loop() -> None:
-    learn = learner(opt_func=torch.optim.SGD)
-    a, b = (p.detach().clone() for p in learn.model.parameters())
-    with torch.random.fork_rng():
-        state = learn.dls.train.generator.get_state()
-        batches = [*learn.dls.train, *learn.dls.train]
-        learn.dls.train.generator.set_state(state)
-    learn.lr_find(num_it=20, show_plot=False)
-    mean, smooth = 0.0, []
-    for i, (x, y) in enumerate(batches):
-        error = a * x + b - y
-        mean = 0.98 * mean + 0.02 * float((error**2).mean())
-        smooth.append(mean / (1 - 0.98 ** (i + 1)))
-        lr = 1e-7 * 1e8 ** (i / 20)
-        a, b = a - lr * (2 * error * x).mean(), b - lr * (2 * error).mean()
-        if smooth[-1] > 4 * min(smooth):
-            break
-    np.testing.assert_allclose(learn.lr_search.losses, smooth, rtol=1e-5)
-
-
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
     learn = learner()
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)

@@ -133,18 +133,6 @@ def test_large_gradients_are_finite() -> None:
     learn.fit(1)
 
 
-def test_microbatches_are_skipped_as_one_batch() -> None:
-    learn = learner(3, cbs=GuardNonFinite('skip'), microbatch=3)
-    with pytest.warns(UserWarning, match='batch 3'):
-        learn.fit(1)
-    plain = learner(3, cbs=GuardNonFinite('skip'))
-    with pytest.warns(UserWarning, match='batch 3'):
-        plain.fit(1)
-    assert learn.opt.n_steps == 7
-    for a, b in zip(weights(learn), weights(plain), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
     learn, plain = learner(None, cbs=GuardNonFinite('raise', grads=True)), learner(None)
     for it in (learn, plain):
@@ -156,37 +144,3 @@ def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
 def test_an_unknown_policy() -> None:
     with pytest.raises(OptionError, match='Did you mean `stop`'):
         GuardNonFinite('stopp')
-
-
-def overwrite(loss: float, loss_grad: float, dtype: torch.dtype = torch.float16) -> Callback:
-    "Return a callback that replaces the loss and the differentiated loss of a batch."
-
-    def write(cb: Any) -> None:
-        cb.learn.loss = torch.tensor(loss, dtype=dtype)
-        cb.learn.loss_grad = torch.tensor(loss_grad, dtype=dtype, requires_grad=True)
-
-    return Callback(after_loss=write)
-
-
-@pytest.mark.parametrize(
-    ('loss', 'loss_grad', 'bad'),
-    [
-        (40_000.0, 40_000.0, None),
-        (60_000.0, -60_000.0, None),
-        (1.0, math.inf, 'inf'),
-        (math.nan, 1.0, 'nan'),
-        (math.inf, -math.inf, 'inf'),
-    ],
-)
-def test_loss_and_differentiated_loss_are_checked_each(
-    loss: float, loss_grad: float, bad: str | None
-) -> None:
-    cbs = [GuardNonFinite(grads=False), overwrite(loss, loss_grad)]
-    learn = learner(None, cbs=cbs)
-    if bad is None:
-        learn.fit(1)
-        assert learn.opt.n_steps == 8
-        return
-    with pytest.raises(LossError, match=rf'The loss is {bad} at batch 0'):
-        learn.fit(1)
-    assert learn.opt.n_steps == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from learnkit import (
     CancelBatchException,
     CancelFitException,
     CancelStepException,
-    DataLoaders,
     GradientAccumulation,
     Recorder,
     TrainEvalCallback,
@@ -114,36 +112,6 @@ def test_by_epoch_and_each_fit_starts_over() -> None:
         assert used.values[::2] == used.values[1::2] == plain(MAKERS['cyclic'], 5)
 
 
-@pytest.mark.parametrize('name', MAKERS)
-def test_its_state_continues_in_another_learner(name: str) -> None:
-    used, rest = Used(), Used()
-    first, states = LRScheduler(MAKERS[name], by='batch'), []
-
-    def save(cb: Any) -> None:
-        if cb.train_iter == 4:
-            file = io.BytesIO()
-            torch.save(first.state_dict(), file)
-            file.seek(0)
-            states.append(torch.load(file, weights_only=True))
-
-    learner().fit(2, cbs=[first, used, Callback(batch_checkpoint=save)])
-
-    second = LRScheduler(MAKERS[name], by='batch')
-
-    def load(cb: Any) -> None:
-        if cb.epoch == 0:
-            second.load_state_dict(states[0])
-
-    learner().fit(2, cbs=[second, rest, Callback(before_epoch=load)])
-    assert rest.values[:6] == used.values[4:]
-    third = LRScheduler(MAKERS[name], by='batch')
-    third.load_state_dict(states[0])
-    assert third.state_dict() == states[0]
-    rest.values = []
-    learner().fit(2, cbs=[third, rest])  # a state that came before the fit is for the fit
-    assert rest.values[:6] == used.values[4:]
-
-
 def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     used = Used()
@@ -224,23 +192,6 @@ def test_an_interrupted_fit_continues_with_the_same_rates(name: str, by: str) ->
     assert used.values == (expected if by == 'batch' else [v for v in expected for _ in range(2)])
 
 
-def test_a_start_in_a_later_epoch_of_a_stream() -> None:
-    class Stream:
-        def __iter__(self) -> Any:
-            return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 8)
-
-    used = Used()
-    learn = learner(dls=DataLoaders(Stream(), n_iter=4))
-    learn.fit(3, start_epoch=2, cbs=[LRScheduler(MAKERS['cosine'], by='batch'), used])
-    assert used.values == plain(MAKERS['cosine'], 12)[8:]
-    learn = learner(dls=DataLoaders(Stream()))
-    with pytest.raises(OptionError, match='no length'):
-        learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
-    assert learn.train_iter == 0
-    learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine']))
-    learn.fit(1, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
-
-
 def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
     losses = [3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     make = partial(torch_lr.ReduceLROnPlateau, patience=1, factor=0.5)
@@ -300,15 +251,6 @@ def test_errors_before_training(cb: Any, message: str | None) -> None:
         learn.fit(1, cbs=cb())
     assert learn.train_iter == 0
     learn.fit(1)
-
-
-def test_a_rate_in_a_tensor() -> None:
-    learn = learner(4, lr=torch.tensor(0.5), opt_func=torch.optim.SGD)
-    learn.create_opt()
-    rate = learn.opt[0].param_groups[0]['lr']
-    learn.fit(1, cbs=LRScheduler(MAKERS['exponential'], by='batch'))
-    assert learn.opt[0].param_groups[0]['lr'] is rate and rate.item() == pytest.approx(0.5**5)
-    assert learn.lr.item() == 0.5
 
 
 def test_two_schedulers_multiply_and_loading_the_optimizer_is_followed() -> None:
