@@ -161,7 +161,7 @@ class MixHandler(Callback):
             yield
         finally:
             learn.loss_func = plain
-            self._has_blended = self._has_blended or blended.was_called
+            self._has_blended = self._has_blended or blended._n_calls > 0
 
     def _next_targets(self, size: int) -> tuple[Any, Any]:
         "Return targets of partners and shares for the next microbatch; start over on a repeat."
@@ -212,27 +212,30 @@ class BlendedLoss:
         partners: tuple[Any, Any],  # targets and shares
         reduction: str,  # reduction of the loss function
     ) -> None:
-        self.learn = learn
-        self.plain = plain
-        self.partners = partners
-        self.blended_reduction = reduction
-        self.was_called = False
-        self.__name__ = name_of(plain)
+        self.__dict__.update(
+            _learn=learn,
+            _plain=plain,
+            _partners=partners,
+            _reduction=reduction,
+            _n_calls=0,
+            __name__=name_of(plain),
+        )
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Return the loss of a training batch, blended between its own and its partners' targets."
-        plain = self.plain
-        yb1, lam = self.partners
-        self.was_called = True
-        if not self.learn.training:
+        plain = self._plain
+        yb1, lam = self._partners
+        reduction = self._reduction
+        self.__dict__['_n_calls'] += 1
+        if not self._learn.training:
             return plain(pred, *yb, **kwargs)
         own = compute_unreduced(plain, pred, yb)
         other = compute_unreduced(plain, pred, yb1)
         share = expand_shares(lam, own, plain)
         loss = torch.lerp(other, own, share)
-        if self.blended_reduction == 'sum':
+        if reduction == 'sum':
             return loss.sum()
-        if self.blended_reduction != 'mean':
+        if reduction != 'mean':
             return loss
         own_divisor = compute_divisor(plain, pred, yb, own)
         other_divisor = compute_divisor(plain, pred, yb1, other)
@@ -242,7 +245,10 @@ class BlendedLoss:
         return loss.sum() / divisor.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__['plain'], name)
+        return getattr(self.__dict__['_plain'], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._plain, name, value)
 
 
 class MixUp(MixHandler):
