@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     Callback,
-    CancelBackwardException,
     CancelFitException,
     Learner,
     Recorder,
@@ -191,21 +190,6 @@ def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> Non
         raise CancelFitException
 
     learn.fit(1, cbs=Callback(after_batch=cancel))
-
-
-def test_a_cancelled_backward_counts_for_nothing() -> None:
-    bs = batches(4, 4, 4)
-
-    def skip(cb: Any) -> None:
-        if cb.iter == 1:
-            raise CancelBackwardException
-
-    for order in (0, 20):
-        cb = Callback(before_backward=skip)
-        cb.order = order
-        learn = learner(bs, mlp(), GradientAccumulation(8), cb)
-        learn.fit(1)
-        assert same(learn.model, plain(mlp(), [[[bs[0], bs[2]]]]))
 
 
 @pytest.mark.parametrize('n_acc', [0, -1, 2.5, True, 'many', None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from learnkit import (
     Callback,
     CancelBackwardException,
-    CancelBatchException,
     Learner,
     ModelError,
     OptimizerError,
@@ -170,20 +168,6 @@ def test_gradients_are_unscaled_once_before_they_are_clipped_and_never_infinite_
     assert all(0 < norm < 10 for norm in learn.clip.norms)
 
 
-class Accumulate(Callback):
-    "Step after every `n` batches."
-
-    order, run_valid = 6, False
-
-    def __init__(self, n: int) -> None:
-        self.n_to_add, self.n_added = n, 0
-
-    def before_step(self) -> None:
-        self.n_added += 1
-        if self.n_added % self.n_to_add:
-            raise CancelBatchException
-
-
 # -- what others cancel ----------------------------------------------------------------------------
 
 
@@ -214,51 +198,6 @@ def test_a_cancelled_backward_pass_takes_no_step_and_leaves_the_scale(order: flo
 
 
 # -- over fits and checkpoints ---------------------------------------------------------------------
-
-
-def reloaded(sd: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(sd, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_run_resumed_between_two_accumulated_batches_is_exact() -> None:
-    whole = learner(MixedPrecision('fp16', **SCALER), Accumulate(2))
-    kept: dict[str, Any] = {}
-
-    def keep(cb: Callback) -> None:
-        grads = [p.grad for p in cb.model.parameters()]
-        if cb.iter == 6:
-            kept.update(
-                reloaded(
-                    {
-                        'model': cb.model.state_dict(),
-                        'opt': cb.opt.state_dict(),
-                        'grads': grads,
-                        'scaler': cb.mixed_precision.state_dict(),
-                    }
-                )
-            )
-
-    whole.add_cb(Callback(after_batch=keep))
-    whole.fit(1)
-    assert kept['scaler']['is_scaled'] and kept['scaler']['n_skipped'] > 0
-
-    def put(cb: Callback) -> None:
-        cb.model.load_state_dict(kept['model'])
-        cb.opt.load_state_dict(kept['opt'])
-        cb.mixed_precision.load_state_dict(kept['scaler'])
-        for p, grad in zip(cb.model.parameters(), kept['grads'], strict=True):
-            p.grad = grad
-        cb.accumulate.n_added = 7
-
-    rest = learner(
-        MixedPrecision('fp16'), Accumulate(2), Callback(before_train=put), batches=data()[7:]
-    )
-    rest.fit(1)
-    assert same(state(rest.model), state(whole.model))
-    assert rest.mixed_precision.state_dict() == whole.mixed_precision.state_dict()
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -240,23 +240,3 @@ def test_the_loss_function_is_restored_whatever_happens(
     assert (
         learn.loss_func is plain and plain.reduction == 'mean' and 'yb1' not in vars(learn.cbs[-2])
     )
-
-
-class EveryOther(MixHandler):
-    "A handler written for fastai that shifts each batch by one sample and blends halves."
-
-    def before_batch(self) -> None:
-        self.lam, self.yb1 = torch.tensor([0.5]), tuple(y.roll(1) for y in self.yb)
-        self.learn.xb = tuple((x + x.roll(1, 0)) / 2 for x in self.xb)
-        assert self.stack_y
-
-
-@pytest.mark.parametrize('microbatch', [None, 3])
-def test_own_handlers_get_the_blended_loss(microbatch: int | None) -> None:
-    learn = learner(EveryOther(), Notes, lr=0.0, microbatch=microbatch)
-    learn.fit(1)
-    model = net()
-    for row in learn.notes.rows:
-        y = row['batch'][1]
-        expected = F.cross_entropy(model(row['xb'][0]), soft(y, y.roll(1), torch.full((N,), 0.5)))
-        assert torch.allclose(row['loss'], expected)

@@ -128,19 +128,6 @@ def test_what_is_recorded_is_of_the_first_pass() -> None:
     assert first == losses and all(b > a for a, b in zip(first, second, strict=True))
 
 
-def test_running_statistics_match_the_first_pass() -> None:
-    def norms() -> nn.Module:
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-
-    learn, plain = learner(norms(), SAM, train=batches(1)), norms()
-    learn.fit(1)
-    plain(batches(1)[0][0])
-    assert learn.model[1].num_batches_tracked == 1
-    assert torch.equal(learn.model[1].running_mean, plain[1].running_mean)
-    assert torch.equal(learn.model[1].running_var, plain[1].running_var)
-
-
 @pytest.mark.parametrize(
     'where', ['before_pred', 'after_loss', 'before_backward', 'after_backward']
 )

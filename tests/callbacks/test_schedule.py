@@ -345,14 +345,3 @@ def test_bad_options_change_nothing(fit: str, error: Any, options: Any, message:
     assert learn.opt is None
     assert not learn.history
     assert all(p.requires_grad for p in learn.model.parameters())
-
-
-def test_inside_a_running_fit_nothing_is_touched() -> None:
-    def again(cb: Any) -> None:
-        with pytest.raises(FitError, match='inside the fit'):
-            cb.learn.fit_one_cycle(1, 5.0)
-        assert cb.opt.hypers[0]['lr'] == 1e-3 and cb.learn.model.a.grad is not None
-
-    learn = learner(2, cbs=[TrainEvalCallback, Recorder, Callback(after_backward=again)])
-    learn.fit(1)
-    assert len(learn.history) == 1

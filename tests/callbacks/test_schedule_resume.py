@@ -76,14 +76,6 @@ def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> N
     assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
 
 
-@pytest.mark.parametrize('after', [2, 9])
-def test_a_budget_with_a_schedule(after: int) -> None:
-    make = lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)}))
-    straight, other = straight_and_resumed(make, after, '12ba')
-    assert other.recorder.lrs == pytest.approx([0.1 * (1 - i / 12) for i in range(12)])
-    assert len(straight.recorder.lrs) == len(other.recorder.lrs) == 12
-
-
 # -- torch's schedulers ----------------------------------------------------------------------------
 
 STEPS = N_EPOCH * N_BATCHES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -251,16 +250,3 @@ def test_errors_before_training(cb: Any, message: str | None) -> None:
         learn.fit(1, cbs=cb())
     assert learn.train_iter == 0
     learn.fit(1)
-
-
-def test_two_schedulers_multiply_and_loading_the_optimizer_is_followed() -> None:
-    def reload(cb: Any) -> None:
-        cb.opt.load_state_dict(copy.deepcopy(cb.opt.state_dict()))
-
-    used, learn = Used(), learner(4)
-    half = [
-        LRScheduler(partial(torch_lr.MultiplicativeLR, lr_lambda=lambda i: 0.5), by='batch')
-        for _ in range(2)
-    ]
-    learn.fit(1, cbs=[*half, Callback(before_batch=reload), used])
-    assert [lr for ((lr, _),) in used.values] == [0.5 * 0.25**i for i in range(4)]

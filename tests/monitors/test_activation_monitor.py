@@ -96,18 +96,6 @@ def test_rows_of_equal_numbers_have_no_shape() -> None:
     assert constant.rows[0]['activations/average/Linear_input.0'] == 1
 
 
-@pytest.mark.parametrize('microbatch', [1, 3])
-def test_pieces_are_taken_together(microbatch: int) -> None:
-    torch.manual_seed(0)
-    x, whole, pieces = torch.randn(4, 5), Seen(), Seen()
-    model = nn.Linear(5, 6)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    learner(model, x, ActivationMonitor(), whole).fit(1)
-    model.load_state_dict(state)
-    learner(model, x, ActivationMonitor(), pieces, microbatch=microbatch).fit(1)
-    assert pieces.rows[0] == pytest.approx(whole.rows[0], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ('every', 'at'),
     [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), (None, list(range(10)))],

@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.core.errors import BatchError, OptionError, TimeError
+from learnkit.core.errors import BatchError
 from learnkit.loggers import Logger
 from learnkit.monitors.images import ImageVisualizer, class_colors
 from learnkit.testing import synth_learner
@@ -101,21 +101,6 @@ def test_loggers_get_bytes_at_their_steps() -> None:
     assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
     expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()
     assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
-
-
-@pytest.mark.parametrize(
-    ('wrong', 'error'),
-    [
-        ({'mode': 'segmentation'}, OptionError),
-        ({'n': 0}, OptionError),
-        ({'every': 0}, TimeError),
-        ({'every': '5 parsecs'}, TimeError),
-        ({'every': '1iter'}, TimeError),
-    ],
-)
-def test_bad_options_are_refused(wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ImageVisualizer(**wrong)
 
 
 def test_data_without_images_are_reported_before_the_first_step() -> None:

@@ -163,13 +163,4 @@ def test_loaders_that_cannot_be_run_are_reported_before_training(dl: Any) -> Non
 # ------------------------------------------------------------------------- tracking between periods
 
 
-def test_a_pass_at_evaluation() -> None:
-    learn = learner(cb := PeriodicData('5ep', 'test'))
-    learn.validate()
-    assert cb.results is None
-    cb.at_eval = True
-    learn.validate()
-    assert torch.equal(cb.results['preds'], learn.get_preds(dl='test', act=noop)[0])
-
-
 # ---------------------------------------------------------------------------------------- observers
