@@ -9,6 +9,7 @@ from typing import Any, Self
 from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from typing_extensions import override
 
 from learnkit.core.batch import tensors_in, to_detach
 from learnkit.core.errors import OptionError, TimeError, did_you_mean
@@ -373,6 +374,15 @@ class HookCallback(Callback):
         registration = self._registration
         self._registration = None
         registration.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        "Return nothing: a resumed fit registers its hooks again."
+        return {}
+
+    @override
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Restore nothing."
 
 
 def _list_modules(modules: Any) -> list[Any]:

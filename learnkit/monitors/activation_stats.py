@@ -133,8 +133,9 @@ class ActivationStats(HookCallback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the record."
         self.layer_names = list(sd['layers'])
-        self._at = list(sd['at'])
-        self._rows = [] if sd['table'] is None else list(sd['table'])
+        table = sd.get('table')  # absent in older checkpoints
+        self._rows = [] if table is None else list(table)
+        self._at = list(sd['at'])[: len(self._rows)]
 
     # -- reading -----------------------------------------------------------------------------------
 
