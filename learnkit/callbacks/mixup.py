@@ -18,9 +18,10 @@ from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
     count_samples,
     describe,
+    find_bs,
     has_listed_samples,
     map_tensors,
-    microbatches,
+    slice_batch,
     tensors_in,
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
@@ -88,8 +89,7 @@ class MixHandler(Callback):
         for name in ('lam', 'yb1'):
             self.__dict__.pop(name, None)
         self._order: Tensor | None = None  # indices of the partners in the batch
-        # `yb1` of a batch, and an iterator over its microbatches
-        self._targets_left: tuple[Any, Iterator[Any]] = None, iter(())
+        self._n_taken = 0  # number of samples of the microbatches up to the current one
 
     def after_draw(self) -> None:
         "Drop the partners of the last batch."
@@ -130,7 +130,7 @@ class MixHandler(Callback):
 
     def before_step(self) -> None:
         "Check that the microbatches were split from the blended batch."
-        if self._order is None or self._targets_left[0] is not self.yb1:
+        if self._order is None or not self._n_taken:
             return
         n = count_samples(self.learn)
         if n != len(self._order):
@@ -154,8 +154,7 @@ class MixHandler(Callback):
         plain = learn.loss_func
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
-        size: Any = learn.microbatch
-        partners = self._next_targets(size) if size else (self.yb1, self.lam)
+        partners = self._take_targets() if learn.microbatch else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try:
             yield
@@ -163,16 +162,15 @@ class MixHandler(Callback):
             learn.loss_func = plain
             self._has_blended = self._has_blended or blended._n_calls > 0
 
-    def _next_targets(self, size: int) -> tuple[Any, Any]:
-        "Return targets of partners and shares for the next microbatch; start over on a repeat."
-        targets, microbatches_left = self._targets_left
-        microbatch = next(microbatches_left, None) if targets is self.yb1 else None
-        if microbatch is None:
-            batch = self.yb1 if self._order is None else (self._order,)
-            microbatches_left = iter(microbatches(batch, (self.yb1, self.lam), size))
-            self._targets_left = (self.yb1, microbatches_left)
-            microbatch = next(microbatches_left)
-        return microbatch[1]
+    def _take_targets(self) -> tuple[Any, Any]:
+        "Return targets of partners and shares for the current microbatch; microbatches come in order."
+        learn = self.learn
+        start = self._n_taken if learn.microbatches.index else 0
+        self._n_taken = start + count_samples(learn)
+        batch = self.yb1 if self._order is None else (self._order,)
+        rows = slice(start, self._n_taken)
+        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), find_bs(batch), [rows])
+        return partners
 
     def _pair(self, n: int) -> Tensor:
         "Draw the partner of each of `n` samples, and set the partners' targets."
