@@ -130,13 +130,14 @@ class MixHandler(Callback):
 
     def before_step(self) -> None:
         "Check that the microbatches were split from the blended batch."
-        if self._order is None or not self._n_taken:
-            return
-        n = count_samples(self.learn)
-        if n != len(self._order):
+        if self._order is not None and self._n_taken:
+            self._check_size(count_samples(self.learn), len(self._order))
+
+    def _check_size(self, n: int, n_blended: int) -> None:
+        if n != n_blended:
             raise BatchError(
                 f'{type(self).__name__}: a callback that runs after it made {n} samples of '
-                f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.'
+                f'{n_blended} in before_batch. Give it a lower order, or leave `microbatch` out.'
             )
 
     def cleanup(self) -> None:
@@ -168,8 +169,10 @@ class MixHandler(Callback):
         start = self._n_taken if learn.microbatches.index else 0
         self._n_taken = start + count_samples(learn)
         batch = self.yb1 if self._order is None else (self._order,)
+        n = find_bs(batch)
+        self._check_size(max(self._n_taken, n), n)
         rows = slice(start, self._n_taken)
-        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), find_bs(batch), [rows])
+        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), n, [rows])
         return partners
 
     def _pair(self, n: int) -> Tensor:
