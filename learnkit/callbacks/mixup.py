@@ -161,7 +161,7 @@ class MixHandler(Callback):
             yield
         finally:
             learn.loss_func = plain
-            self._has_blended = self._has_blended or blended._n_calls > 0
+            self._has_blended = self._has_blended or blended.n_calls > 0
 
     def _take_targets(self) -> tuple[Any, Any]:
         "Return targets of partners and shares for the current microbatch; microbatches come in order."
@@ -214,21 +214,21 @@ class BlendedLoss:
         reduction: str,  # reduction of the loss function
     ) -> None:
         self.__dict__.update(
-            _learn=learn,
-            _plain=plain,
-            _partners=partners,
+            learn=learn,
+            plain=plain,
+            partners=partners,
             _reduction=reduction,
-            _n_calls=0,
+            n_calls=0,
             __name__=name_of(plain),
         )
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Return the loss of a training batch, blended between its own and its partners' targets."
-        plain = self._plain
-        yb1, lam = self._partners
+        plain = self.plain
+        yb1, lam = self.partners
         reduction = self._reduction
-        self.__dict__['_n_calls'] += 1
-        if not self._learn.training:
+        self.__dict__['n_calls'] += 1
+        if not self.learn.training:
             return plain(pred, *yb, **kwargs)
         own = compute_unreduced(plain, pred, yb)
         other = compute_unreduced(plain, pred, yb1)
@@ -246,10 +246,10 @@ class BlendedLoss:
         return loss.sum() / divisor.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__['_plain'], name)
+        return getattr(self.__dict__['plain'], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._plain, name, value)
+        setattr(self.plain, name, value)
 
 
 class MixUp(MixHandler):
