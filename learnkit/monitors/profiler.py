@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -76,46 +77,54 @@ class TorchProfiler(Callback):
         }
         self.files: list[Path] = []
         self.table = ''
-        self._schedule = torch.profiler.schedule(
-            wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
-        )
-        self._profiler: Any = None  # during a fit
-        self._n_recorded = 0  # number of batches of this recording
+        self._profiler: Any = None  # while it runs
+        self._n_left = 0.0  # number of recordings to begin in this fit
+        self._n_waits = 0  # number of batches before the next recording
+        self._n_steps = 0  # number of batches of this recording
         self._n_files_before = 0  # number of files before this fit
+        self._name = ''  # name of the file of this recording
 
     def before_fit(self) -> None:
-        "Check the folder."
+        "Check the folder, and wait for the first batch."
         if self.learn.world.is_first:
             check_folder(self.learn.path / self.folder)
+        self._n_left = self.repeat or inf
+        self._n_waits = self.wait
         self._n_files_before = len(self.files)
 
     def before_draw(self) -> None:
-        "Start the profiler with the first batch of the fit."
-        if self._profiler is not None:
-            return
-        profiler = torch.profiler.profile(
-            schedule=self._schedule, on_trace_ready=self._write, **self.options
-        )
-        self._check_free(torch.profiler.ProfilerAction.NONE, 0)
-        profiler.start()
-        self._profiler = profiler
-        self._n_recorded = 0
+        "Begin a recording if it is due."
+        if self._profiler is None and self._n_left and not self._n_waits:
+            self._begin()
 
-    def _check_free(self, action: Any, n: int) -> None:
-        "Raise `FitError` if another profiler runs where this one starts to warm up or to record."
-        none = torch.profiler.ProfilerAction.NONE
-        starts = action is none and self._schedule(n) is not none
-        if starts and torch.autograd._profiler_enabled():
+    def _begin(self) -> None:
+        if torch.autograd._profiler_enabled():
             raise FitError('TorchProfiler: another profiler is running. torch can run only one.')
+        world = self.learn.world
+        first = self.learn.counters.batches + self.warmup
+        rank = f'-rank{world.rank}' if world.size > 1 else ''
+        self._name = f'trace-batch-{first}{rank}.json'
+        self._n_steps = 0
+        self._n_left -= 1
+        self._n_waits = self.wait
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=0, warmup=self.warmup, active=self.active, repeat=1
+            ),
+            on_trace_ready=self._write,
+            **self.options,
+        )
+        self._profiler.start()
 
     def after_batch(self) -> None:
-        "End a batch; the schedule says what the profiler does with the next one."
-        n = self._profiler.step_num
-        action = self._schedule(n)
-        if action.name.startswith('RECORD'):
-            self._n_recorded += 1
-        self._check_free(action, n + 1)
+        "End a batch of the recording; after the last batch, end the recording."
+        if self._profiler is None:
+            self._n_waits = max(self._n_waits - 1, 0)
+            return
+        self._n_steps += 1
         self._profiler.step()
+        if self._n_steps == self.warmup + self.active:
+            self._stop()
 
     def after_fit(self) -> None:
         "End the recording with the fit, even if an outer run continues; warn if no batch was recorded."
@@ -144,14 +153,9 @@ class TorchProfiler(Callback):
 
     def _write(self, profiler: Any) -> None:
         "Write the trace, and print the table; do nothing if no recorded batch was completed."
-        n = self._n_recorded
-        self._n_recorded = 0
-        if not n:
+        if self._n_steps <= self.warmup:
             return
-        world = self.learn.world
-        rank = f'-rank{world.rank}' if world.size > 1 else ''
-        name = f'trace-batch-{self.learn.counters.batches - n}{rank}.json'
-        path = unused_path(self.learn.path / self.folder / name)
+        path = unused_path(self.learn.path / self.folder / self._name)
         with atomic_write(path) as tmp:
             profiler.export_chrome_trace(str(tmp))
         self.files.append(path)
@@ -161,5 +165,5 @@ class TorchProfiler(Callback):
                 f'self_{device}_time_total' if device in ('cuda', 'xpu') else 'self_cpu_time_total'
             )
             self.table = profiler.key_averages().table(sort_by, self.n_rows)
-            if world.is_first:
+            if self.learn.world.is_first:
                 print_line(self, f'{self.table}\n{path}')

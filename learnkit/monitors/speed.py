@@ -248,8 +248,8 @@ class RuntimeEstimator(Monitor):
     The progress of the fit is `learn.pct_train`, so budgets of any unit work; with epochs of
     unknown length it grows once an epoch. `remaining_s` is the estimate in seconds.
 
-    Raises `OptionError` for an invalid option. Checkpointed: the rate, so that the estimate is
-    available right after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: the number of intervals passed; a
+    resumed fit measures its rate again.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
@@ -263,7 +263,6 @@ class RuntimeEstimator(Monitor):
     }
     latest = ('time/',)
     machine_dependent = True
-    nondeterministic_state = ('seconds', 'share')
 
     def __init__(
         self,
@@ -275,19 +274,18 @@ class RuntimeEstimator(Monitor):
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
         self.time_unit = time_unit
         self._unit_s = get_seconds(time_unit)
-        # seconds that were measured, and the share of the fit that was done in them
-        self._seconds = 0.0
-        self._share = 0.0
-        # time and share of the fit at the last measurement
+        # time and share of the fit at the first and at the last measurement
+        self._first: tuple[float, float] | None = None
         self._last: tuple[float, float] | None = None
 
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        if self._share <= 0:
+        if self._first is None or self._last is None or self._last[1] <= self._first[1]:
             return None  # no rate yet
         rest = 1 - self.learn.pct_train
-        return self._seconds / self._share * rest if rest > 1e-9 else 0.0  # rounding errors
+        rate = (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
+        return rate * rest if rest > 1e-9 else 0.0  # rounding errors
 
     @override
     def measure(self) -> dict[str, float]:
@@ -300,8 +298,7 @@ class RuntimeEstimator(Monitor):
         "Reset the estimate."
         super().before_fit()
         if self.learn.fitting:
-            self._seconds = self._share = 0.0
-            self._last = None
+            self._first = self._last = None
             self._skip = self.skip_batches
 
     def before_train(self) -> None:
@@ -316,26 +313,10 @@ class RuntimeEstimator(Monitor):
         super().after_batch()
 
     def _update(self) -> None:
-        "Add the time and the share of the fit since the last measurement."
+        "Measure if the share of the fit has grown."
         share = self.learn.pct_train
         if self._skip or (self._last is not None and share <= self._last[1]):
             return
-        now = perf_counter()
-        if self._last is not None:
-            self._seconds += now - self._last[0]
-            self._share += share - self._last[1]
-        self._last = now, share
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the measured seconds and their share of the fit."
-        return {**super().state_dict(), 'seconds': self._seconds, 'share': self._share}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the measured seconds and their share of the fit."
-        super().load_state_dict(sd)
-        self._seconds = sd['seconds']
-        self._share = sd['share']
-        self._last = None
-        self._skip = self.skip_batches
+        self._last = perf_counter(), share
+        if self._first is None:
+            self._first = self._last

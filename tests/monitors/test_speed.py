@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -235,14 +234,6 @@ def test_bad_options(cls: Any, options: dict[str, Any]) -> None:
         cls(**options)
 
 
-def saved(cb: Callback) -> Any:
-    "Return a callback's state as loaded from a file."
-    file = io.BytesIO()
-    torch.save(cb.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # ------------------------------------------------------------------------------------------ runtime
 
 
@@ -259,27 +250,3 @@ def test_the_rate_of_training_and_evaluations_so_far_continues(clock: Clock) -> 
         expected[n] = (2 * (n - 1) + evaluations_s) / (n - 1) * (40 - n) / 60
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
     assert estimator.remaining_s == 0
-
-
-def test_right_after_a_resume(clock: Clock) -> None:
-    first, second = (RuntimeEstimator(time_unit='seconds', every=1) for _ in range(2))
-    seen, state = Seen(), dict[str, Any]()
-
-    def save(cb: Callback) -> None:
-        if cb.learn.epoch == 1:
-            state.update(saved(first), ba=cb.learn.counters.batches)
-
-    def load(cb: Callback) -> None:
-        if cb.learn.epoch != 2:
-            return
-        cb.learn.counters.batches = state['ba']
-        second.load_state_dict(state)
-
-    synth_learner(cbs=[first, Pass(clock), Callback(epoch_checkpoint=save)]).fit(4)
-    clock.now += 3600
-    loading = Callback(before_train=load)
-    loading.order = 200
-    synth_learner(cbs=[second, Pass(clock), seen, loading]).fit(4, start_epoch=2)
-    assert seen.of('time/remaining_estimate') == pytest.approx(
-        {n: 2 * (40 - n) for n in range(21, 41)}
-    )
