@@ -372,7 +372,7 @@ def time_subject(setting: Setting, case: Case, subject: Subject) -> tuple[float,
     before = setting.allocated()
     batches = TimedBatches(setting, case)
     fit = subject(setting, case, batches)
-    fit(1 if not case.whole_step else 4)  # libraries are loaded, and what is compiled is chosen
+    fit(1 if not case.whole_step else 4)  # libraries are loaded, and the step is compiled
     batches.seconds.clear()
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -372,8 +372,8 @@ class Learner(Loop):
             div,
             div_final,
             pct_start,
-            wd,
             moms,
+            wd,
             cbs,
             reset_opt,
             start_epoch,
@@ -434,7 +434,7 @@ class Learner(Loop):
         from learnkit.callbacks.schedule import fit_sgdr
 
         fit_sgdr(
-            self, n_cycles, cycle_len, lr_max, cycle_mult, cbs, reset_opt, wd, start_epoch, resume
+            self, n_cycles, cycle_len, lr_max, cycle_mult, wd, cbs, reset_opt, start_epoch, resume
         )
 
     def fine_tune(
@@ -474,13 +474,13 @@ class Learner(Loop):
             lr_mult,
             pct_start,
             div,
-            div_final,
-            wd,
-            moms,
-            cbs,
-            reset_opt,
-            start_epoch,
-            resume,
+            start_epoch=start_epoch,
+            resume=resume,
+            div_final=div_final,
+            wd=wd,
+            moms=moms,
+            cbs=cbs,
+            reset_opt=reset_opt,
         )
 
     @check_keywords
@@ -757,16 +757,15 @@ class Learner(Loop):
     ) -> Self:
         """Compile the model, without replacing it, or with `step=True` the whole training step.
 
-        The model's state dict keeps its keys. With `step=True`, training starts with ordinary steps.
-        Once the optimizer has its state, compiled and ordinary steps alternate and are timed, and
-        the faster kind runs from then on. `explain_step` reports which kind runs, and why. Compiled
-        steps support SGD, Adam and AdamW of torch and of learnkit, with a single optimizer and
-        without microbatches. After a compiled step `pred` and `loss_grad` are detached; the
-        parameters' `grad` is never set.
+        The model's state dict keeps its keys. With `step=True`, training starts with an ordinary
+        step, after which the optimizer has its state. `explain_step` reports which kind of step
+        runs, and why. Compiled steps support SGD, Adam and AdamW of torch and of learnkit, with a
+        single optimizer and without microbatches. After a compiled step `pred` and `loss_grad` are
+        detached; the parameters' `grad` is never set.
 
-        A batch of another shape runs in an ordinary step; after several in a row the step is
-        compiled again for dynamic shapes. Random numbers, such as dropout masks, are drawn as in an
-        ordinary step (inductor's `fallback_random`).
+        A batch of another shape than the first one runs in an ordinary step; with `dynamic=True`
+        the step is compiled for all shapes. Random numbers, such as dropout masks, are drawn as in
+        an ordinary step (inductor's `fallback_random`), unless `mode` is given.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().compile(step=True, backend='eager').explain_step()

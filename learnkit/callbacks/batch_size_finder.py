@@ -45,11 +45,10 @@ def find_batch_size(
         max_size = n_batches(getattr(learn.dls.train, 'dataset', None)) or MAX_SIZE
     max_size = check_count('max_size', max_size)
     batch = first_batch(learn.dls.train)
-    accumulates = any(isinstance(cb, GradientAccumulation) for cb in learn.cbs)
     n_known = batch_counter(learn)(batch)
     if not n_known:
         raise BatchError('find_batch_size: the first batch has no samples to make batches of.')
-    trial = _Trial(n_known, bool(accumulates or learn.microbatch))
+    trial = _Trial(n_known)
     left_out = [
         cb
         for cb in learn.cbs
@@ -128,9 +127,8 @@ class _Trial(Callback):
     order = -1000  # batches have their size before other callbacks change them
     run_valid = False
 
-    def __init__(self, n_known: int, keeps_gradients: bool) -> None:
+    def __init__(self, n_known: int) -> None:
         self.n_known = n_known
-        self.keeps_gradients = keeps_gradients
         self.rows: list[int] = []
         self.n_steps = 0
 
@@ -149,10 +147,6 @@ class _Trial(Callback):
     def before_batch(self) -> None:
         learn = self.learn
         learn.xb, learn.yb = slice_batch(learn.xb, learn.yb, self.n_known, [self.rows])[0]
-        if self.keeps_gradients:
-            for p in learn.opt.parameters():
-                if p.requires_grad and p.grad is None:
-                    p.grad = torch.zeros_like(p)
 
     def after_cancel_batch(self) -> None:
         raise CancelFitException

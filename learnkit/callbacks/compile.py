@@ -16,8 +16,8 @@ else unchanged too:
   compiled code reads, so that a new rate needs no recompilation.
 - The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading
   one works.
-- A step that cannot be compiled, or is not faster compiled, raises no error: the ordinary step
-  runs, and `explain_step()` gives the reason.
+- A step that cannot be compiled raises no error: the ordinary step runs, and `explain_step()` gives
+  the reason.
 
 `learnkit.callbacks.whole_step` holds the compiled function; this module decides which step runs.
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import count
-from time import perf_counter, process_time
 from types import FunctionType
 from typing import Any
 
@@ -50,25 +49,16 @@ __all__ = ['compile_learner', 'explain_step', 'WholeStep']
 
 # events that a compiled step cannot call, and contexts that it cannot enter
 STEP_EVENTS = (
-    'before_pred',
-    'after_pred',
-    'after_loss',
-    'before_backward',
-    'after_cancel_backward',
-    'after_backward',
-    'before_step',
-    'after_cancel_step',
-    'after_step',
+    *'before_pred after_pred after_loss before_backward after_cancel_backward after_backward'.split(),
+    *'before_step after_cancel_step after_step'.split(),
     *CONTEXTS.values(),
 )
-# methods that a compiled step replaces
-OVERRIDABLE = BATCH_METHODS
-MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
-
-# number of timed steps of each kind, without the first compiled step, which compiles
-TIMED = 6
-# number of successive batches of another shape after which shapes are compiled as variable
-ODD_IN_A_ROW = 8
+RARE = ('amsgrad', 'dampening', 'differentiable', 'maximize')  # unsupported options
+# attributes of modules, parameters and optimizers
+HOOKS = (
+    '_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks '
+    '_post_accumulate_grad_hooks _optimizer_step_pre_hooks _optimizer_step_post_hooks'
+).split()
 
 
 def compile_learner(learn: LearnerLike, step: bool, **options: Any) -> Any:
@@ -109,17 +99,11 @@ class WholeStep:
         self.options = options
         self.dynamo = dynamo
         self.compiled: Any = None  # result of torch.compile, made before the first compiled step
-        self.in_cpp = True  # whether the code that calls the kernels is compiled too
         # arguments of the compiled step, made after an ordinary step
         self.plan: Plan | None = None
         self.refused: list[str] = []  # reasons why there can be no plan
         self.failure = ''  # reason why nothing is compiled any more
         self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
-        self.odd_in_a_row = 0
-        self.any_shape = False
-        self.compiled_s: list[float] = []  # seconds of the timed steps
-        self.ordinary_s: list[float] = []
-        self.verdict = ''  # result of the comparison
         if not (
             hasattr(dynamo.config, 'trace_autograd_ops')
             and hasattr(dynamo.eval_frame, 'set_eval_frame')
@@ -132,12 +116,10 @@ class WholeStep:
     def __call__(self, learn: LearnerLike) -> None:
         if self.failure:
             train_whole_batch(learn)
-        elif not self._fits():
-            self._run_ordinary()
-        elif self.verdict:
+        elif self._fits():
             self._run_compiled()
         else:
-            self._run_timed()
+            self._run_ordinary()
 
     def _run_ordinary(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
@@ -166,7 +148,7 @@ class WholeStep:
             return False
         if starts or plan.n_steps != learn.opt.n_steps:
             self.plan = Plan(learn, plan)  # ordinary steps came between
-        return self.any_shape or self._has_usual_shape()
+        return bool(self.options.get('dynamic')) or self._has_usual_shape()
 
     def _find_blocks(self) -> list[str]:
         "Return the temporary conditions that need the ordinary step, such as handlers."
@@ -191,12 +173,8 @@ class WholeStep:
         learn = self.learn
         shapes = [t.shape if type(t) is Tensor else describe(t) for t in (*learn.xb, *learn.yb)]
         if not self.shapes:
-            self.shapes = shapes
-        self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
-        if self.odd_in_a_row == ODD_IN_A_ROW:
-            self.any_shape = True
-            self.verdict = ''
-        return self.any_shape or not self.odd_in_a_row
+            self.shapes = [tuple(shape) if isinstance(shape, tuple) else shape for shape in shapes]
+        return shapes == self.shapes
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
@@ -206,38 +184,14 @@ class WholeStep:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
             return 'The ordinary step runs: compiling comes after the next training batch.'
-        if not self.verdict:
-            return 'The compiled and the ordinary step take turns, to see which is faster.'
-        return f'The compiled step runs: {self.verdict}.'
+        if self.options.get('dynamic'):
+            return 'The compiled step runs.'
+        return (
+            f'The compiled step runs for batches of the shapes {self.shapes}, the ordinary step for '
+            'others (`dynamic=True` compiles for all).'
+        )
 
     # -- execution ---------------------------------------------------------------------------------
-
-    def _run_timed(self) -> None:
-        "Run compiled and ordinary steps in turn, and choose the faster kind after some of each."
-        is_compiled = len(self.compiled_s) <= len(self.ordinary_s)
-        started = self._clock()
-        if is_compiled:
-            self._run_compiled()
-        else:
-            train_whole_batch(self.learn)
-        seconds = self.compiled_s if is_compiled else self.ordinary_s
-        seconds.append(self._clock() - started)
-        if len(self.ordinary_s) < TIMED or self.failure:
-            return
-        compiled_s = min(self.compiled_s[1:])
-        ordinary_s = min(self.ordinary_s)
-        self.compiled_s = []
-        self.ordinary_s = []
-        self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'
-        if compiled_s >= ordinary_s:
-            self._give_up(f'the compiled one was not faster: {self.verdict}')
-
-    def _clock(self) -> float:
-        "Return seconds of processor time, unaffected by other processes; on a GPU, wait for the device."
-        if self.plan is None or self.plan.device.type != 'cuda':
-            return process_time()
-        torch.cuda.synchronize()
-        return perf_counter()
 
     def _run_compiled(self) -> None:
         learn = self.learn
@@ -255,7 +209,7 @@ class WholeStep:
         if error:
             # raises an error of the model or the data; otherwise compiling is at fault
             train_whole_batch(self.learn)
-            return self._retreat(error)
+            return self._give_up(error)
         if plan.device.type == 'cuda':
             out = map_tensors(out, Tensor.clone)  # the next replay of the graph overwrites these
         learn.pred, learn.loss_grad, learn.loss, parts = out
@@ -287,30 +241,16 @@ class WholeStep:
     def _make_code(self) -> None:
         assert self.plan is not None
         options = {'fullgraph': True, **self.options}
-        if options.get('backend', 'inductor') == 'inductor':
-            from torch._inductor import list_mode_options
-
+        if options.get('backend', 'inductor') == 'inductor' and 'mode' not in options:
             on_gpu = self.plan.device.type == 'cuda'
             chosen = {
                 'fallback_random': True,
                 'triton.cudagraphs': on_gpu,
-                'cpp_wrapper': self.in_cpp and not on_gpu,
+                'cpp_wrapper': not on_gpu,
             }
-            chosen |= list_mode_options(options.pop('mode', None) or 'default')
             options['options'] = chosen | (options.get('options') or {})
         self.function = copy_function(whole_step)
         self.compiled = torch.compile(self.function, **options)
-
-    def _retreat(self, error: str) -> None:
-        "Try the simpler way to call the kernels after the faster one, then give up."
-        if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp = False
-            self.compiled = None
-            self.verdict = ''
-            self.compiled_s = []
-            self.ordinary_s = []
-        else:
-            self._give_up(error)
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
@@ -321,7 +261,9 @@ class WholeStep:
 def find_overrides(learn: LearnerLike) -> list[str]:
     "Return a reason for each method of a training step that the Learner overrides."
     cls = type(learn)
-    names = [n for n in OVERRIDABLE if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)]
+    names = [
+        n for n in BATCH_METHODS if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)
+    ]
     return [f'{cls.__name__} has its own `{name}`' for name in names]
 
 
@@ -345,17 +287,17 @@ def find_refusals(learn: LearnerLike) -> Iterator[str]:
     for opt in learn.opt.optimizers.values():
         if type(opt) not in RULES:
             yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
-        elif has_tensor_option(opt):
-            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
+        else:
+            yield from find_options(opt)
     yield from find_hooks(learn)
 
 
-def has_tensor_option(opt: torch.optim.Optimizer) -> bool:
-    "Return True if a hyperparameter is a tensor, or may be differentiated."
+def find_options(opt: torch.optim.Optimizer) -> Iterator[str]:
+    "Yield the options of an optimizer that a compiled step does not support."
     for group in opt.param_groups:
-        if group['differentiable'] or has_tensor(group[o] for o in RULES[type(opt)].options):
-            return True
-    return False
+        yield from (f'{name} of {type(opt).__name__} is set' for name in RARE if group.get(name))
+        if has_tensor(group[o] for o in RULES[type(opt)].options):
+            yield f'a hyperparameter of {type(opt).__name__} is a tensor'
 
 
 def find_hooks(learn: LearnerLike) -> Iterator[str]:
@@ -364,21 +306,20 @@ def find_hooks(learn: LearnerLike) -> Iterator[str]:
         yield 'there are hooks on every module'
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         yield 'there are hooks on every optimizer'
-    for opt in (learn.opt, *learn.opt.optimizers.values()):
+    opts = learn.opt.optimizers.values()
+    for opt in (learn.opt, *opts):
         if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'):
             yield 'the optimizer has another step'
-    for opt in learn.opt.optimizers.values():
-        if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks:
-            yield f'{type(opt).__name__} has step hooks'
+    hooked: list[tuple[str, Any]] = [(type(opt).__name__, opt) for opt in opts]
     for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
-        for name, m in root.named_modules():
-            if any(getattr(m, hooks) for hooks in MODULE_HOOKS):
-                yield f'module {name or type(m).__name__} has hooks'
+        hooked += [(f'module {name or type(m).__name__}', m) for name, m in root.named_modules()]
     for name, p in learn.model.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            yield f'parameter {name} has hooks'
+        hooked.append((f'parameter {name}', p))
         if type(p) is not nn.Parameter or p.is_complex():
             yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
+    for name, o in hooked:
+        if any(getattr(o, hooks, None) for hooks in HOOKS):
+            yield f'{name} has hooks'
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -407,8 +348,3 @@ def make_caller(model: nn.Module) -> Any:
 def describe_error(e: Exception) -> str:
     "Return the type of an exception and the start of its message, on one line."
     return f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-
-
-def format_duration(s: float) -> str:
-    "Return seconds as `44 us` or `4.4 ms`."
-    return f'{s * 1e6:.0f} us' if s < 1e-3 else f'{s * 1e3:.3g} ms'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,7 @@ from learnkit.engine.callback import Callback
 
 __all__ = ['EMA']
 
-Store = tuple[dict[str, Tensor], str]  # dict of a module, and the key of a tensor there
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
-
-
-class Slot(NamedTuple):
-    "Location of a tensor in a module, which stays valid when the tensor is replaced."
-
-    module: nn.Module
-    kind: str  # '_parameters' or '_buffers'
-    key: str
-
-    @property
-    def tensor(self) -> Tensor:
-        return getattr(self.module, self.kind)[self.key]
 
 
 class EMA(Callback):
@@ -98,8 +85,8 @@ class EMA(Callback):
         if self.start.unit == 'tok':
             raise bad_option(self, 'a time: tokens are not counted', start=start)
         self._opt_steps = 0  # number of optimizer steps before the current one
-        # the model's own weights, while the model holds the average
-        self._raw: tuple[list[Store], list[Tensor]] | None = None
+        # the model's tensors and their own values, while the model holds the average
+        self._raw: tuple[list[Tensor], list[Tensor]] | None = None
         # depth of the run for which the model holds the average; None: `applied` or `copy_to`
         self._use_depth: int | None = None
         self._is_paused = False  # that run is paused, and the model holds its own weights meanwhile
@@ -114,10 +101,9 @@ class EMA(Callback):
         self._restore_weights()
         # by name, for the first decay and each other one
         self._averages: list[dict[str, Tensor]] = [{}, *({} for _ in self.other_decays)]
-        # by name of the average; empty after loading, until `_link` finds the model's tensors
-        self._slots_by_name: dict[str, Slot] = {}
-        # locations of the averaged tensors, in the order of the averages
-        self._stores: list[Store] = []
+        # module of each averaged tensor, by name; empty after loading, until `_link` finds them
+        self._owners: dict[str, nn.Module] = {}
+        self._tensors: list[Tensor] = []  # the model's tensors, in the order of the averages
         self._n_steps = 0
         self._n_updates = 0
 
@@ -165,7 +151,7 @@ class EMA(Callback):
 
     def update(self) -> None:
         "Move the average towards the current weights."
-        tensors = local_shards(self._tensors())
+        tensors = local_shards(self._tensors)
         for decay, averages_by_name in zip(self._decays(), self._averages, strict=True):
             if self.warmup is not None:
                 decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
@@ -181,29 +167,29 @@ class EMA(Callback):
     def _decays(self) -> list[float]:
         return [self.decay, *self.other_decays]
 
-    def _tensors(self) -> list[Tensor]:
-        "Return the model's averaged tensors, in the order of their averages."
-        return [store[key] for store, key in self._stores]
-
     def _link(self) -> None:
         "Match the averages with the current model; new tensors start at their present values."
-        known = dict(self._slots_by_name)
-        if not known:
-            check_averages(self._averages[0], self.learn.model)
-            found = iter_slots(self.learn.model)
-            known = {name: slot for name, slot in found if name in self._averages[0]}
-        old_names = {slot: name for name, slot in known.items()}
-        self._slots_by_name = {
-            name: slot
-            for name, slot in iter_slots(self.learn.model)
-            if slot in old_names or is_averaged(slot)
-        }
+        model = self.learn.model
+        if not self._owners:
+            check_averages(self._averages[0], model)
+        known = self._owners or dict.fromkeys(self._averages[0])
+        owners = {}
+        tensors = {}
+        for name, t in find_tensors(model).items():
+            owner = model.get_submodule(name.rpartition('.')[0])
+            is_known = name in known and known[name] in (owner, None)
+            if is_known or is_averaged(t):
+                owners[name] = owner
+                tensors[name] = t
+                if not is_known:
+                    for averages in self._averages:
+                        averages.pop(name, None)
         for i, averages in enumerate(self._averages):
             self._averages[i] = {
-                name: start_average(slot.tensor, averages.get(old_names.get(slot, '')))
-                for name, slot in self._slots_by_name.items()
+                name: start_average(t, averages.get(name)) for name, t in tensors.items()
             }
-        self._stores = [(getattr(p.module, p.kind), p.key) for p in self._slots_by_name.values()]
+        self._owners = owners
+        self._tensors = list(tensors.values())
 
     # -- using the average -------------------------------------------------------------------------
 
@@ -239,12 +225,11 @@ class EMA(Callback):
 
     def _use(self, depth: int | None, index: int = 0) -> None:
         "Copy an average into the model's own memory, so that references to it stay valid."
-        if not (self._is_paused and self._stores):
+        if not (self._is_paused and self._tensors):
             self._link()
-        weights = [t.detach().clone() for t in self._tensors()]
-        self._raw = (self._stores, weights)
+        self._raw = (self._tensors, [t.detach().clone() for t in self._tensors])
         self._use_depth = depth
-        copy_values(self._stores, list(self._averages[index].values()))
+        copy_values(self._tensors, list(self._averages[index].values()))
 
     def _find_average(self, decay: float | None) -> int:
         "Return the index of a decay's average, 0 for None; raise `WeightsError` if there is no average yet."
@@ -298,13 +283,13 @@ class EMA(Callback):
             if self._raw is None:
                 self._use(None, index)
             else:
-                copy_values(self._stores, list(averages.values()))
+                copy_values(self._tensors, list(averages.values()))
             self._raw = self._use_depth = None  # nothing restores the model's own weights
             return self.learn.model
         check_averages(averages, model)
-        tensors = {name: slot.tensor.data for name, slot in iter_slots(model)}
+        tensors = find_tensors(model)
         for name, average in averages.items():
-            tensors[name].copy_(distribute_like(average, tensors[name]))
+            tensors[name].data.copy_(distribute_like(average, tensors[name]))
         return model
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -347,12 +332,10 @@ class EMA(Callback):
             self._link()
 
 
-def copy_values(stores: list[Store], values: list[Tensor]) -> None:
+def copy_values(tensors: list[Tensor], values: list[Tensor]) -> None:
     "Copy values into a model's tensors, hidden from autograd graphs, which see the old ones again."
-    if not stores:
-        return
-    tensors = local_shards(store[key] for store, key in stores)
-    torch._foreach_copy_([t.data for t in tensors], local_shards(values))
+    for t, value in zip(local_shards(tensors), local_shards(values), strict=True):
+        t.data.copy_(value)
 
 
 def is_shares(values: Any) -> bool:
@@ -362,22 +345,16 @@ def is_shares(values: Any) -> bool:
     return all(is_number(value) and 0 <= value < 1 for value in values)
 
 
-def iter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
-    "Yield the name and slot of every parameter and persistent buffer, each tensor once."
-    seen: set[int] = set()
-    for prefix, m in model.named_modules():
-        for kind in ('_parameters', '_buffers'):
-            for key, t in getattr(m, kind).items():
-                if t is None or id(t) in seen or key in m._non_persistent_buffers_set:
-                    continue
-                seen.add(id(t))
-                yield f'{prefix}.{key}' if prefix else key, Slot(m, kind, key)
+def find_tensors(model: nn.Module) -> dict[str, Tensor]:
+    "Return the parameters and the buffers in the state dict by name, each tensor once."
+    saved = model.state_dict().keys()
+    buffers = {name: t for name, t in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
 
 
-def is_averaged(slot: Slot) -> bool:
+def is_averaged(t: Tensor) -> bool:
     "Return True for trainable parameters and for finite floating-point buffers."
-    t = slot.tensor
-    if slot.kind == '_parameters':
+    if isinstance(t, nn.Parameter):
         return t.requires_grad
     return t.is_floating_point() and bool(t.isfinite().all())
 
@@ -392,7 +369,7 @@ def start_average(t: Tensor, average: Tensor | None) -> Tensor:
 
 def check_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
     "Raise `WeightsError`, with every difference, if averages do not match the model's tensors."
-    shapes = {name: tuple(slot.tensor.shape) for name, slot in iter_slots(model)}
+    shapes = {name: tuple(t.shape) for name, t in find_tensors(model).items()}
     wrong = [
         f'{name}: {tuple(a.shape)} for {shapes.get(name, "none")}'
         for name, a in averages.items()

@@ -12,11 +12,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from typing_extensions import override
 
 from learnkit.core.batch import tensors_in, to_detach
-from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.errors import OptionError, TimeError, did_you_mean
 from learnkit.core.model import has_weights
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import Every
 from learnkit.engine.dispatch import as_list
 
 __all__ = [
@@ -216,7 +215,7 @@ def flatten_model(m: nn.Module) -> list[nn.Module]:
 
 def named_layers(m: nn.Module) -> dict[str, nn.Module]:
     "Return the layers of a model by their dotted names."
-    return {name: o for name, o in m.named_modules() if not o._modules or has_own_params(o)}
+    return {name: o for name, o in m.named_modules() if has_own_params(o) or not list(o.children())}
 
 
 def has_own_params(m: nn.Module) -> bool:
@@ -256,17 +255,16 @@ class HookCallback(Callback):
     """Hook modules during a fit: override `hook(self, m, inp, out)`, or give a function as `hook=`.
 
     `self.hooks.stored` holds the last result of each module, in the order of `self.modules`;
-    `layer_names` holds the names of the modules. A number in `every` hooks the training batches 0,
-    n, 2n, ... of each fit; a time of another unit hooks the first batch of the fit and the first
-    batch after each multiple. Without `every` all batches are hooked, also in evaluation:
-    `self.training` is False there.
+    `layer_names` holds the names of the modules. `every` hooks the training batches 0, n, 2n, ... of
+    each fit. Without `every` all batches are hooked, also in evaluation: `self.training` is False
+    there.
 
     The hooks are removed however the run ends: by an exception, Ctrl-C, a Cancel, or by removal of
     the callback. `remove_end=False` keeps them after a run without error. While they are
     registered, a compiled model runs uncompiled.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    invalid `every`. Checkpointed: the number of intervals passed, not the stored results.
+    `every` that is no number of batches. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=HookCallback(hook=lambda m, i, o: o.shape, every='5ba'))
@@ -281,7 +279,10 @@ class HookCallback(Callback):
     def __init__(
         self,
         modules: Any = None,  # modules or their names, one or several; None: all with parameters
-        every: int | str | Time | None = None,  # interval of hooked training batches; None: all
+        every: int
+        | str
+        | Time
+        | None = None,  # number of batches, such as '100ba'; None: 1, and evaluation
         remove_end: bool = True,  # whether to remove the hooks after a fit without error
         is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
         detach: bool = True,  # whether to detach tensors from their graph
@@ -291,9 +292,8 @@ class HookCallback(Callback):
     ) -> None:
         self._requested = None if modules is None else _list_modules(modules)
         self.every = None if every is None else as_time(every, 'ba')
-        self._interval: Every | None = None  # None: every nth batch of the fit, or all
         if self.every is not None and self.every.unit != 'ba':
-            self._interval = Every(self.every)
+            raise TimeError(f"every={every!r}: give a number of batches, such as '100ba'.")
         self.remove_end = remove_end
         self.is_forward = is_forward
         self.detach = detach
@@ -312,14 +312,13 @@ class HookCallback(Callback):
         if self.learn.run.depth <= 1:  # the model may be another one than in the last fit
             self._remove()
             self._find()
-            if self._interval is not None:
-                self._interval.start(self.learn)
         if self.every is None and self._registration is None:
             self._register()
 
     def before_batch(self) -> None:
         "Hook this batch if it is due."
-        if self.every is not None and not (self.learn.training and self._is_due()):
+        learn = self.learn
+        if self.every and not (learn.training and learn.train_iter % self.every.value == 0):
             self._remove()
         elif self._registration is None:
             self._register()
@@ -345,12 +344,6 @@ class HookCallback(Callback):
         if (name == 'run' and not value) or (name == 'learn' and value is None):
             self._remove()
         super().__setattr__(name, value)
-
-    def _is_due(self) -> bool:
-        n = self.learn.train_iter
-        if self._interval is not None:
-            return self._interval.is_due(self.learn) or not n
-        return self.every is not None and n % self.every.value == 0
 
     def _find(self) -> None:
         model = unwrap_compiled(self.learn.model)
@@ -384,14 +377,12 @@ class HookCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        "Return the number of intervals passed; nothing if the number of the batch decides."
-        return {} if self._interval is None else self._interval.state_dict()
+        "Return nothing: a resumed fit registers its hooks again."
+        return {}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the number of intervals passed."
-        if self._interval is not None and 'every' in sd:
-            self._interval.load_state_dict(sd)
+        "Restore nothing."
 
 
 def _list_modules(modules: Any) -> list[Any]:

@@ -131,22 +131,19 @@ class LRFinder(ParamScheduler):
         num_it: int = 100,  # number of batches; below 6 count as 6, as in fastai
         stop_div: bool = True,  # whether to stop when the loss diverges
     ) -> None:
-        low = np.atleast_1d(np.asarray(start_lr, dtype=float))
-        high = np.atleast_1d(np.asarray(end_lr, dtype=float))
+        low: Any = np.asarray(start_lr, dtype=float)
+        high: Any = np.asarray(end_lr, dtype=float)
         if low.shape != high.shape or not ((low > 0) & (low < high) & (high < math.inf)).all():
             raise ScheduleError(
                 f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
                 'end_lr.'
             )
-        if len(low) > 1:
-            schedule = SchedExp(low, high)
-        else:
-            schedule = SchedExp(float(low[0]), float(high[0]))
-        super().__init__({'lr': schedule})
+        if not low.ndim:
+            low, high = float(low), float(high)
+        super().__init__({'lr': SchedExp(low, high)})
         if not is_count(num_it):
             raise OptionError(
-                f'num_it={short_repr(num_it)}: give a whole number, 1 or more. Below 6 count as 6, and '
-                '100 are better.'
+                f'num_it={short_repr(num_it)}: give a whole number, 1 or more; 100 are better.'
             )
         self.num_it = max(int(num_it), 6)
         self.stop_div = stop_div
@@ -275,13 +272,11 @@ def lr_find(
 
 def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
     "Return suggestion functions by name; raise `OptionError` if one is not callable."
-    funcs: dict[str, Callable[..., Suggestion]] = {}
-    for f in as_list(suggest_funcs):
+    funcs = as_list(suggest_funcs)
+    for f in funcs:
         if not callable(f):
             raise OptionError(f'suggest_funcs: {f!r} is not a function of (lrs, losses, num_it).')
-        name = name_of(unwrap_partial(f))
-        funcs[name if name not in funcs else f'{name}_{len(funcs) + 1}'] = f
-    return funcs
+    return {name_of(unwrap_partial(f)): f for f in funcs}
 
 
 def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_it: int) -> Any:

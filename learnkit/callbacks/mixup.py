@@ -18,9 +18,10 @@ from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
     count_samples,
     describe,
+    find_bs,
     has_listed_samples,
     map_tensors,
-    microbatches,
+    slice_batch,
     tensors_in,
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
@@ -88,8 +89,7 @@ class MixHandler(Callback):
         for name in ('lam', 'yb1'):
             self.__dict__.pop(name, None)
         self._order: Tensor | None = None  # indices of the partners in the batch
-        # `yb1` of a batch, and an iterator over its microbatches
-        self._targets_left: tuple[Any, Iterator[Any]] = None, iter(())
+        self._n_taken = 0  # number of samples of the microbatches up to the current one
 
     def after_draw(self) -> None:
         "Drop the partners of the last batch."
@@ -130,13 +130,14 @@ class MixHandler(Callback):
 
     def before_step(self) -> None:
         "Check that the microbatches were split from the blended batch."
-        if self._order is None or self._targets_left[0] is not self.yb1:
-            return
-        n = count_samples(self.learn)
-        if n != len(self._order):
+        if self._order is not None and self._n_taken:
+            self._check_size(count_samples(self.learn), len(self._order))
+
+    def _check_size(self, n: int, n_blended: int) -> None:
+        if n != n_blended:
             raise BatchError(
                 f'{type(self).__name__}: a callback that runs after it made {n} samples of '
-                f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.'
+                f'{n_blended} in before_batch. Give it a lower order, or leave `microbatch` out.'
             )
 
     def cleanup(self) -> None:
@@ -154,25 +155,25 @@ class MixHandler(Callback):
         plain = learn.loss_func
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
-        size: Any = learn.microbatch
-        partners = self._next_targets(size) if size else (self.yb1, self.lam)
+        partners = self._take_targets() if learn.microbatch else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try:
             yield
         finally:
             learn.loss_func = plain
-            self._has_blended = self._has_blended or blended._n_calls > 0
+            self._has_blended = self._has_blended or blended.n_calls > 0
 
-    def _next_targets(self, size: int) -> tuple[Any, Any]:
-        "Return targets of partners and shares for the next microbatch; start over on a repeat."
-        targets, microbatches_left = self._targets_left
-        microbatch = next(microbatches_left, None) if targets is self.yb1 else None
-        if microbatch is None:
-            batch = self.yb1 if self._order is None else (self._order,)
-            microbatches_left = iter(microbatches(batch, (self.yb1, self.lam), size))
-            self._targets_left = (self.yb1, microbatches_left)
-            microbatch = next(microbatches_left)
-        return microbatch[1]
+    def _take_targets(self) -> tuple[Any, Any]:
+        "Return targets of partners and shares for the current microbatch; microbatches come in order."
+        learn = self.learn
+        start = self._n_taken if learn.microbatches.index else 0
+        self._n_taken = start + count_samples(learn)
+        batch = self.yb1 if self._order is None else (self._order,)
+        n = find_bs(batch)
+        self._check_size(max(self._n_taken, n), n)
+        rows = slice(start, self._n_taken)
+        [(_, partners)] = slice_batch(batch, (self.yb1, self.lam), n, [rows])
+        return partners
 
     def _pair(self, n: int) -> Tensor:
         "Draw the partner of each of `n` samples, and set the partners' targets."
@@ -213,21 +214,21 @@ class BlendedLoss:
         reduction: str,  # reduction of the loss function
     ) -> None:
         self.__dict__.update(
-            _learn=learn,
-            _plain=plain,
-            _partners=partners,
+            learn=learn,
+            plain=plain,
+            partners=partners,
             _reduction=reduction,
-            _n_calls=0,
+            n_calls=0,
             __name__=name_of(plain),
         )
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Return the loss of a training batch, blended between its own and its partners' targets."
-        plain = self._plain
-        yb1, lam = self._partners
+        plain = self.plain
+        yb1, lam = self.partners
         reduction = self._reduction
-        self.__dict__['_n_calls'] += 1
-        if not self._learn.training:
+        self.__dict__['n_calls'] += 1
+        if not self.learn.training:
             return plain(pred, *yb, **kwargs)
         own = compute_unreduced(plain, pred, yb)
         other = compute_unreduced(plain, pred, yb1)
@@ -245,10 +246,10 @@ class BlendedLoss:
         return loss.sum() / divisor.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__['_plain'], name)
+        return getattr(self.__dict__['plain'], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._plain, name, value)
+        setattr(self.plain, name, value)
 
 
 class MixUp(MixHandler):

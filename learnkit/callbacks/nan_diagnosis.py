@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.hooks import Hooks, run_uncompiled
 from learnkit.callbacks.model_summary import restored_model
-from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
-from learnkit.core.errors import BatchError
+from learnkit.core.batch import apply_model, form_of, tensors_in
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
 from learnkit.distributed.dtensor import local_shard, unpack_shards
@@ -23,7 +22,6 @@ __all__ = [
     'is_finite',
     'format_few',
     'named_parameters',
-    'sample_indices',
     'describe_samples',
     'explain_nonfinite',
     'find_bad_gradients',
@@ -47,7 +45,7 @@ def all_finite(
     if not tensors:
         return True
     local_tensors, _, group = unpack_shards(tensors)
-    dense = [t._values() if t.is_sparse else t for t in local_tensors]
+    dense = [t.coalesce().values() if t.is_sparse else t for t in local_tensors]
     device = dense[0].device
     found = torch.zeros(1, device=device)
     one = torch.ones(1, device=device)
@@ -70,16 +68,10 @@ def is_finite(value: Any) -> bool:
 
 
 def named_parameters(learn: LearnerLike) -> dict[str, nn.Parameter]:
-    "Return all parameters of model, loss function and optimizer, by name."
+    "Return the parameters of the model and of a loss function that is a module, by name."
     found = dict(learn.model.named_parameters())
-    known = {id(p) for p in found.values()}
     if isinstance(learn.loss_func, nn.Module):
-        loss_params = learn.loss_func.named_parameters()
-        found |= {f'loss_func.{name}': p for name, p in loss_params if id(p) not in known}
-        known = {id(p) for p in found.values()}
-    if learn.opt is not None:
-        others = [p for p in learn.opt.parameters() if id(p) not in known]
-        found |= {f'{i} outside the model': p for i, p in enumerate(others)}
+        found |= {f'loss_func.{name}': p for name, p in learn.loss_func.named_parameters()}
     return found
 
 
@@ -102,11 +94,6 @@ def format_few(items: list[Any], most: int = 5) -> str:
     return f'{text} and {len(items) - most} more' if len(items) > most else text
 
 
-def sample_indices(learn: LearnerLike) -> list[int] | None:
-    "Return the data-set indices of the current batch, None if unknown."
-    return learn.passes.indices(learn)
-
-
 # -- origin ----------------------------------------------------------------------------------------
 
 
@@ -119,7 +106,7 @@ def explain_nonfinite(
     as callbacks left it; parameters and buffers; and the outputs of modules in a second forward
     pass with the same random numbers, after which buffers are restored.
     """
-    indices = sample_indices(learn)
+    indices = learn.passes.indices(learn)
     if learn.loss.isfinite():
         return f'The loss function gave {learn.loss.item():g}: a callback has changed it since.'
     names = find_bad_data(learn, indices) or find_bad_weights(learn)
@@ -134,7 +121,7 @@ def explain_nonfinite(
 
 def describe_samples(learn: LearnerLike) -> str:
     "Return a sentence with the samples of the batch, or '' if unknown."
-    indices = sample_indices(learn)
+    indices = learn.passes.indices(learn)
     return f' The batch has the samples {format_few(indices)} of the data set.' if indices else ''
 
 
@@ -155,24 +142,14 @@ def find_bad_data(learn: LearnerLike, indices: list[int] | None) -> list[str]:
 
 def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str, list[int]]]:
     "Yield name and rows of each entry of a batch that is not finite; rows are [] if not samples."
-    try:
-        bs = find_bs(xb, yb)
-    except BatchError:
-        bs = 0
     for kind, entries in ('input', xb), ('target', yb):
         leaves = [leaf for i, o in enumerate(entries) for leaf in iter_leaves(f'{kind} {i}', o)]
         for name, value in leaves:
             if is_finite(value):
                 continue
-            rows = enumerate(value) if has_rows(value, bs) else ()
+            has_rows = isinstance(value, Tensor) and not value.is_sparse and value.ndim > 0
+            rows = enumerate(value) if has_rows else ()
             yield name, [i for i, sample in rows if not is_finite(sample)]
-
-
-def has_rows(value: Any, bs: int) -> bool:
-    "Return True for a list or a dense tensor with one entry per sample."
-    if not isinstance(value, Tensor):
-        return is_sample_list(value, bs)
-    return not value.is_sparse and value.ndim > 0 and len(value) == bs
 
 
 def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
+from learnkit.callbacks.nan_diagnosis import format_few
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.interrupts import deferred_interrupts
@@ -134,7 +134,7 @@ class Replay(Callback):
         self._record_run()
         self._failed_key = self._current_key
         self._error_notes = ' '.join(getattr(self.learn.error, '__notes__', ()))
-        self._indices = sample_indices(self.learn) if self._current_key else None
+        self._indices = self.learn.passes.indices(self.learn) if self._current_key else None
 
     def _record_run(self) -> None:
         "Keep the training modes of the modules, and the callbacks."

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from learnkit.callbacks.recorder import as_number, epoch_row, find_column
 from learnkit.core.errors import OptionError
+from learnkit.core.plain import to_storable
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import SkipToEpoch
-from learnkit.optim.hyperparams import OPTIONS, Hypers
+from learnkit.optim.hyperparams import OPTIONS
 
 __all__ = ['LRScheduler']
 
@@ -27,9 +27,8 @@ class LRScheduler(Callback):
 
     A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which
     starts from the rates of that fit and has one param group per group of the learner's splitter. A
-    ready scheduler, made with `learn.opt`, continues from fit to fit, and its rates override those
-    of `fit`. A scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in
-    the epoch's row of the history; an epoch without a value does not advance it.
+    scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the epoch's
+    row of the history; an epoch without a value does not advance it.
 
     With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
     had been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for
@@ -54,26 +53,25 @@ class LRScheduler(Callback):
 
     def __init__(
         self,
-        scheduler: Any,  # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
+        scheduler: Any,  # f(optimizer) -> scheduler, such as partial(StepLR, step_size=3)
         by: str = 'epoch',  # unit of a scheduler step: 'epoch' or 'batch'
         monitor: str | None = None,  # history column to pass; None: `valid_loss`, if it needs one
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'):
             raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
-        is_ready = hasattr(scheduler, 'step') and not isinstance(scheduler, type)
-        if is_ready:
-            _check_scheduler('LRScheduler got', scheduler)
-        else:
-            _check_factory(scheduler)
+        if not callable(scheduler):
+            raise OptionError(
+                f'LRScheduler({scheduler!r}): give f(optimizer) -> scheduler, such as partial(StepLR, step_size=3).'
+            )
         if monitor is not None and not isinstance(monitor, str):
             raise OptionError(
                 f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
             )
         self.by = by
         self.monitor = monitor
-        self.scheduler: Any = scheduler if is_ready else None
-        self._factory = None if is_ready else scheduler
+        self.scheduler: Any = None  # scheduler of the last fit
+        self._factory = scheduler
         self._view: Any = None  # param groups as the scheduler sees them
         # loaded state, until a fit has a scheduler that can load it
         self._loaded: dict[str, Any] | None = None
@@ -91,21 +89,20 @@ class LRScheduler(Callback):
         self._warn_of_steps()
 
     def _begin(self) -> None:
-        "Make the scheduler, or connect a ready one to its groups; restore a loaded state."
-        if self._factory is None:
-            self._bind()
-        else:
-            view = _GroupView(self.learn.opt)
-            scheduler = self._factory(view)
-            _check_scheduler('LRScheduler: the factory gave', scheduler)
-            self.scheduler = scheduler
-            self._view = view
+        "Make the scheduler; restore a loaded state."
+        self._view = _GroupView(self.learn.opt)
+        self.scheduler = self._factory(self._view)
+        if not hasattr(self.scheduler, 'get_last_lr'):
+            raise OptionError(
+                f"LRScheduler: the factory gave {self.scheduler!r}, which is none of torch's schedulers."
+            )
+        self._view.step()
         self._n_steps = self.learn.opt.n_steps
         self._has_begun = True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None:
             self._check_monitor()
-        if self._factory is not None and not self._wants_value:
+        if not self._wants_value:
             self._skip(self._first_epoch)
         self._view.write()
         if self._loaded is not None:
@@ -113,7 +110,7 @@ class LRScheduler(Callback):
 
     def _warn_of_steps(self) -> None:
         "Warn of a one-cycle schedule of batches that takes a step for each epoch."
-        if self.by == 'batch' or self._factory is None:
+        if self.by == 'batch':
             return
         total = getattr(self.scheduler, 'total_steps', None)
         n_epoch = self.learn.n_epoch
@@ -128,23 +125,6 @@ class LRScheduler(Callback):
         if not self._has_begun:
             self._first_epoch = 0
             self._begin()
-
-    def _bind(self) -> None:
-        "Connect a ready scheduler to the groups that it was made for, and restore its rates."
-        opt = self.learn.opt
-        own = self.scheduler.optimizer
-        rates = self.scheduler.get_last_lr()
-        if own is not opt and own not in opt.optimizers.values():
-            raise OptionError(
-                f'LRScheduler: this {type(self.scheduler).__name__} was made of another optimizer than '
-                '`learn.opt`. Give a factory, such as partial(StepLR, step_size=3).'
-            )
-        if self._view is None or self._view.opt is not opt:
-            self._view = _GroupView(opt, own, len(rates))
-        for s in _with_parts(self.scheduler):
-            s.optimizer = self._view
-        for group, rate in zip(self._view.param_groups, rates, strict=True):
-            group['lr'] = rate
 
     def _skip(self, n_epoch: int) -> None:
         dls = self.learn.dls
@@ -207,12 +187,7 @@ class LRScheduler(Callback):
         self._view.write()
 
     def cleanup(self) -> None:
-        "Restore the optimizer of a ready scheduler."
         self._has_begun = False
-        if self._factory is not None or self._view is None:
-            return
-        for s in _with_parts(self.scheduler):
-            s.optimizer = self._view.own
 
     @override
     def state_dict(self) -> dict[str, Any] | None:
@@ -221,10 +196,8 @@ class LRScheduler(Callback):
             return self._loaded
         if self._has_begun:
             self._view.read()  # other callbacks may have set rates
-        groups = [dict(group) for group in self._view.param_groups]
-        for group in groups:
-            del group['params']
-        return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
+        groups = [{**group, 'params': None} for group in self._view.param_groups]
+        return {'scheduler': keep_storable(self.scheduler.state_dict()), 'groups': deepcopy(groups)}
 
     @override
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:
@@ -237,10 +210,10 @@ class LRScheduler(Callback):
         # the optimizer's count of steps may be restored after this
         self._loaded = None
         self._n_steps = None
-        # a copy: some schedulers change the state that they load
-        self.scheduler.load_state_dict(_plain(sd['scheduler']))
+        sd = deepcopy(sd)  # some schedulers change the state that they load
+        self.scheduler.load_state_dict(sd['scheduler'])
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
-            group.update(_plain(values))
+            group.update({**values, 'params': group['params']})
         self._view.write()
 
 
@@ -255,115 +228,42 @@ class _GroupView(torch.optim.Optimizer):
     def __init__(
         self,
         opt: Any,  # OptimWrapper of the learner
-        own: Any = None,  # optimizer that a ready scheduler was made with
-        n: int | None = None,  # number of param groups of that optimizer
     ) -> None:
         self.opt = opt
-        self.own = own
-        self._by_split = True
-        self.defaults = dict((opt[0] if own is None else own).defaults)
-        # torch warns of a scheduler step before the first optimizer step: the callback prevents it
-        self._opt_called = True
-        self._by_split = n is None or n == len(self._hypers())
-        found = self._hypers()
-        if n not in (None, len(found)):
-            raise OptionError(
-                f'LRScheduler: the scheduler is made for {n} param groups, `learn.opt` has {len(found)}. '
-                'Make it after the last group was added, or give a factory.'
-            )
-        self.param_groups = [self._join_groups(h.groups) for h in found]
+        self.defaults = dict(opt[0].defaults)
+        self.param_groups = [join_groups(hypers.groups) for hypers in opt.hypers]
         self.read()
 
     # torch's version would copy its own attributes only
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
-    def _hypers(self) -> list[Hypers]:
-        "Return the optimizer's current groups, one for each group of the view."
-        opt = self.opt
-        own = None if self.own is self.opt else self.own
-        if not self._by_split:
-            return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
-        return [
-            h
-            for h, slots in zip(opt.hypers, opt.positions, strict=True)
-            if own is None or slots[0][0] is own
-        ]
-
-    def _join_groups(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        "Return param groups as one group; entries of another scheduler are left out."
-        joined = groups[0]
-        if self.own is None:
-            joined = {k: v for k, v in joined.items() if k in OPTIONS}
-        return {**joined, 'params': [p for g in groups for p in g['params']]}
-
     def read(self) -> None:
         "Copy the current options into the view."
-        for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
+        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
             for name in OPTIONS:
                 if name in hypers:
-                    group[name] = _copy_tensor(hypers[name])
+                    value = hypers[name]
+                    group[name] = value.clone() if isinstance(value, Tensor) else value
 
     def write(self) -> None:
         "Write the changed options to the optimizer."
-        for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
+        for group, hypers in zip(self.param_groups, self.opt.hypers, strict=True):
             for name in OPTIONS:
-                if name not in hypers:
-                    continue
-                if isinstance(group[name], Tensor) or group[name] is not hypers[name]:
+                if name in hypers and group[name] is not hypers[name]:
                     hypers[name] = group[name]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a result
-        "Do nothing: the learner steps the optimizer."
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch would wrap it otherwise
+        "Do nothing, since the learner steps the optimizer; torch warns of a scheduler without it."
 
 
-def _copy_tensor(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def join_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    "Return param groups as one group, without the entries of other schedulers."
+    options = {name: value for name, value in groups[0].items() if name in OPTIONS}
+    return {**options, 'params': [p for group in groups for p in group['params']]}
 
 
-def _with_parts(scheduler: Any) -> Iterator[Any]:
-    "Yield a scheduler and the schedulers that it is made of."
-    yield scheduler
-    for part in getattr(scheduler, '_schedulers', ()):
-        yield from _with_parts(part)
-
-
-def _check_scheduler(what: str, scheduler: Any) -> None:
-    if hasattr(scheduler, 'step') and hasattr(scheduler, 'get_last_lr'):
-        return
-    raise OptionError(f"{what} {scheduler!r}, which is none of torch's schedulers.")
-
-
-def _check_factory(factory: Any) -> None:
-    "Raise `OptionError` if a factory cannot be called with an optimizer alone."
-    if not callable(factory):
-        raise OptionError(f'LRScheduler({factory!r}): give a scheduler, or f(optimizer) -> one.')
-    try:
-        inspect.signature(factory).bind(None)
-    except TypeError as e:
-        name = getattr(factory, '__name__', repr(factory))
-        raise OptionError(
-            f'LRScheduler: {name} cannot be called with an optimizer alone ({e}). Write '
-            f'partial({name}, ...) with its options.'
-        ) from None
-    except ValueError:
-        return  # no signature is known: the call itself raises
-
-
-_MISSING = object()
-
-
-def _plain(value: Any) -> Any:
-    "Copy tensors, numbers, strings and containers; leave out other values (None in a list)."
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(None if v is _MISSING else v for v in map(_plain, value))
-    if type(value) is dict:
-        copied = {k: _plain(v) for k, v in value.items() if isinstance(k, (str, int, float))}
-        return {k: v for k, v in copied.items() if v is not _MISSING}
-    return value if value is None or type(value) in (bool, int, float, str) else _MISSING
+def keep_storable(sd: dict[str, Any]) -> dict[str, Any]:
+    "Copy the entries of a state dict that are plain data; others stay as the scheduler was made."
+    plain = to_storable(sd)
+    return deepcopy({k: v for k, v in plain.items() if v is not None or sd[k] is None})

@@ -88,7 +88,7 @@ class Plan:
         self.model = learn.model
         self.wrapper = learn.opt
         self.n_steps = learn.opt.n_steps
-        self.n_hooks = count_hooks()
+        self.n_hooks = RemovableHandle.next_id
         (self.opt,) = learn.opt.optimizers.values()
         groups = self.opt.param_groups
         self.state = self.opt.state
@@ -183,9 +183,9 @@ class Plan:
         return all(map(Row.holds, self.rows))
 
     def has_new_hooks(self) -> bool:
-        "Return True if any hook was registered since the last call."
+        "Return True if any hook was registered in torch since the last call: each has a new id."
         before = self.n_hooks
-        self.n_hooks = count_hooks()
+        self.n_hooks = RemovableHandle.next_id
         return before != self.n_hooks
 
     def write_numbers(self) -> None:
@@ -234,11 +234,6 @@ def has_tensor(values: Any) -> bool:
     return any(isinstance(v, Tensor) or (isinstance(v, tuple) and has_tensor(v)) for v in values)
 
 
-def count_hooks() -> int:
-    "Return the number of hooks ever registered in torch, which grows with every new hook."
-    return RemovableHandle.next_id
-
-
 # ------------------------------------------------------------------------------------- update rules
 
 
@@ -257,27 +252,23 @@ def sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
     return ('momentum_buffer',) if group['momentum'] else ()
 
 
-def sgd_flags(lr: float, mom: float, wd: float, dampening: float, *kinds: bool) -> Flags:
+def sgd_flags(lr: float, mom: float, wd: float, nesterov: bool) -> Flags:
     "Return the terms of an SGD step."
-    return (mom != 0, wd != 0, *kinds)
+    return mom != 0, wd != 0, nesterov
 
 
-def sgd_numbers(
-    step: int, lr: float, mom: float, wd: float, dampening: float, *kinds: bool
-) -> tuple[float, ...]:
-    "Return the numbers of an SGD step: rate, momentum, factor of the gradient, decays."
-    return lr, mom, 1 - dampening, wd, 1 - lr * wd
+def sgd_numbers(step: int, lr: float, mom: float, wd: float, nesterov: bool) -> tuple[float, ...]:
+    "Return the numbers of an SGD step: rate, momentum, decays."
+    return lr, mom, wd, 1 - lr * wd
 
 
 def sgd(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
     "Update a parameter by SGD with momentum and L2 regularization."
-    with_momentum, decays, nesterov, maximize = flags
-    if maximize:
-        grad = -grad
+    with_momentum, decays, nesterov = flags
     if decays:
-        grad = grad + p * n[3]
+        grad = grad + p * n[2]
     if with_momentum:
-        buffer = state['momentum_buffer'].mul_(n[1]).add_(grad * n[2])
+        buffer = state['momentum_buffer'].mul_(n[1]).add_(grad)
         grad = grad + buffer * n[1] if nesterov else buffer
     p.sub_(grad * n[0])
 
@@ -286,70 +277,48 @@ def decoupled_sgd(
     p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags
 ) -> None:
     "Update a parameter by SGD with decoupled weight decay."
-    with_momentum, decays, *kinds = flags
+    with_momentum, decays, nesterov = flags
     if decays:
-        p.mul_(n[4])
-    sgd(p, grad, state, n, (with_momentum, False, *kinds))
+        p.mul_(n[3])
+    sgd(p, grad, state, n, (with_momentum, False, nesterov))
 
 
 def adam_state(group: dict[str, Any]) -> tuple[str, ...]:
     "Return the state keys of Adam."
-    return ('step', 'exp_avg', 'exp_avg_sq', *(['max_exp_avg_sq'] if group['amsgrad'] else []))
+    return 'step', 'exp_avg', 'exp_avg_sq'
 
 
-def adam_flags(lr: float, betas: tuple[float, float], wd: float, eps: float, *kinds: bool) -> Flags:
+def adam_flags(
+    lr: float, betas: tuple[float, float], wd: float, eps: float, decoupled: bool
+) -> Flags:
     "Return the terms of an Adam step."
-    return (wd != 0, *kinds)
+    return wd != 0, decoupled
 
 
 def adam_numbers(
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    wd: float,
-    eps: float,
-    *kinds: bool,
+    step: int, lr: float, betas: tuple[float, float], wd: float, eps: float, decoupled: bool
 ) -> tuple[float, ...]:
     "Return the numbers of an Adam step, with its bias corrections."
     beta1, beta2 = betas
-    return (
-        lr / (1 - beta1**step),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        math.sqrt(1 - beta2**step),
-        eps,
-        wd,
-        1 - lr * wd,
-    )
+    rate = lr / (1 - beta1**step)
+    correction = math.sqrt(1 - beta2**step)
+    return rate, 1 - beta1, beta2, 1 - beta2, correction, eps, wd, 1 - lr * wd
 
 
 def adam(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
     "Update by Adam (Kingma and Ba, 2015, algorithm 1) or AdamW (Loshchilov and Hutter, 2019, algorithm 2)."
-    decays, decoupled, amsgrad, maximize = flags
-    if maximize:
-        grad = -grad
+    decays, decoupled = flags
     if decays and decoupled:
         p.mul_(n[7])
     elif decays:
         grad = grad + p * n[6]
     average = state['exp_avg'].lerp_(grad, n[1])
     squares = state['exp_avg_sq'].mul_(n[2]).add_(grad * grad * n[3])
-    if amsgrad:
-        squares = state['max_exp_avg_sq'].copy_(torch.maximum(state['max_exp_avg_sq'], squares))
     p.sub_(average / (squares.sqrt() / n[4] + n[5]) * n[0])
 
 
-SGD_OPTIONS = ('lr', 'momentum', 'weight_decay', 'dampening', 'nesterov', 'maximize')
-ADAM_OPTIONS = (
-    'lr',
-    'betas',
-    'weight_decay',
-    'eps',
-    'decoupled_weight_decay',
-    'amsgrad',
-    'maximize',
-)
+SGD_OPTIONS = ('lr', 'momentum', 'weight_decay', 'nesterov')
+ADAM_OPTIONS = ('lr', 'betas', 'weight_decay', 'eps', 'decoupled_weight_decay')
 ADAM = Rule(ADAM_OPTIONS, adam_state, adam_flags, adam_numbers, adam)
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {

@@ -662,9 +662,9 @@ def as_callback(cb: Any) -> Callback:
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     cls = cb if isinstance(cb, type) else type(cb)
     if cls.__module__ == 'torch.optim.lr_scheduler':
-        given = f'partial({cls.__name__}, ...)' if cb is cls else 'scheduler'
         raise CallbackError(
-            f'{cls.__name__} is not a callback, but a scheduler of torch: write `LRScheduler({given})`.'
+            f'{cls.__name__} is not a callback, but a scheduler of torch: write '
+            f'`LRScheduler(partial({cls.__name__}, ...))`.'
         )
     if callable(cb) and hasattr(cb, '__name__'):
         hint = f'write `Callback(before_fit={cb.__name__})`, with its event'

@@ -36,7 +36,7 @@ class ActivationMonitor(HookCallback):
     measurement.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    invalid `every`. Checkpointed: the number of intervals passed.
+    `every` that is no number of batches. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), cbs=ActivationMonitor())

@@ -1,21 +1,16 @@
-"""Callbacks that count parameters, and describe the data: sizes, shapes and values."""
+"""Callbacks that count parameters and samples."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.core.batch import BatchForm, find_bs, form_of
+from learnkit.core.batch import BatchForm, find_bs
 from learnkit.core.errors import BatchError
-from learnkit.core.validation import check_count
 from learnkit.data.dataloaders import batch_size_of, evaluation_loaders, n_batches
-from learnkit.data.preserve import undisturbed_loader
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -26,9 +21,6 @@ __all__ = [
     'loader_stats',
     'n_samples',
 ]
-
-MANY_CLASSES = 1000  # integers with more different values are not classes
-
 
 # -- parameters ------------------------------------------------------------------------------------
 
@@ -107,24 +99,17 @@ class ParamCount(Callback):
 
 
 class DatasetStats(Callback):
-    """Compute statistics of the data before the first training: sizes, shapes, types and values.
+    """Record the sizes of the loaders before each training.
 
-    `stats[loader]` has `samples`, `batches` and `batch_size` (None if the loader does not report
-    them), `seen` (number of samples of the batches read), and `entries`. An entry describes one
-    tensor of a batch over the first `n` batches: `shape` without the sample axis, `dtype`, and the
-    count of each class (`classes`, for one integer per sample) or `mean`, `std`, `min` and `max`.
-    Loggers write the statistics with the configuration (`data/train/samples`).
-
-    Random generators, the loaders' own generators and worker processes are restored. No batch is
-    read with `n=0`, or from an iterator, which would lose it. The statistics are computed again if
-    `learn.dls` is another object.
+    `stats[loader]` has `samples`, `batches` and `batch_size`, each None if the loader does not
+    report it. Loggers write the sizes with the configuration (`data/train/samples`). No batch is
+    read.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=DatasetStats())
     >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
-    >>> stats = learn.dataset_stats.stats['train']
-    >>> stats['samples'], stats['batches'], stats['seen'], stats['entries']['input']['shape']
-    (160, 10, 128, (1,))
+    >>> learn.dataset_stats.stats['train']
+    {'samples': 160, 'batches': 10, 'batch_size': 16}
     """
 
     run_in = 'fit'
@@ -134,72 +119,38 @@ class DatasetStats(Callback):
     remove_on_find = True
     remove_on_fetch = True
 
-    def __init__(
-        self,
-        n: int = 8,  # number of batches to read of each loader
-    ) -> None:
-        self.n = check_count('n', n, 0)
+    def __init__(self) -> None:
         self.stats: dict[str, dict[str, Any]] = {}
-        self._described: Any = None  # loaders that `stats` describes
 
     def before_fit(self) -> None:
-        "Compute the statistics, unless these loaders were described before."
+        "Read the sizes."
         dls = self.learn.dls
-        if self._described is dls:
-            return
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
-        self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
-        self._described = dls
+        self.stats = {name: loader_stats(dl) for name, dl in loaders}
 
     def configuration(self) -> dict[str, Any]:
-        "Return every number and shape by name, for loggers."
-        flat: dict[str, Any] = {}
-        for name, s in self.stats.items():
-            flat |= {f'data/{name}/{k}': v for k, v in s.items() if k != 'entries'}
-            for entry, values in s['entries'].items():
-                flat |= {
-                    f'data/{name}/{entry}/{k}': str(v) if k in ('shape', 'classes') else v
-                    for k, v in values.items()
-                }
-        return flat
+        "Return every size by name, for loggers."
+        return {
+            f'data/{name}/{key}': value
+            for name, sizes in self.stats.items()
+            for key, value in sizes.items()
+        }
 
 
-def loader_stats(
-    dl: Any,  # loader
-    n: int = 8,  # number of batches to read
-    form: BatchForm | None = None,  # form of a batch; None: the last entry of a tuple is the target
-) -> dict[str, Any]:
-    """Return the sizes of a loader, and shapes, types and values of its first batches.
+def loader_stats(dl: Any) -> dict[str, int | None]:
+    """Return the numbers of samples and batches of a loader and its batch size, None if unknown.
 
-    The keys are described in `DatasetStats`.
-
-    >>> loader_stats([(torch.zeros(4, 2), torch.tensor([0, 0, 1, 0]))])['entries']['target']
-    {'shape': (), 'dtype': 'int64', 'classes': {0: 3, 1: 1}}
+    >>> import torch
+    >>> loader_stats([(torch.zeros(4, 2), torch.tensor([0, 0, 1, 0]))])
+    {'samples': 4, 'batches': 1, 'batch_size': None}
     """
-    form = form or BatchForm()
-    with undisturbed_loader(dl):
-        iterator = iter(dl)
-        batches = [] if iterator is dl else list(islice(iterator, n))
-        del iterator  # ends its worker processes
-    entries: dict[str, list[Tensor]] = {}
-    for batch in batches:
-        xb, yb = form.split(batch, predicting=True)
-        for name, part in (('input', xb), ('target', yb)):
-            for path, t in _tensors(name, part[0] if len(part) == 1 else part):
-                entries.setdefault(path, []).append(t)
-    return {
-        'samples': n_samples(dl),
-        'batches': n_batches(dl),
-        'batch_size': batch_size_of(dl),
-        'seen': sum(samples_in(b, form) for b in batches),
-        'entries': {path: _describe_entry(ts) for path, ts in entries.items()},
-    }
+    return {'samples': n_samples(dl), 'batches': n_batches(dl), 'batch_size': batch_size_of(dl)}
 
 
-def samples_in(batch: Any, form: BatchForm | None = None) -> int:
+def samples_in(batch: Any) -> int:
     "Return the number of samples of a loader's batch, 0 if unknown."
     try:
-        return find_bs(*(form or BatchForm()).split(batch, predicting=True))
+        return find_bs(*BatchForm().split(batch, predicting=True))
     except BatchError:
         return 0
 
@@ -217,37 +168,3 @@ def n_samples(dl: Any) -> int | None:
         return n_own
     size = n_batches(getattr(dl, 'sampler', None))
     return n_batches(getattr(dl, 'dataset', None)) if size is None else size
-
-
-def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
-    "Yield the tensors of a nested structure, each with its path."
-    if isinstance(o, Tensor):
-        yield name, o
-    elif isinstance(o, (Mapping, tuple, list)):
-        for key, value in o.items() if isinstance(o, Mapping) else enumerate(o):
-            yield from _tensors(f'{name}/{key}', value)
-
-
-def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
-    "Describe an entry of several batches; axes of different sizes are '*'."
-    sizes = map(set, zip(*(t.shape[1:] for t in ts), strict=False))
-    shape = tuple(axis.pop() if len(axis) == 1 else '*' for axis in sizes)
-    described = {'shape': shape, 'dtype': str(ts[0].dtype).removeprefix('torch.')}
-    values = torch.cat([t.detach().reshape(-1) for t in ts])
-    is_class = not values.is_floating_point() and all(t.numel() == len(t) for t in ts)
-    counts = Counter(values.tolist() if is_class else ())
-    if is_class and len(counts) <= MANY_CLASSES:
-        return {**described, 'classes': dict(sorted(counts.items()))}
-    return {**described, **_moments(values)}
-
-
-def _moments(values: Tensor) -> dict[str, float]:
-    if not values.numel():
-        return {}
-    values = values.to('cpu', torch.float64)
-    return {
-        'mean': values.mean().item(),
-        'std': values.std(correction=0).item(),
-        'min': values.min().item(),
-        'max': values.max().item(),
-    }

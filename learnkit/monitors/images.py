@@ -16,7 +16,7 @@ from learnkit.engine.callback import Periodic, declared
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
 
-MODES = ('input', 'output', 'segment')
+MODES = ('input', 'segment')
 
 
 class ImageVisualizer(Periodic):
@@ -24,9 +24,8 @@ class ImageVisualizer(Periodic):
 
     Shown are the first training batch, the first training batch after each interval, and the first
     batch of every loader in each evaluation, as the model gets them. Mode 'input' shows the inputs;
-    'output' also the predictions, which must be images (of an autoencoder); 'segment' the predicted
-    and the true classes of the pixels, one color per class. The names are `images/train/input`,
-    `images/valid/output`, `images/night/prediction`, `images/night/target`.
+    'segment' also the predicted and the true classes of the pixels, one color per class. The names
+    are `images/train/input`, `images/night/prediction`, `images/night/target`.
 
     Each callback of the Learner with a method `log_images(step, name, images)` gets the images:
     learnkit's loggers in their format, others as tensors (n, C, H, W) in [0, 1]; the step is
@@ -51,7 +50,7 @@ class ImageVisualizer(Periodic):
         self,
         every: str | int | Time = '100ba',  # interval of training images; an int counts batches
         n: int = 8,  # number of images of a batch
-        mode: str = 'input',  # 'input', 'output' or 'segment'
+        mode: str = 'input',  # 'input' or 'segment'
     ) -> None:
         super().__init__(as_time(every, 'ba'))
         if self.every.unit == 'iter':
@@ -107,14 +106,11 @@ class ImageVisualizer(Periodic):
         targ = self.learn.yb[0] if self.learn.yb else None
         if not isinstance(pred, Tensor) or pred.ndim != 4:
             raise BatchError(
-                f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
-                '(N, C, H, W).'
+                f'ImageVisualizer: the predictions are {describe(pred)}, not (N, C, H, W).'
             )
         # with microbatches the prediction has the last samples only
         rows = slice(-len(pred), None)
         self._send('input', as_pictures(self._find_input()[rows][: self.n]))
-        if self.mode == 'output':
-            return self._send('output', as_pictures(pred[: self.n]))
         self._send('prediction', class_colors(_predict_classes(pred[: self.n])))
         if isinstance(targ, Tensor):
             self._send('target', class_colors(_squeeze_target(targ[rows][: self.n], pred)))

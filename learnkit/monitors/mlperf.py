@@ -130,7 +130,6 @@ class MLPerf(Callback):
             self._write('cache_clear', True, at_ms=self._created_ms)
         self._write('init_start', event_type=START, at_ms=self._created_ms)
         evaluated = [n_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
-        batch_size, n_pieces = _step_size(learn)
         for key, value in {
             'submission_benchmark': self.benchmark,
             'submission_division': self.division,
@@ -138,8 +137,7 @@ class MLPerf(Callback):
             'submission_platform': system,
             'submission_status': self.status,
             'seed': torch.initial_seed(),
-            'global_batch_size': batch_size,
-            'gradient_accumulation_steps': n_pieces,
+            'global_batch_size': _count_step_samples(learn),
             'train_samples': n_samples(learn.dls.train),
             'eval_samples': None if None in evaluated else sum(n or 0 for n in evaluated),
         }.items():
@@ -273,35 +271,25 @@ class MLPerf(Callback):
 
     def _description(self, system: str) -> dict[str, Any]:
         "Return what is known of the machine; the submitter adds the other fields."
-        device = model_device(self.learn.model, self.learn.dls)
         return {
             'submitter': self.submitter,
             'division': self.division,
             'status': self.status,
             'system_name': system,
-            'number_of_nodes': '1',
             'host_processor_model_name': platform.processor() or platform.machine(),
-            'accelerators_per_node': str(int(device.type == 'cuda')),
-            'accelerator_model_name': _device_name(device),
+            'accelerator_model_name': _device_name(model_device(self.learn.model, self.learn.dls)),
             'framework': f'PyTorch {torch.__version__} and learnkit',
             'operating_system': f'{platform.system()} {platform.release()}',
-            'other_software_stack': {
-                'python': platform.python_version(),
-                'cuda': torch.version.cuda,
-            },
         }
 
 
-def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
-    "Return the number of samples of a step (None if unknown), and the number of its batches."
+def _count_step_samples(learn: LearnerLike) -> int | None:
+    "Return the number of samples of a step; None if unknown."
     bs = batch_size_of(learn.dls.train)
     if bs is None:
-        return None, 1
+        return None
     accumulations = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
-    n_batches = max((cb.batches or math.ceil(cb.n_acc / bs) for cb in accumulations), default=1)
-    # the size of 'auto' is not known yet
-    n_microbatches = math.ceil(bs / learn.microbatch) if isinstance(learn.microbatch, int) else 1
-    return bs * n_batches, n_batches * n_microbatches
+    return bs * max((cb.batches or math.ceil(cb.n_acc / bs) for cb in accumulations), default=1)
 
 
 def _device_name(device: torch.device) -> str:

@@ -23,7 +23,6 @@ FIRST = ('exp_avg', 'momentum_buffer')  # state keys of the mean of gradients in
 SECOND = ('exp_avg_sq', 'square_avg')  # state keys of the mean of squared gradients
 PAIRS = ('update_grad', 'moment_grad')  # scalar products
 Key = tuple[str, str]  # kind of value, and name of the parameter
-SINGLE = (torch.float16, torch.bfloat16, torch.float32)  # types whose norms are computed in float32
 
 
 class LRMonitor(Monitor):
@@ -172,7 +171,7 @@ class _WatchedStep:
         self.keys = dict(zip(names, params, strict=True))  # keys of the optimizer's state
         self.params = dict(zip(names, shards, strict=True))
         self.are_parts = dict(zip(names, are_parts, strict=True))
-        self.grads = {name: _take_values(local_shard(p.grad)) for name, p in self.keys.items()}
+        self.grads = {name: local_shard(p.grad).detach() for name, p in self.keys.items()}
         self.before = {name: p.clone() for name, p in self.params.items()}
         self.sums = _sum_squares('grad', self.grads)  # now, as a step may overwrite its gradients
 
@@ -187,8 +186,7 @@ class _WatchedStep:
         if per_parameter:
             for pair, tensors in (('update_grad', updates), ('moment_grad', first)):
                 for name, t in tensors.items():
-                    if t.shape == self.grads[name].shape:  # a sparse gradient has another shape
-                        sums[pair, name] = _compute_dot(t, self.grads[name])
+                    sums[pair, name] = _compute_dot(t, self.grads[name])
         return _name_values(self._fetch(sums), per_parameter)
 
     def _find_states(self, keys: tuple[str, ...]) -> dict[str, Tensor]:
@@ -233,19 +231,12 @@ def _name_values(sums: dict[Key, float], per_parameter: bool) -> dict[str, float
     return values
 
 
-def _take_values(grad: Tensor) -> Tensor:
-    "Return a gradient, or the values of a sparse gradient."
-    return grad.coalesce().values() if grad.is_sparse else grad.detach()
-
-
 def _sum_squares(kind: str, tensors: dict[str, Tensor]) -> dict[Key, Tensor]:
     "Return the sum of squares of each tensor, on its device; half precision is computed in float32."
-    if not tensors:
-        return {}
-    dtype = torch.float32 if all(t.dtype in SINGLE for t in tensors.values()) else None
-    norms = torch._foreach_norm(list(tensors.values()), 2, dtype)
-    squares = torch._foreach_mul(norms, norms)
-    return {(kind, name): square for name, square in zip(tensors, squares, strict=True)}
+    norms = {
+        name: torch.linalg.vector_norm(t, dtype=_at_least_single(t)) for name, t in tensors.items()
+    }
+    return {(kind, name): norm.square() for name, norm in norms.items()}
 
 
 def _at_least_single(t: Tensor) -> torch.dtype:

@@ -58,7 +58,7 @@ class SpeedMonitor(Monitor):
     appendix B), needs `peak_flops`, or a known GPU in fp16 or bf16; otherwise it is left out.
 
     Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
-    another type. Checkpointed: the seconds of training and evaluation.
+    another type. Checkpointed: the seconds of evaluation.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
@@ -81,10 +81,9 @@ class SpeedMonitor(Monitor):
     }
     latest = ('time/',)
     machine_dependent = True
-    nondeterministic_state = ('train_s', 'eval_s')
-    _phase: str | None = None  # 'train' or 'val': where time is spent now; None: outside of fits
-    _since = 0.0  # last reading of the clock
-    _eval_depth = 0  # depth of the run that evaluates
+    nondeterministic_state = ('eval_s',)
+    # depth of the run that evaluates, and the Learner's seconds at its start
+    _evaluation: tuple[int, float] | None = None
     _flops_per_batch: Any = None
     _peak: float | None = None
 
@@ -103,17 +102,16 @@ class SpeedMonitor(Monitor):
             check_number('peak_flops', peak_flops)
         self.peak_flops = peak_flops
         self._flops = 0.0
-        self._seconds = {'train': 0.0, 'val': 0.0}  # over all fits, up to `_since`
-        # seconds, and the counts of `COUNTED`
+        self._eval_s = 0.0  # seconds of evaluation, over all fits
+        # seconds of training, and the counts of `COUNTED`
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     @override
     def before_fit(self) -> None:
-        "Start the clock, reset the rates, and read the model's flops."
+        "Reset the rates, and read the model's flops."
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._read_clock('train')
         self._points.clear()
         self._flops = 0.0
         flops = getattr(bare_model(self.learn.model), 'flops_per_batch', None)
@@ -122,37 +120,27 @@ class SpeedMonitor(Monitor):
         self._flops_per_batch = flops
         self._peak = self.peak_flops or find_peak(self.learn)
 
-    def _read_clock(self, phase: str | None) -> None:
-        "Add the seconds since the last reading to the current phase, and continue with another phase."
-        now = perf_counter()
-        if self._phase is not None:
-            self._seconds[self._phase] += now - self._since
-        self._since = now
-        self._phase = phase
-
     def before_eval(self) -> None:
         "Count evaluation from now on, unless this evaluation is inside another one."
-        if self._phase == 'train':
-            self._read_clock('val')
-            self._eval_depth = self.learn.run.depth
+        if self.learn.fitting and self._evaluation is None:
+            self._evaluation = self.learn.run.depth, self.learn.counters.elapsed()
 
     def after_eval(self) -> None:
         "Count training from now on."
-        if self._phase == 'val' and self._eval_depth == self.learn.run.depth:
-            self._read_clock('train')
+        if self._evaluation is not None and self._evaluation[0] == self.learn.run.depth:
+            self._end_evaluation()
 
     before_predict = before_eval
     after_predict = after_eval
 
     def before_train(self) -> None:
         "Count training also after an evaluation that did not end."
-        if self._phase == 'val':
-            self._read_clock('train')
+        self._end_evaluation()
 
-    def after_fit(self) -> None:
-        "Stop the clock."
-        if self.learn.fitting:
-            self._read_clock(None)
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._eval_s += self.learn.counters.elapsed() - self._evaluation[1]
+        self._evaluation = None
 
     @override
     def after_batch(self) -> None:
@@ -162,17 +150,16 @@ class SpeedMonitor(Monitor):
         if callable(flops):
             flops = _check_flops(learn.model, flops(learn.batch))
         self._flops += flops or 0.0
-        self._read_clock(self._phase)
         done = learn.counters
         counts = done.batches, done.samples, done.tokens, self._flops
-        self._points.append((self._seconds['train'], *counts))
+        self._points.append((done.elapsed() - self._eval_s, *counts))
         super().after_batch()
 
     @override
     def measure(self) -> dict[str, float]:
         "Return rates and times."
-        self._read_clock(self._phase)
-        seconds = {**self._seconds, 'total': sum(self._seconds.values())}
+        total = self.learn.counters.elapsed()
+        seconds = {'train': total - self._eval_s, 'val': self._eval_s, 'total': total}
         times = {f'time/{name}': s / self._unit_s for name, s in seconds.items()}
         return self._compute_rates() | times
 
@@ -199,23 +186,20 @@ class SpeedMonitor(Monitor):
         return rates
 
     def cleanup(self) -> None:
-        "Stop the clock, and drop the reference to the model."
-        self._read_clock(None)
+        "Drop the reference to the model."
+        self._end_evaluation()
         self._flops_per_batch = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        "Return the seconds of training and evaluation so far."
-        self._read_clock(self._phase)
-        seconds = self._seconds
-        return {**super().state_dict(), 'train_s': seconds['train'], 'eval_s': seconds['val']}
+        "Return the seconds of evaluation so far; the Learner counts its seconds."
+        return {**super().state_dict(), 'eval_s': self._eval_s}
 
     @override
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the seconds so far."
         super().load_state_dict(sd)
-        self._read_clock(self._phase)
-        self._seconds = {'train': sd['train_s'], 'val': sd['eval_s']}
+        self._eval_s = sd['eval_s']
 
 
 def get_seconds(time_unit: str) -> int:
@@ -264,8 +248,8 @@ class RuntimeEstimator(Monitor):
     The progress of the fit is `learn.pct_train`, so budgets of any unit work; with epochs of
     unknown length it grows once an epoch. `remaining_s` is the estimate in seconds.
 
-    Raises `OptionError` for an invalid option. Checkpointed: the rate, so that the estimate is
-    available right after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: the number of intervals passed; a
+    resumed fit measures its rate again.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
@@ -279,7 +263,6 @@ class RuntimeEstimator(Monitor):
     }
     latest = ('time/',)
     machine_dependent = True
-    nondeterministic_state = ('seconds', 'share')
 
     def __init__(
         self,
@@ -291,19 +274,18 @@ class RuntimeEstimator(Monitor):
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
         self.time_unit = time_unit
         self._unit_s = get_seconds(time_unit)
-        # seconds that were measured, and the share of the fit that was done in them
-        self._seconds = 0.0
-        self._share = 0.0
-        # time and share of the fit at the last measurement
+        # time and share of the fit at the first and at the last measurement
+        self._first: tuple[float, float] | None = None
         self._last: tuple[float, float] | None = None
 
     @property
     def remaining_s(self) -> float | None:
         "Estimate in seconds; None if unknown."
-        if self._share <= 0:
+        if self._first is None or self._last is None or self._last[1] <= self._first[1]:
             return None  # no rate yet
         rest = 1 - self.learn.pct_train
-        return self._seconds / self._share * rest if rest > 1e-9 else 0.0  # rounding errors
+        rate = (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
+        return rate * rest if rest > 1e-9 else 0.0  # rounding errors
 
     @override
     def measure(self) -> dict[str, float]:
@@ -316,8 +298,7 @@ class RuntimeEstimator(Monitor):
         "Reset the estimate."
         super().before_fit()
         if self.learn.fitting:
-            self._seconds = self._share = 0.0
-            self._last = None
+            self._first = self._last = None
             self._skip = self.skip_batches
 
     def before_train(self) -> None:
@@ -332,26 +313,10 @@ class RuntimeEstimator(Monitor):
         super().after_batch()
 
     def _update(self) -> None:
-        "Add the time and the share of the fit since the last measurement."
+        "Measure if the share of the fit has grown."
         share = self.learn.pct_train
         if self._skip or (self._last is not None and share <= self._last[1]):
             return
-        now = perf_counter()
-        if self._last is not None:
-            self._seconds += now - self._last[0]
-            self._share += share - self._last[1]
-        self._last = now, share
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        "Return the measured seconds and their share of the fit."
-        return {**super().state_dict(), 'seconds': self._seconds, 'share': self._share}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the measured seconds and their share of the fit."
-        super().load_state_dict(sd)
-        self._seconds = sd['seconds']
-        self._share = sd['share']
-        self._last = None
-        self._skip = self.skip_batches
+        self._last = perf_counter(), share
+        if self._first is None:
+            self._first = self._last

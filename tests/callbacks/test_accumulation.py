@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     Callback,
-    CancelBackwardException,
     CancelFitException,
     Learner,
     Recorder,
@@ -191,53 +190,6 @@ def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> Non
         raise CancelFitException
 
     learn.fit(1, cbs=Callback(after_batch=cancel))
-
-
-def test_a_cancelled_backward_counts_for_nothing() -> None:
-    bs = batches(4, 4, 4)
-
-    def skip(cb: Any) -> None:
-        if cb.iter == 1:
-            raise CancelBackwardException
-
-    for order in (0, 20):
-        cb = Callback(before_backward=skip)
-        cb.order = order
-        learn = learner(bs, mlp(), GradientAccumulation(8), cb)
-        learn.fit(1)
-        assert same(learn.model, plain(mlp(), [[[bs[0], bs[2]]]]))
-
-
-def test_a_later_fit_starts_over_and_a_failed_one_leaves_nothing() -> None:
-    bs = batches(4, 4, 4)
-
-    def fail(cb: Any) -> None:
-        if cb.iter == 0:
-            raise RuntimeError('there')
-
-    learn = learner(bs, mlp(), GradientAccumulation(8))
-    with pytest.raises(RuntimeError, match='there'):
-        learn.fit(1, cbs=Callback(after_batch=fail))
-    assert all(p.grad is None for p in learn.model.parameters())
-    learn.fit(1)
-    assert same(learn.model, plain(mlp(), [[bs[:2], bs[2:]]]))
-
-
-@pytest.mark.parametrize('n_drawn', [1, 2, 3, 4])
-def test_a_checkpoint_carries_the_waiting_gradients(n_drawn: int) -> None:
-    bs, states = batches(4, 4, 4, 4, 4, 4), []  # type: tuple[list[Batch], list[dict[str, Any]]]
-
-    def keep(cb: Any) -> None:
-        states.append(cb.learn.checkpoint_state())
-
-    learn = learner(bs, mlp(), GradientAccumulation(12), Callback(batch_checkpoint=keep))
-    learn.fit(1)
-    counts = [s['callbacks']['gradient_accumulation']['sums']['']['n_samples'] for s in states]
-    assert counts == [4, 8, 0, 4, 8, 0] and [len(s['grads']) for s in states] == [4, 4, 0, 4, 4, 0]
-    assert not torch.equal(states[0]['grads']['0'], states[1]['grads']['0'])  # each as it was then
-    other = learner(bs, mlp(), GradientAccumulation(12))
-    other.fit(1, resume=states[n_drawn - 1])
-    assert same(other.model, plain(mlp(), [[bs[:3], bs[3:]]])) and same(other.model, learn.model, 0)
 
 
 @pytest.mark.parametrize('n_acc', [0, -1, 2.5, True, 'many', None])

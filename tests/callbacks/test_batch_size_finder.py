@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     EMA,
-    SGD,
     Adam,
     Callback,
     CancelBatchException,
@@ -31,7 +29,6 @@ from learnkit.checkpoint.compare import differences
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
 from learnkit.testing import synth_learner
-from tests.helpers.forks import start
 from tests.helpers.ranks import run_ranks
 
 SIZES: list[int] = []  # not an attribute of the model, which would be restored
@@ -84,25 +81,6 @@ def test_the_largest_size_that_fits(
     assert sizes == SIZES
 
 
-def test_memory_of_python_and_a_single_sample() -> None:
-    assert learner(Hungry(5, MemoryError)).find_batch_size() == 4
-    model = Hungry(5)
-    model.layers[1] = nn.Identity()  # batch norm cannot train on one sample
-    assert learner(model).find_batch_size(max_size=1) == 1
-
-
-def test_one_sample_that_fits_and_one_that_does_not() -> None:
-    model = Hungry(1)
-    model.layers[1] = nn.Identity()
-    learn = learner(model)
-    assert learn.find_batch_size() == 1
-    model.fits = 0
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        learn.find_batch_size()
-    assert 'find_batch_size: not even one sample fits' in caught.value.__notes__
-    assert learn.opt is None and not learn.run.depth
-
-
 def test_everything_is_restored_and_training_continues_alike() -> None:
     ends = []
     for finds in (False, True):
@@ -127,25 +105,10 @@ def test_everything_is_restored_and_training_continues_alike() -> None:
     assert not differ, differ
 
 
-def test_an_optimizer_that_does_not_exist_yet_is_not_left_behind() -> None:
-    learn = learner(Hungry(13))
-    weights = [p.detach().clone() for p in learn.model.parameters()]
-    buffers = [b.clone() for b in learn.model.buffers()]
-    assert learn.find_batch_size() == 8 and learn.opt is None
-    assert all(map(torch.equal, weights, learn.model.parameters()))
-    assert all(map(torch.equal, buffers, learn.model.buffers()))
-
-
 def test_accumulation_and_microbatches_do_not_act(tmp_path: Path) -> None:
     for option in ({'cbs': [GradientAccumulation(6)]}, {'microbatch': 2}):
-        kept = []
-        see = Callback(
-            before_pred=lambda cb, kept=kept: kept.append(cb.model.layers[0].weight.grad)
-        )
         learn = learner(Hungry(13), path=tmp_path, **option)
-        learn.add_cb(see)
         assert learn.find_batch_size() == 8
-        assert all(grad is not None for grad in kept)  # as in a fit that accumulates
         assert learn.microbatch == option.get('microbatch')
     assert not list(tmp_path.iterdir())
 
@@ -176,17 +139,6 @@ def test_not_in_several_processes() -> None:
     assert run_ranks(job) == [True, True]
 
 
-class Wide(nn.Module):
-    "Allocates 4 MB per sample between the forward and the backward pass."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).expand(len(x), 1_000_000).exp().mean(1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     ('event', 'error'),
     [
@@ -205,30 +157,3 @@ def test_a_callback_that_cancels_the_steps_is_an_error(event: str, error: type[E
     with pytest.raises(FitError, match='no training step'):
         learn.find_batch_size(64)
     assert learn.opt is None and learn.time.ba == 0 and learn.model.a.item() == before
-
-
-@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='needs /proc')
-def test_a_limit_of_the_process() -> None:
-    "With a limited address space, a step of the batch size found fits, and a step of twice the size does not."
-
-    def job() -> list[Any]:
-        x = torch.randn(64, 3)
-        dls = DataLoaders.from_tensors((x, x[:, :1]), bs=2, shuffle=False, device='cpu')
-        learn = Learner(dls, Wide(), nn.MSELoss(), opt_func=SGD)
-        now = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20), resource.RLIM_INFINITY))
-        found = learn.find_batch_size()
-        outcomes = []
-        for size in (found, 2 * found):
-            batch = x[:1].expand(size, 3)
-            try:
-                Wide()(batch).sum().backward()
-                outcomes.append('fits')
-            except RuntimeError as e:
-                outcomes.append('fails' if 'alloc' in str(e) else str(e))
-        return [found, outcomes]
-
-    with start(job) as child:
-        assert child.wait() == 0, child.stderr
-        found, outcomes = child.result
-    assert found in (16, 32) and outcomes == ['fits', 'fails'], (found, outcomes)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,28 +23,23 @@ from learnkit import (
     Learner,
     TrainEvalCallback,
 )
-from learnkit.callbacks.compile import ODD_IN_A_ROW, TIMED
 from learnkit.core.errors import LossError
-from learnkit.metrics import mae
 
 has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')
 
 
 class Backend:
-    "A backend that runs traced graphs uncompiled, counts graphs and calls, and can be slow."
+    "A backend that runs traced graphs uncompiled, and counts graphs and calls."
 
-    def __init__(self, burn_s: float = 0) -> None:
-        self.graphs, self.calls, self.burn_s = 0, 0, burn_s
+    def __init__(self) -> None:
+        self.graphs, self.calls = 0, 0
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
 
         def run(*args: Any) -> Any:
             self.calls += 1
-            until = time.process_time() + self.burn_s
-            while time.process_time() < until:
-                pass
             return graph(*args)
 
         return run
@@ -86,11 +78,9 @@ def learner(
 
 
 def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
-    "Compile a Learner's step with a counting backend, without measuring whether it is faster."
+    "Compile a Learner's step with a counting backend."
     backend = Backend()
-    learn.compile(step=True, backend=backend, **options)
-    learn.whole_step.verdict = 'not timed'
-    return learn, backend
+    return learn.compile(step=True, backend=backend, **options), backend
 
 
 def distance(a: Any, b: Any) -> float:
@@ -124,18 +114,15 @@ def schedule(cb: Any) -> None:
 
 OPTIMIZERS = {
     'sgd': partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
-    'nesterov': partial(
-        torch.optim.SGD, momentum=0.9, nesterov=True, maximize=False, weight_decay=0.01
-    ),
+    'nesterov': partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
     'decoupled': partial(SGD, mom=0.9, wd=0.01),
     'adam': partial(torch.optim.Adam, weight_decay=0.01),
     'adamw': torch.optim.AdamW,
-    'amsgrad': partial(torch.optim.AdamW, amsgrad=True),
     'learnkit': Adam,
 }
 
 
-IN_SHORT = ('nesterov', 'decoupled', 'amsgrad')  # each option of the others at least once
+IN_SHORT = ('nesterov', 'decoupled', 'adamw')  # each option of the others at least once
 
 
 @pytest.mark.parametrize(
@@ -164,23 +151,6 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
             assert torch.allclose(value, ours['state'][i][key], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    'options', [{'maximize': True}, {'momentum': 0.9, 'dampening': 0.3}, {'foreach': True}]
-)
-def test_other_options_of_sgd(options: dict[str, Any]) -> None:
-    make = lambda: learner(opt_func=partial(torch.optim.SGD, **options))
-    plain, learn, backend = fit_both(make, lr=1e-4)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
-
-
-def test_double_precision_is_exact_to_double_precision() -> None:
-    x = torch.randn(8, 8, dtype=torch.float64)
-    batches = [(x, x[:, :1])] * 20
-    make = lambda: learner(lambda: mlp().double(), batches=batches, opt_func=Adam)
-    plain, learn, backend = fit_both(make)
-    assert distance(plain, learn) < 1e-14 and backend.calls == 39
-
-
 def with_dropout() -> nn.Module:
     return nn.Sequential(
         nn.Linear(8, 16, bias=False),
@@ -207,58 +177,10 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
             torch.manual_seed(1)
             one.fit(9)
     assert learn.opt.n_steps == 99 and distance(plain, learn) < 1e-6
-    assert 'against' in learn.explain_step()  # it was compiled and timed, whichever was faster
+    assert learn.explain_step().startswith('The compiled step runs')
 
 
 # ------------------------------------------------------------------------------ what a batch leaves
-
-
-def test_what_is_there_after_a_batch() -> None:
-    seen: list[Any] = []
-
-    def look(cb: Any) -> None:
-        learn = cb.learn
-        if learn.iter == 0:
-            return
-        seen.append(learn.loss)
-        assert learn.pred.shape == (8, 1) and not learn.pred.requires_grad
-        assert torch.equal(learn.loss, learn.loss_grad) and not learn.loss_grad.requires_grad
-        assert learn.loss.data_ptr() != learn.loss_grad.data_ptr()
-        assert all(p.grad is None for p in learn.model.parameters())
-
-    learn, backend = compiled(learner(metrics=mae))
-    learn.fit(1)
-    learn.fit(2, cbs=Callback(after_batch=look))
-    # not the first batch of each fit, on which metrics are tried
-    assert backend.graphs == 1 and backend.calls == 28
-    assert len({float(loss) for loss in seen}) == 18
-
-
-def test_an_override_that_never_reaches_the_compiled_step_is_named() -> None:
-    class Own(Learner):
-        def _do_one_batch(self) -> None:
-            self._do_pred_loss()
-            if self.training:
-                self._do_grad_opt()
-
-    learn, _ = compiled(learner(cls=Own))
-    learn.fit(1)
-    assert 'Own has its own `_do_one_batch`' in learn.explain_step()
-
-
-def test_the_events_around_the_step_fire_as_always() -> None:
-    def trace(learn: Any) -> list[str]:
-        events: list[str] = []
-        names = (
-            'before_draw after_draw before_batch after_batch batch_checkpoint after_train'.split()
-        )
-        watcher = Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
-        learn.add_cb(watcher)
-        learn.fit(2)
-        return events
-
-    learn, backend = compiled(learner())
-    assert trace(learner()) == trace(learn) and backend.calls == 19
 
 
 # ------------------------------------------------------------------------ when the ordinary runs
@@ -277,25 +199,12 @@ def test_a_handler_inside_the_step_needs_the_ordinary_one() -> None:
 
     learn.remove_cb(Clip)
     learn.fit(1)
-    assert backend.calls == 9 and learn.explain_step() == 'The compiled step runs: not timed.'
+    assert backend.calls == 9 and learn.explain_step().startswith('The compiled step runs')
     with learn.added_cbs(clip):
         learn.fit(1)
     assert backend.calls == 9
     learn.fit(1)
     assert backend.calls == 19
-
-
-def test_handlers_may_come_and_go_at_any_batch() -> None:
-    def switch(cb: Any) -> None:
-        cb.learn.clip.run = cb.iter >= 5
-
-    learn, backend = compiled(learner(cbs=[Clip(), Callback(before_batch=switch)]))
-    learn.fit(1)
-    assert backend.calls == 4  # batches 1 to 4
-    every = Callback(before_batch=lambda cb: cb.learn.add_cb(Clip) if cb.iter == 3 else None)
-    learn, backend = compiled(learner(cbs=every))
-    learn.fit(1)
-    assert backend.calls == 2  # batches 1 and 2
 
 
 class OwnStep(Learner):
@@ -308,11 +217,11 @@ class OwnStep(Learner):
     [
         ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
         ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
-        ({'opt_func': torch.optim.Adafactor}, 'Adafactor is none of'),
         (
             {'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon},
             'Muon is none of',
         ),
+        ({'opt_func': partial(torch.optim.Adam, amsgrad=True)}, 'amsgrad of Adam is set'),
         (
             {'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))},
             'of Adam is a tensor',
@@ -336,10 +245,6 @@ def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
 
 def hook_module(learn: Any) -> Any:
     return learn.model[0].register_forward_hook(lambda *args: None)
-
-
-def hook_backward(learn: Any) -> Any:
-    return learn.model[3].register_full_backward_hook(lambda *args: None)
 
 
 def hook_parameter(learn: Any) -> Any:
@@ -367,10 +272,9 @@ def hook_optimizers(learn: Any) -> Any:
 
 HOOKS: dict[Callable[[Any], Any], str] = {
     hook_module: 'module 0 has hooks',
-    hook_backward: 'module 3 has hooks',
     hook_parameter: '0.weight has hooks',
     hook_accumulated: '0.weight has hooks',
-    hook_optimizer: 'SGD has step hooks',
+    hook_optimizer: 'SGD has hooks',
     hook_modules: 'on every module',
     hook_optimizers: 'on every optimizer',
 }
@@ -396,17 +300,6 @@ def test_hooks_are_noticed_when_they_come_and_go() -> None:
         for one in (plain, learn):
             one.fit(1)
         assert backend.calls == calls + 14, hook  # the first batch found that the hook was gone
-
-
-def test_autocast_needs_the_ordinary_step() -> None:
-    learn, backend = compiled(learner())
-    learn.fit(1)
-    with torch.autocast('cpu', torch.bfloat16):
-        learn.fit(1)
-        assert 'autocast is active' in learn.explain_step()
-    assert backend.calls == 9
-    learn.fit(1)
-    assert backend.calls == 19
 
 
 def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> None:
@@ -466,30 +359,6 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
     assert len(learn.opt.state_dict()['state']) == len(plain.opt.state_dict()['state'])
 
 
-def test_loading_and_clearing_the_state_in_between() -> None:
-    def make() -> Any:
-        def act(cb: Any) -> None:
-            if cb.iter == 3:
-                cb.learn.kept = copy.deepcopy(cb.opt.state_dict())
-            if cb.iter == 5:
-                cb.opt.load_state_dict(cb.learn.kept)
-            if cb.iter == 7:
-                cb.opt.clear_state()
-
-        return learner(opt_func=torch.optim.Adam, cbs=Callback(before_batch=act))
-
-    plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 7 and backend.graphs == 1
-
-
-def test_momentum_that_is_switched_on() -> None:
-    def act(cb: Any) -> None:
-        cb.opt.set_hypers(mom=0.9 if cb.iter > 4 else 0.0)
-
-    plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_batch=act)), 1)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 8 and backend.graphs == 2
-
-
 def test_gradients_that_are_left_over_count() -> None:
     def act(cb: Any) -> None:
         if cb.iter == 4:
@@ -519,62 +388,6 @@ def test_ordinary_steps_in_between_are_counted() -> None:
 # -------------------------------------------------------------------------------- models and losses
 
 
-def test_loss_of_named_parts() -> None:
-    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {'mse': F.mse_loss(pred, y), 'l1': F.l1_loss(pred, y)}
-
-    plain, learn, backend = fit_both(lambda: learner(loss_func=parts))
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
-    assert learn.history[-1]['train_mse'] == pytest.approx(plain.history[-1]['train_mse'], rel=1e-5)
-
-
-@dataclass
-class Output:
-    loss: Tensor
-    logits: Tensor
-
-
-class OwnLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Output:
-        logits = self.inner(x)
-        return Output(F.mse_loss(logits, labels), logits)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 1), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(z)
-
-
-def test_several_inputs_targets_and_outputs() -> None:
-    x, z = torch.randn(2, 8, 8)
-    batches = [(x, z, x[:, :1], z[:, :1])] * 10
-
-    def make() -> Any:
-        loss_func = lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w)
-        learn = learner(TwoInputs, loss_func, batches=batches)
-        learn.dls.n_inp = 2
-        return learn
-
-    plain, learn, backend = fit_both(make)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 19
-
-
-def test_a_model_with_its_own_loss_is_compiled_or_the_reason_is_given() -> None:
-    x = torch.randn(8, 8)
-    make = lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
-    plain, learn, backend = fit_both(make)
-    assert distance(plain, learn) < 1e-6
-    assert backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
-
-
 class Moody(nn.Module):
     "Branches on its data, which torch cannot compile."
 
@@ -591,45 +404,6 @@ def test_what_cannot_be_compiled_runs_as_usual() -> None:
     plain, learn, backend = fit_both(lambda: learner(Moody))
     assert distance(plain, learn) == 0 and backend.calls == 0 and learn.opt.n_steps == 20
     assert 'Unsupported' in learn.explain_step() and 'ata-dependent' in learn.explain_step()
-
-
-class Changing(nn.Module):
-    "Has an attribute that changes with each batch, so each batch needs a new compilation."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.kind = nn.Linear(8, 1), ''
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return -out if self.kind == 'negative' else out
-
-
-def dynamo_limit(n: int) -> Any:
-    "Set dynamo's limit of compilations of a function, 8 by default."
-    import torch._dynamo.config as config
-
-    return config.patch(recompile_limit=n)
-
-
-def test_endless_recompiling_is_ended() -> None:
-    def change(cb: Any) -> None:
-        cb.model.kind = f'{cb.epoch} {cb.iter}'
-
-    with dynamo_limit(3):
-        make = lambda: learner(Changing, cbs=Callback(before_batch=change))
-        plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 10 and backend.graphs < 5
-    assert 'RecompileLimit' in learn.explain_step()
-
-
-def test_what_fails_in_the_compiler_runs_as_usual() -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise ValueError('no compiler here')
-
-    learn = learner().compile(step=True, backend=broken)
-    learn.fit(1)
-    assert learn.opt.n_steps == 10 and 'no compiler here' in learn.explain_step()
 
 
 def test_errors_of_model_and_data_come_out_as_usual() -> None:
@@ -656,51 +430,14 @@ def test_errors_of_model_and_data_come_out_as_usual() -> None:
 # ------------------------------------------------------------------------------------- shapes, time
 
 
-def test_a_smaller_last_batch_runs_as_usual() -> None:
-    plain, learn, backend = fit_both(lambda: learner(n=84, opt_func=Adam), 3)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 33
-    assert backend.graphs == 1 and backend.calls == 29
-
-
-class Slow(nn.Module):
-    "Sleeps in Python code, which the compiled step does not run."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            until = time.process_time() + 0.003
-            while time.process_time() < until:
-                pass
-        out: Tensor = self.inner(x)
-        return out
-
-
-def test_varying_shapes_are_compiled_once_more() -> None:
-    sizes = [8, 8, 8, *range(9, 9 + 40)]
-    batches = [(x := torch.randn(n, 8), x[:, :1]) for n in sizes]
-    plain, learn, backend = fit_both(lambda: learner(Slow, batches=batches), 1)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == len(sizes)
-    assert learn.explain_step().startswith('The compiled step runs') and backend.graphs == 2
-    odd = len(sizes) - 3 - (ODD_IN_A_ROW - 1)
-    assert backend.calls == 2 + odd - TIMED
-
-
-@pytest.mark.parametrize(('burn_s', 'faster'), [(0.01, False), (0, True)])
-def test_the_faster_one_is_kept(burn_s: float, faster: bool) -> None:
-    backend = Backend(burn_s)
-    learn = learner(Slow, n=8 * (1 + 2 * TIMED)).compile(step=True, backend=backend)
-    learn.fit(1)
-    assert backend.calls == TIMED and learn.opt.n_steps == 1 + 2 * TIMED
-    reason_text = learn.explain_step()
-    assert reason_text.startswith(
-        'The compiled step runs: ' if faster else 'The ordinary step runs: the compiled one was not'
-    )
-    assert ' against ' in reason_text
-    learn.fit(1)
-    assert backend.calls == (1 + 3 * TIMED if faster else TIMED)
+def test_dynamic_compiles_for_all_shapes() -> None:
+    batches = [(x := torch.randn(n, 8), x[:, :1]) for n in range(8, 18)]
+    plain = learner(batches=batches)
+    learn, backend = compiled(learner(batches=batches), dynamic=True)
+    for one in (plain, learn):
+        one.fit(1)
+    assert distance(plain, learn) < 1e-6
+    assert backend.graphs == 1 and backend.calls == 9
 
 
 # ----------------------------------------------------------------------------------- around compile
@@ -722,14 +459,6 @@ def test_compiling_the_model_keeps_keys_and_survives_new_callbacks() -> None:
     assert distance(plain, learn) < 1e-6
 
 
-def test_many_learners_do_not_use_up_each_others_limit() -> None:
-    with dynamo_limit(2):
-        for _ in range(4):
-            learn, backend = compiled(learner(lambda: nn.Linear(8, 1), n=16))
-            learn.fit(1)
-            assert backend.calls == 1
-
-
 def test_the_first_step_is_not_compiled_and_bad_options_are_refused_at_once() -> None:
     learn = learner().compile(step=True, backend='eager')
     found = learn.explain_step()
@@ -738,13 +467,6 @@ def test_the_first_step_is_not_compiled_and_bad_options_are_refused_at_once() ->
         learner().compile(step=True, mode='fastest')
     with pytest.raises(TypeError, match='modus'):
         learner().compile(step=True, modus='default')
-
-
-def test_a_copied_learner_compiles_for_itself() -> None:
-    learn, _ = compiled(learner())
-    learn.fit(1)
-    other = copy.deepcopy(learn.whole_step, {id(learn): 'another learner'})
-    assert other.learn == 'another learner' and other.plan is None
 
 
 #  CUDA
@@ -763,7 +485,7 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
     plain, learn = make(), make().compile(step=True)
     plain.fit(2)
     learn.fit(2)
-    assert distance(plain, learn) < 1e-5 and 'against' in learn.explain_step()
+    assert distance(plain, learn) < 1e-5 and learn.explain_step().startswith('The compiled')
     assert len({float(loss) for loss in learn.recorder.losses}) > 90
 
 
@@ -793,21 +515,6 @@ def test_a_step_replaced_between_fits_is_taken(wrap: Callable[[Any, list[int]], 
     wrap(learn, taken)
     learn.fit(1)
     assert len(taken) == 10 and 'ordinary step runs' in learn.explain_step()
-
-
-def test_parameters_taken_out_of_their_group_are_trained_no_more() -> None:
-    ends = []
-    for learn in (learner(), compiled(learner())[0]):
-        torch.manual_seed(1)
-        learn.fit(2)
-        group = learn.opt.opt.param_groups[0]
-        out, group['params'] = group['params'][0], group['params'][1:]
-        before = out.detach().clone()
-        with pytest.warns(UserWarning, match=r': 0\.weight\.'):
-            learn.fit(1)
-        assert torch.equal(out.detach(), before)
-        ends.append(learn)
-    assert distance(*ends) < 1e-6
 
 
 def test_a_hook_on_the_loss_runs() -> None:

@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, FitError, Learner
+from learnkit import Callback, Learner
 from learnkit.callbacks.ema import EMA
-from learnkit.callbacks.predictions import MCDropoutCallback
-from learnkit.inference.gather import GatherPredsCallback
-from learnkit.monitors.activation_monitor import ActivationMonitor
 from tests.helpers.comparing import same
 
 
@@ -53,17 +50,7 @@ def test_weights_that_are_loaded_in_an_evaluation_stay(event: str, tmp_path: Pat
     assert same(state(learn), saved) and not learn.ema.has_begun
 
 
-def test_what_an_incomplete_file_does_not_have_stays_too(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    learn.fit(1)
-    own = state(learn)
-    torch.save({'0.bias': torch.zeros(6)}, tmp_path / 'part.pth')
-    with learn.ema.applied():
-        learn.load(tmp_path / 'part.pth', strict=False)
-    assert same(state(learn), {**own, '0.bias': torch.zeros(6)})
-
-
-@pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'before_step'])
+@pytest.mark.parametrize('event', ['before_batch', 'before_step'])
 def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str) -> None:
     plain, learn = learner(), learner()
 
@@ -83,46 +70,6 @@ def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str)
     assert learn.ema._raw is None and learn.ema._n_updates == plain.ema._n_updates
 
 
-def test_one_that_fails_inside_an_evaluation_leaves_it_the_average() -> None:
-    learn, held = learner(), []
-    learn.fit(1)
-    with learn.ema.applied():
-        average = state(learn)
-
-    def fail(cb: Any) -> None:
-        if cb.learn.run.depth > 1:
-            raise RuntimeError('no such file')
-
-    def evaluate(cb: Any) -> None:
-        if cb.learn.run.depth > 1:
-            return
-        with pytest.raises(RuntimeError, match='no such file'):
-            cb.learn.get_preds(cbs=Callback(after_pred=fail))
-        held.append(same(state(cb.learn), average))
-
-    learn.validate(cbs=Callback(before_batch=evaluate))
-    assert held == [True] * 3 and learn.ema._raw is None
-
-
-def test_dropout_and_gathering_end_with_a_nested_evaluation_that_fails() -> None:
-    gather = GatherPredsCallback()
-    learn, modes = learner('.', MCDropoutCallback(), gather), []
-
-    def fail(cb: Any) -> None:
-        raise RuntimeError('no such file')
-
-    def evaluate(cb: Any) -> None:
-        if not cb.training or cb.learn.run.depth > 1 or cb.iter:
-            return
-        cb.learn.model.eval()
-        with pytest.raises(RuntimeError, match='no such file'):
-            cb.learn.validate(cbs=Callback(after_loss=fail))
-        modes.append([m.training for m in cb.learn.model.modules()])
-
-    learn.fit(1, cbs=Callback(before_batch=evaluate))
-    assert modes == [[False] * 5] and len(gather.preds) == 24 and learn.mc_dropout._switched == {}
-
-
 # a paused stream
 
 
@@ -134,11 +81,6 @@ def use(learn: Learner) -> Any:
 
 def find(learn: Learner, path: Path) -> dict[str, Tensor]:
     learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None)
-    return state(learn)
-
-
-def fit_nothing(learn: Learner, path: Path) -> dict[str, Tensor]:
-    learn.fit(0)
     return state(learn)
 
 
@@ -155,16 +97,12 @@ def copied(learn: Learner, path: Path) -> dict[str, Tensor]:
     return state(deepcopy(learn))
 
 
-def copied_model(learn: Learner, path: Path) -> dict[str, Tensor]:
-    return deepcopy(learn.model).state_dict()
-
-
 def loaded(learn: Learner, path: Path) -> dict[str, Tensor]:
     learn.load('own', with_opt=False)
     return state(learn)
 
 
-@pytest.mark.parametrize('act', [find, fit_nothing, save, remove, copied, copied_model, loaded])
+@pytest.mark.parametrize('act', [find, save, remove, copied, loaded])
 def test_a_paused_stream_leaves_the_model_its_own_weights(
     act: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -189,18 +127,3 @@ def test_a_stream_is_of_the_average_from_its_first_batch_to_its_last() -> None:
         got.append(preds)
         assert same(state(learn), own)
     torch.testing.assert_close(torch.cat(got), expected)
-
-
-def test_no_hook_outlives_a_stream_that_paused(tmp_path: Path) -> None:
-    for leave in (
-        lambda learn: learn.remove_cb(ActivationMonitor),
-        deepcopy,
-        lambda learn: find(learn, tmp_path),
-    ):
-        learn = learner(tmp_path, ActivationMonitor())
-        stream = use(learn)
-        copy = leave(learn)
-        for it in (learn, copy if isinstance(copy, Learner) else learn):
-            assert not any(m._forward_hooks for m in it.model.modules())
-        with pytest.raises(FitError, match='was ended'):
-            next(stream)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -187,44 +185,6 @@ def test_everything_is_as_before(
     assert (learn.opt is None) is not trained and learn.lr_search is not None
 
 
-def test_with_a_closure() -> None:
-    learn = synth_learner(opt_func=torch.optim.LBFGS, cbs=Ema)
-    learn.logger = quiet
-    for _ in range(2):
-        with assert_unchanged(learn):
-            learn.lr_find(num_it=6, show_plot=False)
-        learn.fit(1, lr=0.1)
-
-
-@pytest.mark.filterwarnings(r'ignore:.*head\.weight, head\.bias')  # it leaves them out
-def test_a_ready_optimizer_is_left_as_it_came() -> None:
-    model = Net()
-    opt = torch.optim.SGD(groups(model)[0], lr=0.5, momentum=0.9)
-    learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
-    with assert_unchanged(learn):
-        learn.lr_find(num_it=8, show_plot=False)
-    assert learn.opt is None
-    assert not opt.state
-    assert len(opt.param_groups) == 1
-    assert opt.param_groups[0]['lr'] == 0.5
-
-
-def test_training_continues_as_without_a_search() -> None:
-    def train(find: bool) -> Any:
-        torch.manual_seed(1)
-        learn = learner()
-        learn.fit(1)
-        if find:
-            learn.lr_find(num_it=20, show_plot=False)
-        learn.fit_one_cycle(1)
-        return [*learn.model.state_dict().values()], learn.recorder.smooth_loss.raw, learn.ema.seen
-
-    (weights, losses, seen), (others, other_losses, other_seen) = train(True), train(False)
-    assert losses == other_losses and seen == other_seen
-    for a, b in zip(weights, others, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 FIRED = [
     e
     for e in EVENTS
@@ -239,8 +199,6 @@ NOT_HERE = ('valid', 'eval', 'predict', 'iteration', 'cancel', 'error')
     [
         (KeyboardInterrupt, False),
         (ValueError, True),
-        pytest.param(KeyboardInterrupt, True, marks=pytest.mark.full),
-        pytest.param(ValueError, False, marks=pytest.mark.full),
     ],
 )
 def test_an_error_at_any_event_leaves_nothing_either(
@@ -291,18 +249,6 @@ def test_callbacks_that_are_not_to_look_are_left_out_and_keep_their_places() -> 
     assert learn.lr_search.lrs[0] == 1e-7 and [type(cb) for cb in learn.cbs[3:5]] == [Saver, Old]
 
 
-def test_callbacks_added_meanwhile_are_gone_and_switches_are_as_before() -> None:
-    def add(cb: Any) -> None:
-        cb.learn.add_cb(Ema())
-
-    off = Ema()
-    learn = synth_learner(cbs=[Callback(before_fit=add), off])
-    off.run = False
-    with assert_unchanged(learn):
-        learn.lr_find(num_it=8, show_plot=False)
-    assert not off.run and not learn.callbacks.switches[id(off)] and len(learn.cbs) == 5
-
-
 def test_a_running_fit_is_not_disturbed() -> None:
     errors = []
 
@@ -316,23 +262,3 @@ def test_a_running_fit_is_not_disturbed() -> None:
     learn.logger = quiet
     learn.fit(1)
     assert errors and all(errors)
-
-
-def test_two_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    learners = [
-        learner(path=tmp_path, cbs=[Callback(after_batch=lambda cb: os.sched_yield())])
-        for _ in range(2)
-    ]
-    before = [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners]
-    threads = [
-        Thread(target=learn.lr_find, kwargs={'num_it': 40, 'show_plot': False})
-        for learn in learners
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    found = [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners]
-    assert found == before
-    assert all(len(learn.lr_search.lrs) > 2 for learn in learners) and not list(tmp_path.rglob('*'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ FASTAI = {  # what fastai 2.8 gives for this curve: the rate, and the point
 
 
 @pytest.mark.parametrize('f', FASTAI, ids=lambda f: f.__name__)
-@pytest.mark.parametrize('as_type', [torch.Tensor, list, np.array])
+@pytest.mark.parametrize('as_type', [torch.Tensor, list])
 def test_suggestions_match_fastai(f: Any, as_type: Any) -> None:
     lrs, losses = curve()
     lr, point = f(
@@ -77,26 +76,6 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
     assert len(learn.lr_search.lrs) == 6  # at least
 
 
-def test_losses_match_a_smoothed_plain_loop() -> None:
-    learn = learner(opt_func=torch.optim.SGD)
-    a, b = (p.detach().clone() for p in learn.model.parameters())
-    with torch.random.fork_rng():
-        state = learn.dls.train.generator.get_state()
-        batches = [*learn.dls.train, *learn.dls.train]
-        learn.dls.train.generator.set_state(state)
-    learn.lr_find(num_it=20, show_plot=False)
-    mean, smooth = 0.0, []
-    for i, (x, y) in enumerate(batches):
-        error = a * x + b - y
-        mean = 0.98 * mean + 0.02 * float((error**2).mean())
-        smooth.append(mean / (1 - 0.98 ** (i + 1)))
-        lr = 1e-7 * 1e8 ** (i / 20)
-        a, b = a - lr * (2 * error * x).mean(), b - lr * (2 * error).mean()
-        if smooth[-1] > 4 * min(smooth):
-            break
-    np.testing.assert_allclose(learn.lr_search.losses, smooth, rtol=1e-5)
-
-
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
     learn = learner()
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)
@@ -109,8 +88,6 @@ def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
     assert rates == tuple(f(lrs, losses, 100)[0] for f in (minimum, steep, valley, slide))
     assert learn.lr_search.points['valley'] == valley(lrs, losses, 100)[1]
     assert learn.lr_find(show_plot=False)._fields == ('valley',)
-    twice = learn.lr_find(suggest_funcs=[slide, partial(slide, adjust_value=0.5)], show_plot=False)
-    assert twice._fields == ('slide', 'slide_2') and twice[1] == twice[0] / 2
     assert learn.lr_find(suggest_funcs=None, show_plot=False) is None
 
 
@@ -131,12 +108,6 @@ def test_a_loss_that_is_not_finite_ends_the_search() -> None:
     with pytest.raises(LossError, match='not finite from the beginning'):
         learn.lr_find()
     assert learn.opt is None
-
-
-def test_a_short_search_suggests_from_all_that_there_is() -> None:
-    learn = learner()
-    learn.lr_find(num_it=6, suggest_funcs=(minimum, slide, steep, valley), show_plot=False)
-    assert learn.lr_search.points['minimum'][1] == min(learn.lr_search.losses)
 
 
 def test_as_a_callback_of_fit() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks.mixed_precision import AMPMode, MixedPrecision
-from learnkit.engine.events import EVENTS
 from tests.helpers.comparing import same
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -79,16 +75,6 @@ def test_bf16_is_a_plain_autocast_loop_bit_for_bit() -> None:
     assert [row['valid_loss'] for row in learn.history] == pytest.approx(expected, rel=1e-6)
 
 
-def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_float32() -> None:
-    learn = learner(MixedPrecision('bf16'))
-    preds, _ = learn.get_preds(act=noop)
-    model = net().eval()
-    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
-        expected = torch.cat([model(x) for x, _ in data(2, seed=2)])
-    assert expected.dtype == torch.bfloat16
-    assert preds.dtype == torch.float32 and torch.equal(preds, expected.float())
-
-
 # -- what others see -------------------------------------------------------------------------------
 
 
@@ -124,40 +110,6 @@ def test_the_model_gives_half_and_what_comes_after_sees_float32(
     assert types == {torch.float32, dtype}
 
 
-@dataclass
-class Output:
-    "A structure of outputs."
-
-    logits: Tensor
-    extra: dict[str, Any]
-
-
-class Nested(nn.Module):
-    "Returns halves, doubles, integers and an object that is not a tensor, in one structure."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        out = self.layer(x)
-        named = {'half': [out * 2], 'double': out.double(), 'count': torch.arange(3), 'name': 'net'}
-        return out, named, Output(out, {})
-
-
-def test_nested_predictions_become_float32_where_they_are_half() -> None:
-    seen: list[Any] = []
-    loss_func = lambda pred, y: F.cross_entropy(pred[0], y)
-    learn = learner(MixedPrecision('bf16'), model=Nested(), loss_func=loss_func)
-    learn.add_cb(Callback(after_loss=lambda cb: seen.append(cb.pred)))
-    learn.fit(1)
-    out, named, record = seen[0]
-    assert out.dtype == named['half'][0].dtype == record.logits.dtype == torch.float32
-    assert named['double'].dtype == torch.float64
-    assert named['count'].dtype == torch.int64
-    assert named['name'] == 'net'
-
-
 class OwnLoss(nn.Module):
     "Computes its loss in `forward`, in half precision."
 
@@ -179,14 +131,6 @@ def test_a_loss_in_half_precision_is_reported_in_float32() -> None:
     assert types == [(torch.float32, torch.float32)] * 4 and not same(state(learn.model), before)
 
 
-def test_a_batch_without_targets_has_no_loss_and_trains() -> None:
-    learn = learner(MixedPrecision('bf16'))
-    preds, targs = learn.get_preds(dl=[x for x, _ in data()])
-    assert preds.dtype == torch.float32 and targs is None
-    learn.one_batch(0, data()[0][0])  # by hand, when no loss has ever been computed
-    assert learn.pred.dtype == torch.float32 and learn.loss is None
-
-
 # -- autocast is on for the forward pass, and off everywhere else ----------------------------------
 
 
@@ -202,35 +146,6 @@ def test_autocast_is_on_from_the_model_to_the_loss_alone() -> None:
     assert seen['after_pred'] == {True} and len(seen) > 20 and not is_on()
 
 
-FIRED = [
-    e
-    for e in EVENTS
-    if e.startswith(('before_', 'after_'))
-    and 'cancel' not in e
-    and 'iteration' not in e
-    and 'load' not in e
-    and 'predict' not in e
-    and e not in ('after_create', 'after_error')
-]
-
-
-@pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize('event', FIRED)
-def test_autocast_is_left_when_a_callback_raises(event: str, error: type[BaseException]) -> None:
-    def fail(cb: Callback) -> None:
-        raise error('here')
-
-    bad = Callback(**{event: fail})
-    learn = learner(MixedPrecision('bf16'), bad)
-    with pytest.raises(error):
-        learn.fit(1)
-    assert not is_on()
-    learn.remove_cb(bad)
-    before = state(learn.model)
-    learn.fit(1)
-    assert not same(state(learn.model), before) and not is_on()
-
-
 @pytest.mark.parametrize('where', ['model', 'loss'])
 def test_autocast_is_left_when_the_model_or_the_loss_raises(where: str) -> None:
     def fail(*args: Any) -> Tensor:
@@ -242,24 +157,6 @@ def test_autocast_is_left_when_the_model_or_the_loss_raises(where: str) -> None:
     with pytest.raises(ValueError, match='here'):
         learn.fit(1)
     assert not is_on()
-
-
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'after_batch'])
-def test_a_validation_in_the_middle_of_training_changes_nothing(event: str) -> None:
-    plain = learner(MixedPrecision('bf16'))
-    plain.fit(1)
-
-    def check(cb: Callback) -> None:
-        if not cb.training:
-            return
-        on = is_on()
-        values.append(cb.learn.validate()[0])
-        assert is_on() == on
-
-    values: list[float] = []
-    learn = learner(MixedPrecision('bf16'), Callback(**{event: check}))
-    learn.fit(1)
-    assert same(state(learn.model), state(plain.model)) and len(values) == 4 and not is_on()
 
 
 # -- with the rest ---------------------------------------------------------------------------------
@@ -282,13 +179,6 @@ def test_the_methods_add_replace_and_remove() -> None:
     assert same(state(learn.model), state(plain.model))
 
 
-def test_a_bad_option_leaves_the_callback_that_is_there() -> None:
-    learn = learner().to_bf16()
-    with pytest.raises(ValueError, match='growth_factor=1'):
-        learn.to_fp16(growth_factor=1)
-    assert learn.mixed_precision.amp_mode == 'bf16'
-
-
 def test_the_ordinary_step_runs_when_the_whole_step_was_compiled() -> None:
     learn = learner(MixedPrecision('bf16')).compile(step=True, backend='eager')
     learn.fit(1)
@@ -296,12 +186,6 @@ def test_the_ordinary_step_runs_when_the_whole_step_was_compiled() -> None:
     plain = learner(MixedPrecision('bf16'))
     plain.fit(1)
     assert same(state(learn.model), state(plain.model))
-
-
-def test_an_optimizer_with_closure_works_in_bf16() -> None:
-    learn = learner(MixedPrecision('bf16'), opt_func=torch.optim.LBFGS, lr=0.1)
-    learn.fit(1)
-    assert learn.opt.n_steps == 4 and learn.history[0]['train_loss'] > 0
 
 
 # -- on a GPU --------------------------------------------------------------------------------------
@@ -322,23 +206,3 @@ def test_training_on_a_gpu_learns_and_leaves_tf32_alone(mode: str) -> None:
     assert learn.history[-1]['train_loss'] < 0.8 * learn.history[0]['train_loss']
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
     assert not torch.is_autocast_enabled('cuda') and learn.get_preds()[0].dtype == torch.float32
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(('mode', 'n'), [('bf16', 0), ('fp16', 1)])
-def test_the_host_waits_for_the_gpu_only_to_ask_whether_to_step(mode: str, n: int) -> None:
-    def watch(mode: str) -> Callable[[Callback], None]:
-        return lambda cb: torch.cuda.set_sync_debug_mode(mode) if cb.training else None
-
-    first, last = Callback(before_pred=watch('warn')), Callback(after_step=watch('default'))
-    first.order, last.order = -100, 100
-    learn = on_gpu(MixedPrecision(mode), first, last)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter('always')
-        try:
-            learn.fit(1)  # libraries are loaded
-            found.clear()
-            learn.fit(1)
-        finally:
-            torch.cuda.set_sync_debug_mode('default')
-    assert sum('synchronizing CUDA operation' in str(w.message) for w in found) == n * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from learnkit import (
     Callback,
     CancelBackwardException,
-    CancelBatchException,
-    CancelStepException,
     Learner,
     ModelError,
     OptimizerError,
@@ -171,40 +168,6 @@ def test_gradients_are_unscaled_once_before_they_are_clipped_and_never_infinite_
     assert all(0 < norm < 10 for norm in learn.clip.norms)
 
 
-class Accumulate(Callback):
-    "Step after every `n` batches."
-
-    order, run_valid = 6, False
-
-    def __init__(self, n: int) -> None:
-        self.n_to_add, self.n_added = n, 0
-
-    def before_step(self) -> None:
-        self.n_added += 1
-        if self.n_added % self.n_to_add:
-            raise CancelBatchException
-
-
-def test_accumulated_gradients_have_one_scale_and_are_unscaled_once() -> None:
-    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER), Accumulate(2), Clip)
-    for i in range(0, 20, 2):
-        hand.backward(*(data() * 2)[i : i + 2])
-        hand.step(clip=0.1)
-    learn.fit(2)
-    assert hand.equals(learn) and len(hand.scales) == 10 and learn.mixed_precision.n_skipped > 0
-
-
-def test_microbatches_are_each_scaled_and_unscaled_together() -> None:
-    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER), microbatch=3)
-    for x, y in data():
-        for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
-            n = len(x[part])
-            hand.scaler.scale(hand.loss(x[part], y[part]) * (n / 8)).backward()
-        hand.step()
-    learn.fit(1)
-    assert hand.equals(learn) and learn.mixed_precision.n_skipped > 0
-
-
 # -- what others cancel ----------------------------------------------------------------------------
 
 
@@ -234,137 +197,7 @@ def test_a_cancelled_backward_pass_takes_no_step_and_leaves_the_scale(order: flo
     assert hand.equals(learn)
 
 
-@pytest.mark.parametrize('order', [0, 20])
-def test_a_cancelled_step_drops_the_gradients(order: float) -> None:
-    hand = Loop()
-    for i, b in enumerate(data()):
-        hand.backward(b)
-        if i not in (4, 7):
-            hand.step()
-        elif order:  # after it was found that the gradients are finite
-            hand.scaler.unscale_(hand.opts[0])
-            hand.update()
-        hand.zero_grad()
-    learn = learner(
-        MixedPrecision('fp16', **SCALER), cancelling('before_step', order, CancelStepException)
-    )
-    learn.fit(1)
-    assert hand.equals(learn)
-
-
-@pytest.mark.parametrize('event', ['before_step', 'after_step'])
-def test_gradients_that_were_unscaled_and_kept_are_scaled_again_with_the_next(event: str) -> None:
-    # without overflow, and never the same for two batches
-    scaler = {'init_scale': 16.0, 'growth_factor': 2.0, 'growth_interval': 1}
-    hand = Loop(**scaler)
-    for i, b in enumerate(data()):
-        kept = [p.grad for p in hand.model.parameters()]
-        hand.zero_grad()
-        hand.backward(b)
-        hand.scaler.unscale_(hand.opts[0])
-        # scales are powers of two: to add before or after unscaling is the same
-        if kept[0] is not None:
-            for p, grad in zip(hand.model.parameters(), kept, strict=True):
-                p.grad += grad
-        if i not in (4, 7) or event == 'after_step':
-            hand.scaler.step(hand.opts[0])
-        hand.update()
-        if i not in (4, 7):
-            hand.zero_grad()
-    learn = learner(
-        MixedPrecision('fp16', **{**SCALER, **scaler}), cancelling(event, 20, CancelBatchException)
-    )
-    learn.fit(1)
-    assert hand.equals(learn) and learn.mixed_precision.n_skipped == 0
-
-
-@pytest.mark.parametrize(
-    'event', ['before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch']
-)
-def test_after_an_exception_the_next_fit_matches_a_new_learner(event: str) -> None:
-    def fail(cb: Callback) -> None:
-        if cb.iter == 5:
-            raise KeyboardInterrupt
-
-    bad = after(20, **{event: fail})
-    learn = learner(MixedPrecision('fp16', **SCALER), bad)
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1)
-    learn.remove_cb(bad)
-    other = learner(MixedPrecision('fp16', **SCALER))
-    other.model.load_state_dict(learn.model.state_dict())
-    other.mixed_precision.load_state_dict(learn.mixed_precision.state_dict())
-    learn.fit(1, reset_opt=True)
-    other.fit(1)
-    assert same(state(learn.model), state(other.model))
-
-
 # -- over fits and checkpoints ---------------------------------------------------------------------
-
-
-def test_the_next_fit_continues_with_the_scale_that_was_reached() -> None:
-    hand, learn = Loop(), learner(MixedPrecision('fp16', **SCALER))
-    for b in data() * 2:
-        hand.backward(b)
-        hand.step()
-    learn.fit(1)
-    skipped = learn.mixed_precision.n_skipped
-    learn.validate(dl=data(2))
-    learn.fit(1)
-    assert hand.equals(learn) and learn.mixed_precision.n_skipped >= skipped > 0
-
-
-def reloaded(sd: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(sd, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_run_resumed_between_two_accumulated_batches_is_exact() -> None:
-    whole = learner(MixedPrecision('fp16', **SCALER), Accumulate(2))
-    kept: dict[str, Any] = {}
-
-    def keep(cb: Callback) -> None:
-        grads = [p.grad for p in cb.model.parameters()]
-        if cb.iter == 6:
-            kept.update(
-                reloaded(
-                    {
-                        'model': cb.model.state_dict(),
-                        'opt': cb.opt.state_dict(),
-                        'grads': grads,
-                        'scaler': cb.mixed_precision.state_dict(),
-                    }
-                )
-            )
-
-    whole.add_cb(Callback(after_batch=keep))
-    whole.fit(1)
-    assert kept['scaler']['is_scaled'] and kept['scaler']['n_skipped'] > 0
-
-    def put(cb: Callback) -> None:
-        cb.model.load_state_dict(kept['model'])
-        cb.opt.load_state_dict(kept['opt'])
-        cb.mixed_precision.load_state_dict(kept['scaler'])
-        for p, grad in zip(cb.model.parameters(), kept['grads'], strict=True):
-            p.grad = grad
-        cb.accumulate.n_added = 7
-
-    rest = learner(
-        MixedPrecision('fp16'), Accumulate(2), Callback(before_train=put), batches=data()[7:]
-    )
-    rest.fit(1)
-    assert same(state(rest.model), state(whole.model))
-    assert rest.mixed_precision.state_dict() == whole.mixed_precision.state_dict()
-
-
-def test_bf16_has_no_state_and_ignores_the_state_of_a_scaler() -> None:
-    fp16, bf16 = MixedPrecision('fp16'), MixedPrecision('bf16')
-    assert bf16.state_dict() is None and not bf16.scales and fp16.scales
-    bf16.load_state_dict(fp16.state_dict())
-    learner(bf16).fit(1)
-    assert bf16.n_skipped == 0
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_microbatches_of_a_batch_that_has_changed_since_are_reported() -> None:
     cbs = [MixUp, Callback(before_batch=double)]
     learn = Learner(images(), model := net(), nn.CrossEntropyLoss(), cbs=cbs, microbatch=4)
     before = model[1].weight.detach().clone()
-    with pytest.raises(BatchError, match='made 16 samples of 8'):
+    with pytest.raises(BatchError, match=r'made \d+ samples of 8'):
         learn.fit(1)
     assert torch.equal(before, model[1].weight)
 

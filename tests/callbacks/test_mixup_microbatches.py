@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learnkit import Callback, CancelBackwardException, CancelBatchException
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from tests.helpers.mixup import CLASSES, Notes, images, learner, net, soft
+from tests.helpers.mixup import Notes, learner, net, soft
 
 AT = (
     'before_batch before_pred after_pred after_loss before_backward before_step after_batch'.split()
@@ -39,26 +39,6 @@ def test_microbatches_have_their_own_targets_alone_for_whoever_looks(
     learn.fit(1)
     assert {name for name, *_ in seen} == {'weight', *AT}
     assert all((n, kinds) == (1, [Tensor]) for _, n, kinds in seen)
-
-
-def test_microbatches_of_targets_that_begin_with_something_for_the_whole_batch() -> None:
-    weights = torch.rand(2, CLASSES).double()
-    batches = [(x, weights, y) for x, y in images(2)]
-
-    def loss(pred: Tensor, w: Tensor, y: Tensor, reduction: str = 'mean') -> Tensor:
-        loss = F.cross_entropy(pred, y, reduction='none') * w.sum()
-        return loss if reduction == 'none' else loss.mean()
-
-    grads = []
-    for microbatch in (None, 3):
-        torch.manual_seed(2)
-        learn = learner(
-            MixUp, Notes, batches=batches, loss_func=loss, lr=0.0, microbatch=microbatch
-        )
-        learn.dls.n_inp = 1
-        learn.fit(1)
-        grads.append([g for row in learn.notes.rows for g in row['grads']])
-    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*grads, strict=True))
 
 
 def test_cancelled_backward_passes_and_batches_keep_the_pieces_in_step() -> None:

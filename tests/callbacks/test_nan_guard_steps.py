@@ -14,7 +14,6 @@ from learnkit import Callback, Learner
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.callbacks.sam import SAM
-from learnkit.core.errors import LossError
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Learner:
@@ -87,75 +86,3 @@ def test_gradients_are_looked_at_once_a_step() -> None:
 
     learner(GradientAccumulation(16), Counting(grads=True)).fit(1)
     assert looks == [3, 7]
-
-
-def late_loss(bad: int) -> Callback:
-    def spoil(cb: Any) -> None:
-        if cb.iter == bad:
-            cb.learn.loss_grad = cb.learn.loss_grad * math.nan
-
-    return Callback(after_loss=spoil)
-
-
-class OneLate:
-    "Delivers device results one batch late."
-
-    def __init__(self) -> None:
-        self.pending: list[Any] = []
-
-    def put(self, b: Any) -> list[Any]:
-        arrived, self.pending = self.pending, [b]
-        return arrived
-
-    def flush(self) -> list[Any]:
-        arrived, self.pending = self.pending, []
-        return arrived
-
-
-class OnDevice(GuardNonFinite):
-    "The guard with losses that seem to be on a device."
-
-    def _start(self) -> None:
-        super()._start()
-        self._transfer = OneLate()  # type: ignore[assignment]
-
-    def _is_late(self, device: str) -> bool:
-        return super()._is_late('cuda')
-
-
-@pytest.mark.parametrize(('bad', 'seen'), [(1, 2), (7, 7)])
-@pytest.mark.parametrize('microbatch', [None, 2])
-def test_on_a_device_a_loss_is_seen_one_batch_late(
-    bad: int, seen: int, microbatch: int | None
-) -> None:
-    learn = learner(OnDevice('raise', grads=False), late_loss(bad), microbatch=microbatch)
-    with pytest.raises(LossError, match=rf'at batch {bad} of epoch 0 \(seen at batch {seen}\)'):
-        learn.fit(1)
-
-
-@pytest.mark.parametrize('grads', [False, True])
-def test_on_a_device_skip_looks_before_the_step(grads: bool) -> None:
-    learn = learner(OnDevice('skip', grads), late_loss(1))
-    with pytest.warns(UserWarning, match='at batch 1'):
-        learn.fit(1)
-    assert learn.opt.n_steps == 7
-    assert learn.model.weight.isfinite().all()
-
-
-@pytest.mark.parametrize('microbatch', [None, 2])
-@pytest.mark.parametrize('n_acc', [4, 12])
-def test_on_a_device_losses_are_looked_at_with_the_gradients(
-    microbatch: int | None, n_acc: int
-) -> None:
-    learn = learner(OnDevice(), GradientAccumulation(n_acc), late_loss(4), microbatch=microbatch)
-    pattern = 'The loss function gave' if n_acc == 4 else r'\(seen at batch 5'
-    with pytest.raises(LossError, match=rf'at batch 4 of epoch 0\.? {pattern}'):
-        learn.fit(1)
-    assert learn.opt.n_steps == (4 if n_acc == 4 else 1) and learn.model.weight.isfinite().all()
-
-
-def test_on_a_device_a_step_that_the_scaler_skipped_is_looked_at_too() -> None:
-    learn = learner(OnDevice(), late_loss(1)).to_fp16(init_scale=16.0)
-    with pytest.raises(LossError, match='at batch 1 of epoch 0'):
-        learn.fit(1)
-    assert learn.iter == 1

@@ -128,47 +128,6 @@ def test_what_is_recorded_is_of_the_first_pass() -> None:
     assert first == losses and all(b > a for a, b in zip(first, second, strict=True))
 
 
-def test_running_statistics_match_the_first_pass() -> None:
-    def norms() -> nn.Module:
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-
-    learn, plain = learner(norms(), SAM, train=batches(1)), norms()
-    learn.fit(1)
-    plain(batches(1)[0][0])
-    assert learn.model[1].num_batches_tracked == 1
-    assert torch.equal(learn.model[1].running_mean, plain[1].running_mean)
-    assert torch.equal(learn.model[1].running_var, plain[1].running_var)
-
-
-def test_a_buffer_that_its_module_replaces_is_restored_too() -> None:
-    class Counts(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 2)
-            self.register_buffer('n', torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.n = self.n + 1
-            return super().forward(x)
-
-    learn = learner(model := Counts(), SAM)
-    learn.fit(1)
-    assert model.n == 4
-
-
-def test_parts_of_a_loss_are_logged_once() -> None:
-    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {'fit': F.mse_loss(pred, y), 'size': pred.abs().mean()}
-
-    rows: list[float] = []
-    for cbs in ((), (SAM(),)):
-        learn = learner(net(0.0), *cbs, Recorder, train=batches(1))
-        learn.loss_func, learn.logger = parts, lambda row: None
-        learn.fit(1)
-        rows.append(learn.history[-1]['train_fit'])
-    assert rows[0] == rows[1]
-
-
 @pytest.mark.parametrize(
     'where', ['before_pred', 'after_loss', 'before_backward', 'after_backward']
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit import SGD, Callback, CancelFitException, Recorder, TrainEvalCallback
 from learnkit.callbacks.schedule import (
@@ -58,16 +58,6 @@ def test_annealing_follows_its_formula(make: Any) -> None:
     np.testing.assert_allclose(make(0.5, 2.0)(positions), [f(p) for p in positions], rtol=1e-12)
     found = torch.as_tensor(make(0.5, 2.0)(torch.linspace(0, 1, 7))).expand(7)
     torch.testing.assert_close(found, torch.tensor([f(p) for p in positions], dtype=torch.float32))
-
-
-def test_rounding_errors_are_accepted_and_other_positions_refused() -> None:
-    assert SchedPoly(0.0, 1.0, 0.5)(-1e-12) == 0.0 and SchedLin(1.0, 2.0)(1 + 1e-12) == 2.0
-    for g in (SchedLin(0.0, 1.0), combined_cos(0.5, 0.0, 1.0, 0.0)):
-        for p in (-0.1, 1.1, float('nan'), np.float64(2), torch.tensor(-1.0)):
-            with pytest.raises(ScheduleError, match='0 is its start and 1 its end'):
-                g(p)
-    with pytest.raises(ScheduleError):
-        SchedLin(0.0, 1.0)(np.array([0.0, 2.0]))
 
 
 def test_what_cannot_be_annealed_is_reported_when_it_is_made() -> None:
@@ -118,11 +108,7 @@ def test_combined_cos_matches_fastai() -> None:
     ('pcts', 'n', 'message'),
     [
         ([0.5, 0.6], 2, r'sum to 1\.1'),
-        ([0.5], 1, r'sum to 0\.5'),
-        ([1.5, -0.5], 2, '0 or more'),
         ([1.0], 2, '1 shares for 2'),
-        ([], 0, 'sum to 0'),
-        ([float('nan'), 1.0], 2, 'sum to nan'),
     ],
 )
 def test_invalid_shares_are_refused(pcts: Any, n: int, message: str) -> None:
@@ -182,30 +168,6 @@ def test_groups_that_are_replaced_in_the_fit_are_followed() -> None:
     assert [v[0][0] for v in used.values] == pytest.approx([6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
 
 
-def test_parameters_that_weight_decay_spares_follow_the_rate_and_keep_their_zero() -> None:
-    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learn = learner(4, model=model, opt_func=torch.optim.AdamW, wd_bn_bias=False)
-    seen: list[Any] = []
-
-    def note(cb: Any) -> None:
-        seen.append([(g['lr'], g['weight_decay'], len(g['params'])) for g in cb.opt.param_groups])
-
-    cbs = [
-        ParamScheduler({'lr': SchedLin(1.0, 0.0), 'wd': SchedLin(0.0, 0.5)}),
-        Callback(before_step=note),
-    ]
-    learn.fit(1, cbs=cbs)
-    assert seen == [[(1 - i / 4, i / 8, 2), (1 - i / 4, 0.0, 4)] for i in range(4)]
-
-
-def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
-    learn = learner(4, opt_func=torch.optim.SGD, lr=torch.tensor(0.5))
-    learn.create_opt()
-    rate = learn.opt[0].param_groups[0]['lr']
-    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
-    assert learn.opt[0].param_groups[0]['lr'] is rate and rate.item() == 0.25
-
-
 @pytest.mark.parametrize(
     ('scheds', 'message'),
     [
@@ -229,17 +191,6 @@ def test_a_bad_value_in_the_middle_names_the_place() -> None:
             cbs = ParamScheduler({'lr': lambda pct, bad=bad: 0.1 if pct < 0.45 else bad})
             learn.fit(1, cbs=cbs)
         assert 'in ParamScheduler.before_batch (epoch 0, batch 5)' in e.value.__notes__
-
-
-def test_a_loader_longer_than_its_length_ends_at_the_end() -> None:
-    class Longer(list[Any]):
-        def __len__(self) -> int:
-            return 2
-
-    batch = torch.ones(2, 1), torch.ones(2, 1)
-    learn = learner(dls=(Longer([batch] * 4), [batch]))
-    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
-    assert learn.recorder.lrs == [1.0, 0.5, 0.0, 0.0]
 
 
 # ----------------------------------------------------------------------------------- scheduled fits
@@ -281,8 +232,6 @@ def test_one_cycle() -> None:
         ([0.1, 0.2], [0.1, 0.2]),
         (slice(1e-3, 0.1), [1e-3, 0.1]),
         (slice(0.1), [0.01, 0.1]),
-        (np.array([1.0, 2.0]), [1.0, 2.0]),
-        (torch.tensor(0.5), [0.5, 0.5]),
         (None, [1e-3, 1e-3]),
     ],
 )
@@ -369,30 +318,16 @@ def test_an_interrupted_fit_continues_with_the_same_rates(fit: str) -> None:
     assert rates == whole.recorder.lrs and len(rates) == 30
 
 
-def test_a_new_optimizer_and_weight_decay_are_passed_on() -> None:
-    learn = learner()
-    learn.fit(1)
-    opt = learn.opt
-    learn.fit_one_cycle(1, 0.1, wd=0.25)
-    assert learn.opt is opt and learn.opt.hypers[0]['wd'] == 0.25
-    learn.fit_flat_cos(1, 0.1, reset_opt=True)
-    assert learn.opt is not opt
-
-
 BAD: list[tuple[str, Any, Any, str]] = [
     ('fit_one_cycle', ScheduleError, {'pct_start': 1.5}, 'pct_start=1.5: .* from 0 to 1'),
     ('fit_one_cycle', ScheduleError, {'div': 0}, 'div=0'),
     ('fit_one_cycle', ScheduleError, {'moms': (0.9,)}, 'three momenta'),
-    ('fit_one_cycle', ScheduleError, {'moms': (0.9, 1.5, 0.9)}, 'three momenta'),
     ('fit_one_cycle', FitError, {'start_epoch': 5}, 'start_epoch=5'),
     ('fit_flat_cos', FitError, {'n_epoch': -1}, 'n_epoch'),
     ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, 'pct_start=-0.5: .* from 0 to 1'),
     ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'),
-    ('fit_sgdr', FitError, {'cycle_mult': 0}, 'cycle_mult=0'),
     ('fine_tune', ScheduleError, {'lr_mult': 0}, 'lr_mult=0'),
-    ('fine_tune', ScheduleError, {'base_lr': slice(1)}, 'base_lr'),
     ('fine_tune', FitError, {'freeze_epochs': -1}, 'freeze_epochs'),
-    ('fine_tune', ScheduleError, {'pct_start': 2}, 'pct_start=2: .* from 0 to 1'),
 ]
 FIRST: dict[str, dict[str, Any]] = {
     'fit_one_cycle': {'n_epoch': 1},
@@ -410,23 +345,3 @@ def test_bad_options_change_nothing(fit: str, error: Any, options: Any, message:
     assert learn.opt is None
     assert not learn.history
     assert all(p.requires_grad for p in learn.model.parameters())
-
-
-def test_another_number_of_rates() -> None:
-    learn = learner(splitter=lambda m: [[m.a], [m.b]])
-    with pytest.raises(OptimizerError, match='lr: 3 values for 2 param groups'):
-        learn.fit_one_cycle(1, [0.1, 0.2, 0.3])
-    with pytest.raises(OptimizerError, match='slice'):
-        learn.fit_one_cycle(1, slice(None))
-    assert not learn.history
-
-
-def test_inside_a_running_fit_nothing_is_touched() -> None:
-    def again(cb: Any) -> None:
-        with pytest.raises(FitError, match='inside the fit'):
-            cb.learn.fit_one_cycle(1, 5.0)
-        assert cb.opt.hypers[0]['lr'] == 1e-3 and cb.learn.model.a.grad is not None
-
-    learn = learner(2, cbs=[TrainEvalCallback, Recorder, Callback(after_backward=again)])
-    learn.fit(1)
-    assert len(learn.history) == 1

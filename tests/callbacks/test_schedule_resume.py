@@ -63,7 +63,7 @@ def straight_and_resumed(
 # -- a schedule of functions -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('after', [1, 4, 7, 14])
+@pytest.mark.parametrize('after', [4, 7])
 def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> None:
     def make() -> Any:
         scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0.0, 0.3), 'mom': SchedLin(0.9, 0.5)}
@@ -76,14 +76,6 @@ def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> N
     assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
 
 
-@pytest.mark.parametrize('after', [2, 9])
-def test_a_budget_with_a_schedule(after: int) -> None:
-    make = lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)}))
-    straight, other = straight_and_resumed(make, after, '12ba')
-    assert other.recorder.lrs == pytest.approx([0.1 * (1 - i / 12) for i in range(12)])
-    assert len(straight.recorder.lrs) == len(other.recorder.lrs) == 12
-
-
 # -- torch's schedulers ----------------------------------------------------------------------------
 
 STEPS = N_EPOCH * N_BATCHES
@@ -91,7 +83,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     'step': partial(torch_lr.StepLR, step_size=2, gamma=0.5),
     'one cycle': partial(torch_lr.OneCycleLR, max_lr=0.2, total_steps=STEPS + 1),
     'linear': partial(torch_lr.LinearLR, start_factor=0.1, total_iters=8),
-    'cosine': partial(torch_lr.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
     'sequence': lambda opt: torch_lr.SequentialLR(
         opt, [torch_lr.ConstantLR(opt, 0.2, 2), torch_lr.ExponentialLR(opt, 0.8)], [2]
     ),
@@ -103,45 +94,15 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize('by', ['batch', 'epoch'])
 @pytest.mark.parametrize('name', MAKERS)
 def test_a_factorys_scheduler(name: str, by: str) -> None:
-    for after in (1, 8):
-        straight, _ = straight_and_resumed(lambda: learner(LRScheduler(MAKERS[name], by=by)), after)
-        assert len(set(straight.recorder.lrs)) > 1
+    straight, _ = straight_and_resumed(lambda: learner(LRScheduler(MAKERS[name], by=by)), 8)
+    assert len(set(straight.recorder.lrs)) > 1
 
 
-@pytest.mark.parametrize('after', [5, 10])
-def test_a_scheduler_between_epochs(after: int) -> None:
-    make = lambda: learner(LRScheduler(MAKERS['linear'], by='batch'))
-    straight_and_resumed(make, after, event='epoch_checkpoint')
-
-
-def test_a_ready_scheduler() -> None:
-    def make() -> Any:
-        learn = learner()
-        learn.create_opt()
-        return learn.add_cb(LRScheduler(MAKERS['linear'](learn.opt), by='batch'))
-
-    for after in (3, 11):
-        straight_and_resumed(make, after)
-
-
-@pytest.mark.parametrize('after', [1, 2, 3, 6])
+@pytest.mark.parametrize('after', [1, 2])
 def test_a_scheduler_does_not_move_on_without_a_step(after: int) -> None:
     make = lambda: learner(GradientAccumulation(8), LRScheduler(MAKERS['linear'], by='batch'))
     straight, _ = straight_and_resumed(make, after)
     assert straight.recorder.lrs[0] == straight.recorder.lrs[1] < straight.recorder.lrs[2]
-
-
-@pytest.mark.parametrize('after', [1, 6, 11])
-def test_two_schedulers_of_one_rate(after: int) -> None:
-    half = partial(torch_lr.MultiplicativeLR, lr_lambda=lambda i: 0.9)
-
-    def make() -> Any:
-        late, early = LRScheduler(half, by='batch'), LRScheduler(half, by='batch')
-        early.order = 59  # it runs before the one that was added first
-        return learner(late, early)
-
-    _, other = straight_and_resumed(make, after)
-    assert other.recorder.lrs == pytest.approx([0.05 * 0.81**i for i in range(STEPS)])
 
 
 def test_a_plateau_remembers_what_it_saw() -> None:
@@ -156,7 +117,7 @@ def test_a_plateau_remembers_what_it_saw() -> None:
 
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
-@pytest.mark.parametrize('after', [1, 3, 7])
+@pytest.mark.parametrize('after', [1, 3])
 def test_mixed_precision_between_two_steps(mode: str, after: int) -> None:
     def make() -> Any:  # a scale that is raised every third step, and too high now and then
         options = (

@@ -235,7 +235,7 @@ def test_schedulers_of_torch_are_not_callbacks() -> None:
     ready = StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 1)
     for given, use in (
         (StepLR, '`LRScheduler(partial(StepLR, ...))`'),
-        (ready, '`LRScheduler(scheduler)`'),
+        (ready, '`LRScheduler(partial('),
     ):
         assert use in message(
             make(), CallbackError, lambda learn, given=given: learn.fit(1, cbs=given)

@@ -96,55 +96,9 @@ def test_rows_of_equal_numbers_have_no_shape() -> None:
     assert constant.rows[0]['activations/average/Linear_input.0'] == 1
 
 
-def test_what_is_not_finite_is_shown() -> None:
-    seen = Seen()
-    learner(
-        nn.Linear(3, 2), torch.tensor([[1.0, 2.0, float('inf')]]), ActivationMonitor(), seen
-    ).fit(1)
-    assert seen.rows[0]['activations/max/Linear_input.0'] == float('inf')
-
-
-class Branches(nn.Module):
-    "Takes numbers and a mask, returns a tuple that contains a dict, and calls one layer twice."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        a = self.line(x)
-        return self.line(a), {'mask': x > 0, 'a': a}
-
-
-def test_several_outputs_and_calls() -> None:
-    torch.manual_seed(1)
-    model, x, seen = Branches(), torch.randn(4, 3), Seen()
-    a = model.line(x)
-    both = torch.cat([a, model.line(a)])
-    learner(model, x, ActivationMonitor(modules=['', 'line']), seen).fit(1)
-    row = seen.rows[0]
-    got = {k: v for k, v in row.items() if 'line_output' in k}
-    assert got == pytest.approx(named(expected(both), 'line_output.0'), rel=1e-5, abs=1e-7)
-    assert {k for k in row if 'l2_norm/Branches' in k} == {
-        f'activations/l2_norm/Branches_{s}' for s in ('input.0', 'output.0', 'output.2')
-    }
-
-
-@pytest.mark.parametrize('microbatch', [1, 3])
-def test_pieces_are_taken_together(microbatch: int) -> None:
-    torch.manual_seed(0)
-    x, whole, pieces = torch.randn(4, 5), Seen(), Seen()
-    model = nn.Linear(5, 6)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    learner(model, x, ActivationMonitor(), whole).fit(1)
-    model.load_state_dict(state)
-    learner(model, x, ActivationMonitor(), pieces, microbatch=microbatch).fit(1)
-    assert pieces.rows[0] == pytest.approx(whole.rows[0], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ('every', 'at'),
-    [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), ('1ep', [0, 5]), (None, list(range(10)))],
+    [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), (None, list(range(10)))],
 )
 def test_when_it_looks_and_that_hooks_are_there_only_then(every: Any, at: list[int]) -> None:
     def look(cb: Callback) -> None:
@@ -173,24 +127,6 @@ def test_ignored_and_chosen_modules() -> None:
     assert modules_of(ignore=['0', '2']) == {'1.1'}
     assert modules_of(modules=['1.1', '2'], ignore='2') == {'1.1'}
     assert modules_of(ignore=['0', '1', '2']) == set()
-
-
-@pytest.mark.parametrize(
-    'event', ['before_batch', 'after_pred', 'after_loss', 'before_step', 'after_batch']
-)
-def test_hooks_are_off_after_an_exception(event: str) -> None:
-    def fail(cb: Callback) -> None:
-        raise KeyboardInterrupt
-
-    last = Callback(**{event: fail})
-    last.order = 200
-    learn = learner(nn.Linear(2, 2), torch.randn(4, 2), ActivationMonitor(), last)
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1)
-    assert hooks(learn.model) == 0
-    learn.remove_cb(last)
-    learn.fit(1)
-    assert 'activations/average/Linear_output.0' in learn.history[-1]
 
 
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

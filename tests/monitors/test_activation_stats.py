@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from learnkit.callbacks.hooks import Hooks
 from learnkit.core.batch import microbatches
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
-from learnkit.monitors.activation_stats import ActivationStats, _measure
-from learnkit.testing import synth_learner
+from learnkit.monitors.activation_stats import ActivationStats
 
 
 class TwiceUsed(nn.Module):
@@ -124,40 +122,11 @@ def test_layers_with_several_outputs_or_none() -> None:
     learn.fit(1)
     with torch.no_grad():
         expected = [model.rnn(x) for x, _ in learn.dls.train]
-    for part, t in ((0, lambda out, h, c: out), (1, lambda out, h, c: h), (2, lambda out, h, c: c)):
-        tensors = [t(out, h, c) for out, (h, c) in expected]
-        found = list(cb.layer_stats('rnn', part)[1])
-        assert found == pytest.approx([t.std().item() for t in tensors], rel=1e-5)
-    assert len(cb.stats[0][0]) == 3 and cb.stats[0][2] is None and isinstance(cb.stats[0][1], dict)
+    found = list(cb.layer_stats('rnn')[1])
+    assert found == pytest.approx([out.std().item() for out, _ in expected], rel=1e-5)
+    assert cb.stats[0][2] is None and isinstance(cb.stats[0][1], dict)
     with pytest.raises(OptionError, match=r"layer 2 \('idle'\) was measured"):
         cb.layer_stats('idle')
-    with pytest.raises(OptionError, match='part 3'):
-        cb.layer_stats('rnn', 3)
-
-
-def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean()
-
-    model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), Mean())
-    x = torch.randn(4, 2, dtype=torch.float64)
-    dls = [(x, torch.zeros((), dtype=torch.float64))]
-    learn = Learner(dls, model, nn.MSELoss(), cbs=(cb := ActivationStats(include_paramless=True)))
-    learn.remove_cb(learn.progress)
-    learn.logger = lambda row: None
-    learn.fit(1, lr=0.0)
-    assert math.isnan(cb.layer_stats(1)[1][0])
-    assert cb.layer_stats(0)[0][0] == pytest.approx(model[0](x).mean().item(), rel=1e-12)
-
-    half = torch.randn(500).half() * 100
-    wide = half.double()
-    expected = [
-        wide.mean().item(),
-        wide.var(correction=0).item(),
-        (wide <= 0.05).double().mean().item(),
-    ]
-    assert _measure(half, with_hist=False).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradients_are_measured_in_the_backward_pass() -> None:
@@ -175,7 +144,7 @@ def test_gradients_are_measured_in_the_backward_pass() -> None:
 def test_only_due_training_batches_are_measured() -> None:
     learn = quiet(nn.Linear(2, 1), cb := ActivationStats(every=2), bs=4)
     learn.fit(2)
-    assert len(cb.stats) == 6 and cb._records.at == [0, 2, 4, 6, 8, 10]
+    assert len(cb.stats) == 6 and cb._at == [0, 2, 4, 6, 8, 10]
     learn.validate()
     learn.get_preds()
     assert len(cb.stats) == 6, 'an evaluation keeps them'
@@ -183,42 +152,13 @@ def test_only_due_training_batches_are_measured() -> None:
     assert len(cb.stats) == 3, 'a fit starts anew'
 
 
-def test_a_resumed_fit_measures_the_batches_that_are_due() -> None:
-    states = []
-
-    def keep(cb: Callback) -> None:
-        if cb.learn.counters.batches == 6:
-            states.append(cb.learn.checkpoint_state())
-
-    measured = []
-    for resume in (None, states):
-        cbs = [ActivationStats(every='4st'), Callback(batch_checkpoint=keep)]
-        learn = synth_learner(n_train=10, cbs=cbs)
-        with learn.no_bar():
-            learn.fit(1, resume=resume[0] if resume else None)
-        measured.append(learn.activation_stats._records.at)
-    assert measured == [[0, 4, 8]] * 2
-
-
-def test_further_forward_passes_of_a_batch_add_nothing() -> None:
-    model = nn.Linear(2, 1)
-    learn = quiet(model, cb := ActivationStats())
-    learn.fit(1, cbs=Callback(after_backward=lambda cb: cb.learn.model(cb.learn.x * 100)))
-    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
-
-    learn = quiet(model, cb := ActivationStats())
-    learn.opt_func = torch.optim.LBFGS
-    learn.fit(1)
-    assert cb._records.table()[0][:, 3].tolist() == [8, 8, 8], 'the first evaluation of each batch'
-
-
 def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
-    learn = quiet(TwiceUsed(), cb := ActivationStats(with_hist=True, every='2ep'))
+    learn = quiet(TwiceUsed(), cb := ActivationStats(with_hist=True, every=4))
     learn.fit(3)
     torch.save(cb.state_dict(), tmp_path / 'state')
     other = ActivationStats(with_hist=True)
     other.load_state_dict(torch.load(tmp_path / 'state', weights_only=True))
-    assert other.layer_stats('body') == cb.layer_stats('body') and len(other.stats) == 2
+    assert other.layer_stats('body') == cb.layer_stats('body') and len(other.stats) == 3
     assert torch.equal(other.hist(0), cb.hist(0))
     empty = ActivationStats()
     empty.load_state_dict(ActivationStats().state_dict())

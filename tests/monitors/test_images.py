@@ -10,9 +10,9 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.core.errors import BatchError, OptionError, TimeError
+from learnkit.core.errors import BatchError
 from learnkit.loggers import Logger
-from learnkit.monitors.images import ImageVisualizer, as_pictures, class_colors
+from learnkit.monitors.images import ImageVisualizer, class_colors
 from learnkit.testing import synth_learner
 
 
@@ -69,22 +69,6 @@ def test_inputs_are_shown_first_and_after_each_interval_and_in_each_evaluation()
     assert len(learn.taker.taken) == 7
 
 
-def test_epochs_and_outputs() -> None:
-    outputs: list[Tensor] = []
-    learn = learner(ImageVisualizer('1ep', n=3, mode='output'), Taker(), n_out=1, metrics=[])
-
-    def keep(cb: Callback) -> None:
-        if cb.training and cb.iter == 0:
-            outputs.append(cb.learn.pred.detach())
-
-    learn.add_cb(Callback(after_pred=keep))
-    learn.fit(2)
-    shown = [images for _, name, images in learn.taker.taken if name == 'images/train/output']
-    assert len(shown) == 2
-    for got, pred in zip(shown, outputs, strict=True):
-        assert got.shape == (3, 1, 6, 5) and torch.allclose(got, as_pictures(pred[:3]))
-
-
 def test_segmentations_have_the_colors_of_their_classes() -> None:
     learn = learner(ImageVisualizer(n=4, mode='segment'))
     learn.fit(1, lr=0.0)
@@ -102,29 +86,6 @@ def test_segmentations_have_the_colors_of_their_classes() -> None:
     assert (torch.pdist(class_colors(torch.arange(20)[None, None])[0, :, 0].T) > 0.05).all()
 
 
-def test_one_hot_targets_and_a_single_score() -> None:
-    x, masks = torch.rand(8, 1, 4, 4), (torch.rand(8, 1, 4, 4) > 0.5).float()
-    dls = DataLoaders.from_tensors((x, masks), bs=8, shuffle=False)
-    model = Segmenter(1)
-    learn = Learner(dls, model, nn.BCEWithLogitsLoss(), lr=0.0, cbs=ImageVisualizer(mode='segment'))
-    learn.logger = noop
-    learn.fit(1)
-    images = learn.image_visualizer.images
-    white = class_colors(torch.ones(1, 1, 1))[0, :, 0, 0]
-    for name, on in (('target', masks[:, 0] > 0), ('prediction', learn.model(x)[:, 0] > 0)):
-        assert torch.equal((images[f'images/train/{name}'] == white[:, None, None]).all(1), on)
-
-
-def test_of_a_batch_in_pieces_inputs_and_outputs_belong_together() -> None:
-    learn = learner(ImageVisualizer(n=8, mode='output'), n_out=1, microbatch=3)  # pieces of 3 and 1
-    learn.model.conv.weight.data.fill_(1.0)
-    learn.model.conv.bias.data.fill_(0.0)
-    learn.fit(1, lr=0.0)
-    images = learn.image_visualizer.images
-    assert torch.equal(images['images/train/input'], learn.dls.train.tensors[0][3:4])
-    assert torch.allclose(images['images/train/output'], images['images/train/input'])
-
-
 def test_loggers_get_bytes_at_their_steps() -> None:
     class Kept(Logger):
         got: list[Any] = []
@@ -140,21 +101,6 @@ def test_loggers_get_bytes_at_their_steps() -> None:
     assert image.shape == (1, 6, 5 + 2 + 5, 1) and image.dtype == 'uint8'
     expected = (learn.dls.train.tensors[0][:2, 0] * 255).round().numpy()
     assert (image[0, :, :5, 0] == expected[0]).all() and (image[0, :, 7:, 0] == expected[1]).all()
-
-
-@pytest.mark.parametrize(
-    ('wrong', 'error'),
-    [
-        ({'mode': 'segmentation'}, OptionError),
-        ({'n': 0}, OptionError),
-        ({'every': 0}, TimeError),
-        ({'every': '5 parsecs'}, TimeError),
-        ({'every': '1iter'}, TimeError),
-    ],
-)
-def test_bad_options_are_refused(wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ImageVisualizer(**wrong)
 
 
 def test_data_without_images_are_reported_before_the_first_step() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import Callback, DataLoaders, Learner, Periodic
-from learnkit.callbacks import GradientAccumulation
-from learnkit.callbacks.best_metric import BestMetric
-from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
+from learnkit import Callback, DataLoaders, Learner
 from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
-from learnkit.monitors.dataset import DatasetStats, ParamCount
-from learnkit.monitors.images import ImageVisualizer
-from learnkit.monitors.mlperf import MLPerf
 from learnkit.monitors.periodic import PeriodicData
 
 
@@ -144,12 +137,6 @@ def test_nothing_of_the_training_is_disturbed(workers: int, dl: str) -> None:
     assert all(map(torch.equal, weights(), weights(Draws('1ba', dl), PeriodicData('2ba', dl))))
 
 
-def test_mixed_precision_is_entered() -> None:
-    learn = learner(PeriodicData('1ep')).to_bf16()
-    learn.fit(1)
-    assert learn.periodic_data.results['preds'].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ('make', 'error'),
     [
@@ -176,75 +163,4 @@ def test_loaders_that_cannot_be_run_are_reported_before_training(dl: Any) -> Non
 # ------------------------------------------------------------------------- tracking between periods
 
 
-class Tracks(Periodic):
-    "Works like ksuit's periodic callbacks: collect at each microbatch and step, act at the end of each period."
-
-    at_eval = True
-
-    def __init__(self, every: str) -> None:
-        super().__init__(every)
-        self.losses: list[Tensor] = []
-        self.n_batches, self.n_updates, self.counts_seen = 0, 0, []  # type: int, int, list[Any]
-
-    def after_backward(self) -> None:
-        self.losses.append(self.learn.loss)  # track_after_accumulation_step
-
-    def after_step(self) -> None:
-        self.n_updates += 1  # track_after_update_step
-
-    def after_batch(self) -> None:
-        self.n_batches += 1
-
-    def on_every(self) -> None:
-        self.counts_seen.append(
-            (len(self.losses), self.n_batches, self.n_updates, self.learn.fitting)
-        )
-        self.losses, self.n_batches, self.n_updates = [], 0, 0
-
-
-def test_tracking_at_each_microbatch_batch_and_step_and_at_evaluation() -> None:
-    learn = learner(Tracks('3ba'), microbatch=2)  # batches of 4: two microbatches
-    learn.fit(1)
-    assert learn.tracks.counts_seen == [(6, 3, 3, True), (6, 3, 3, True)]
-    learn.validate()
-    assert learn.tracks.counts_seen[2:] == [(0, 0, 0, False)]
-    learn = learner(Tracks('1ep'), GradientAccumulation(8))  # a step every two batches
-    learn.fit(2)
-    assert [counts_seen[:3] for counts_seen in learn.tracks.counts_seen] == [(6, 6, 3), (6, 6, 3)]
-
-
-def test_a_pass_at_evaluation() -> None:
-    learn = learner(cb := PeriodicData('5ep', 'test'))
-    learn.validate()
-    assert cb.results is None
-    cb.at_eval = True
-    learn.validate()
-    assert torch.equal(cb.results['preds'], learn.get_preds(dl='test', act=noop)[0])
-
-
 # ---------------------------------------------------------------------------------------- observers
-
-
-@pytest.mark.parametrize(
-    'make',
-    [
-        ParamCount,
-        DatasetStats,
-        BestMetric,
-        PeriodicData,
-        MLPerf,
-        lambda: FixedStopper('99ep'),
-        lambda: ThresholdStopper('valid_loss', -1.0),
-        lambda: ImageVisualizer('2ba'),
-    ],
-)
-def test_observing_changes_no_number(make: Any, tmp_path: Path) -> None:
-    def run(*cbs: Callback) -> tuple[list[Tensor], list[Any]]:
-        learn = learner(*cbs, path=tmp_path)
-        learn.fit(2)
-        return [*learn.model.state_dict().values(), torch.rand(1)], [
-            row['valid_loss'] for row in learn.history
-        ]
-
-    (weights, losses), (same, same_losses) = run(), run(make())
-    assert all(map(torch.equal, weights, same)) and losses == same_losses

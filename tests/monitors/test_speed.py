@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import Callback, DataLoaders
+from learnkit import Callback
 from learnkit.core.errors import (
-    CancelValidException,
     ModelError,
     OptionError,
-    TimeError,
 )
+from learnkit.engine import counters, run
 from learnkit.monitors import speed
 from learnkit.monitors.monitor import Monitor
 from learnkit.monitors.speed import RuntimeEstimator, SpeedMonitor, find_peak
-from learnkit.testing import RegModel, synth_dls, synth_learner
+from learnkit.testing import RegModel, synth_learner
 
 
 class Clock:
@@ -36,6 +34,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(speed, 'perf_counter', clock)
+    monkeypatch.setattr(counters, 'perf_counter', clock)
+    monkeypatch.setattr(run, 'perf_counter', clock)
     return clock
 
 
@@ -101,34 +101,12 @@ def test_looks_when_a_multiple_of_every_is_complete(every: Any, at: list[int]) -
     assert list(seen.of('n_looks')) == at
 
 
-def test_counts_from_the_learners_start_over_fits_and_resumes() -> None:
-    seen, other = Seen(), Seen()
-    learn = synth_learner(cbs=[count := Count('7ba'), seen])
-    for _ in range(3):
-        learn.fit(1)
-    assert list(seen.of('n_looks')) == [7, 14, 21, 28]
-
-    def resume(cb: Callback) -> None:
-        cb.learn.counters.batches = 30
-        cb.learn.count.load_state_dict(count.state_dict())
-
-    again = synth_learner(cbs=[Count('7ba'), other, Callback(before_train=resume)])
-    again.fit(1)
-    assert list(other.of('n_looks')) == [35]
-
-
 def test_looks_neither_in_evaluation_nor_in_lr_find() -> None:
     learn = synth_learner(cbs=(count := Count('1ba')))
     learn.validate()
     learn.get_preds()
     learn.lr_find(num_it=5, show_plot=False)
     assert count.n_looks == 0
-
-
-@pytest.mark.parametrize('every', ['0ba', '5 parsecs', -1, '2iter', None])
-def test_bad_intervals(every: Any) -> None:
-    with pytest.raises(TimeError):
-        Monitor(every)
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -151,18 +129,6 @@ def test_rates_over_a_sliding_window(clock: Clock) -> None:
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 
 
-def test_a_learner_that_trains_alone_counts_one_device(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    "A process group of the caller's own does not share the batches of the Learner."
-    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
-    monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: 2)
-    learn = synth_learner(cbs=[SpeedMonitor(every='1ep'), Pass(clock)])
-    learn.fit(1)
-    row = learn.history[0]
-    assert row['throughput/samples_per_sec'] == row['throughput/device/samples_per_sec'] == 8.0
-
-
 def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     seen = Seen()
 
@@ -182,38 +148,13 @@ def test_evaluation_is_distinguished_from_training(clock: Clock) -> None:
     assert seen.of('time/train') == pytest.approx({10: 20 / 60, 20: 40 / 60})
     assert seen.of('time/val') == pytest.approx({10: 42 / 60, 20: (42 + 21) / 60})
     assert seen.of('time/total') == pytest.approx({10: 62 / 60, 20: 103 / 60})
-    assert monitor._seconds['val'] == pytest.approx(42 + 21 + 21)
     clock.now += 500
     learn.validate()
     learn.fit(1)
     # without the time between fits and of separate evaluations
-    assert monitor._seconds['train'] == pytest.approx(60)
+    assert seen.of('time/train')[30] == pytest.approx(60 / 60)
+    assert seen.of('time/val')[30] == pytest.approx((42 + 21 + 21) / 60)
     assert list(seen.of('throughput/batches_per_sec').values())[-1] == pytest.approx(0.5)
-
-
-def test_an_evaluation_that_was_cancelled_ends(clock: Clock) -> None:
-    def cancel(cb: Callback) -> None:
-        if cb.learn.phase == 'valid' and cb.learn.iter == 1:
-            raise CancelValidException
-
-    monitor = SpeedMonitor()
-    synth_learner(cbs=[monitor, Pass(clock, valid=7.0), Callback(after_batch=cancel)]).fit(2)
-    assert (monitor._seconds['train'], monitor._seconds['val']) == pytest.approx((40, 28))
-
-
-def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
-    def fail(cb: Callback) -> None:
-        if cb.learn.train_iter == 3:
-            raise KeyboardInterrupt
-
-    monitor = SpeedMonitor()
-    learn = synth_learner(cbs=[monitor, Pass(clock), failing := Callback(after_step=fail)])
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1)
-    clock.now += 100
-    learn.remove_cb(failing)
-    learn.fit(1)
-    assert monitor._seconds['train'] == pytest.approx(8 + 20)
 
 
 def test_tokens(clock: Clock) -> None:
@@ -257,12 +198,6 @@ def test_flops_and_their_share_of_the_peak(
     assert seen.of('throughput/device/mfu') == pytest.approx({5: 0.25, 10: 0.25})
 
 
-def test_no_mfu_without_a_peak(clock: Clock) -> None:
-    seen = Seen()
-    synth_learner(model=Fixed(), cbs=[SpeedMonitor(every=5), Pass(clock), seen]).fit(1)
-    assert seen.of('throughput/flops_per_sec') and not seen.of('throughput/device/mfu')
-
-
 def test_the_peak_is_known_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, 'model_device', lambda model, dls: torch.device('cuda'))
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A10G')
@@ -299,27 +234,6 @@ def test_bad_options(cls: Any, options: dict[str, Any]) -> None:
         cls(**options)
 
 
-def test_times_continue_after_a_resume(clock: Clock) -> None:
-    first = SpeedMonitor()
-    synth_learner(cbs=[first, Pass(clock, valid=7.0)]).fit(1)
-    second = SpeedMonitor()
-    load = Callback(
-        before_train=lambda cb: (
-            second.load_state_dict(saved(first)) if cb.learn.epoch == 0 else None
-        )
-    )
-    synth_learner(cbs=[second, Pass(clock, valid=7.0), load]).fit(1)
-    assert (second._seconds['train'], second._seconds['val']) == pytest.approx((40, 28))
-
-
-def saved(cb: Callback) -> Any:
-    "Return a callback's state as loaded from a file."
-    file = io.BytesIO()
-    torch.save(cb.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # ------------------------------------------------------------------------------------------ runtime
 
 
@@ -336,48 +250,3 @@ def test_the_rate_of_training_and_evaluations_so_far_continues(clock: Clock) -> 
         expected[n] = (2 * (n - 1) + evaluations_s) / (n - 1) * (40 - n) / 60
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
     assert estimator.remaining_s == 0
-
-
-def test_right_after_a_resume(clock: Clock) -> None:
-    first, second = (RuntimeEstimator(time_unit='seconds', every=1) for _ in range(2))
-    seen, state = Seen(), dict[str, Any]()
-
-    def save(cb: Callback) -> None:
-        if cb.learn.epoch == 1:
-            state.update(saved(first), ba=cb.learn.counters.batches)
-
-    def load(cb: Callback) -> None:
-        if cb.learn.epoch != 2:
-            return
-        cb.learn.counters.batches = state['ba']
-        second.load_state_dict(state)
-
-    synth_learner(cbs=[first, Pass(clock), Callback(epoch_checkpoint=save)]).fit(4)
-    clock.now += 3600
-    loading = Callback(before_train=load)
-    loading.order = 200
-    synth_learner(cbs=[second, Pass(clock), seen, loading]).fit(4, start_epoch=2)
-    assert seen.of('time/remaining_estimate') == pytest.approx(
-        {n: 2 * (40 - n) for n in range(21, 41)}
-    )
-
-
-def test_without_a_length_the_estimate_comes_with_each_epoch(clock: Clock) -> None:
-    class Endless:
-        def __iter__(self) -> Any:
-            return iter(list(dls.train))
-
-    dls, seen = synth_dls(), Seen()
-    estimator = RuntimeEstimator(time_unit='seconds', every=5)
-    synth_learner(dls=DataLoaders(Endless(), dls.valid), cbs=[estimator, Pass(clock), seen]).fit(3)
-    got = seen.of('time/remaining_estimate')
-    # nothing is known in the first epoch, of whose 10 batches 9 are measured
-    assert got == pytest.approx({15: 2 * 18, 20: 2 * 18, 25: (18 + 20) / 2, 30: (18 + 20) / 2})
-
-
-def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
-    seen = Seen()
-    cbs = [RuntimeEstimator(time_unit='seconds', every=5), Pass(clock), seen]
-    synth_learner(cbs=cbs).fit('25ba')
-    expected = {n: 2 * (25 - n) for n in range(5, 26, 5)}
-    assert seen.of('time/remaining_estimate') == pytest.approx(expected)

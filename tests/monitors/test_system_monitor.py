@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from time import sleep
 
 import pytest
 import torch
 
-from learnkit import Callback
 from learnkit.core.errors import MissingExtraError
 from learnkit.monitors.system_monitor import SystemMonitor, read_gpu
 from learnkit.testing import synth_learner
@@ -29,24 +27,6 @@ def test_what_is_logged_agrees_with_the_system(tmp_path: Path) -> None:
     assert row['disk_memory_free'] == pytest.approx(disk.free, rel=0.05)
     assert row['cpu_memory_available'] == pytest.approx(ram.available, rel=0.3)
     assert 0 <= row['cpu_percentage'] <= 100 and 0 < row['cpu_memory_percent'] <= 100
-
-
-def test_load_is_that_since_the_last_look() -> None:
-    learn = synth_learner(cbs=(cb := SystemMonitor()))
-    learn.fit(1)
-    deadline = psutil.cpu_times().user + psutil.cpu_times().system + 0.3
-    while psutil.cpu_times().user + psutil.cpu_times().system < deadline:
-        pass
-    assert cb.measure()['cpu_percentage'] > 20
-
-
-def test_by_default_it_looks_every_ten_seconds() -> None:
-    learn = synth_learner(cbs=SystemMonitor())
-    learn.fit(1)
-    assert not set(learn.history[0]) & set(SystemMonitor.metric_names)
-    learn.counters.seconds = 9.5
-    learn.fit(1, cbs=Callback(after_pred=lambda cb: sleep(0.6) if cb.train_iter == 3 else None))
-    assert set(learn.history[1]) & set(SystemMonitor.metric_names)
 
 
 def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:

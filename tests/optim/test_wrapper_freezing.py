@@ -297,7 +297,6 @@ def test_a_compiled_step_notices_freezing() -> None:
         )
         if compiled:
             learn.compile(step=True, backend='eager')
-            learn.whole_step.verdict = 'not timed'
         for act in (learn.freeze, learn.unfreeze, partial(learn.freeze_to, 1)):
             torch.manual_seed(1)
             learn.fit(1)
