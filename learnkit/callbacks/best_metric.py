@@ -85,10 +85,9 @@ class BestMetric(TrackerCallback):
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."
         recorder = records(self)
-        names = recorder.evaluated_columns(self.monitor)
-        if not all(_filter_names(names, target) for target in self.targets):
-            recorder.find_keys()
-            names = recorder.evaluated_columns()
+        names = recorder.evaluated_columns()
+        if not all(_filter_names(names, target) for target in (self.monitor, *self.targets)):
+            names = recorder.find_keys()
         if self.monitor not in names:
             raise self._make_error('source', self.monitor, names)
         columns = [self.monitor]

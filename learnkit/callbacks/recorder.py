@@ -21,9 +21,7 @@ from learnkit.callbacks.epoch_metrics import (
     clone_metric,
     load_metrics,
     metric_states,
-    pack_rows,
     read_metrics,
-    unpack_rows,
 )
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
@@ -110,8 +108,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
+        if train_loss not in TRAIN_LOSSES:
+            raise OptionError(
+                f"Recorder: train_loss={train_loss!r}: give 'mean' or 'smooth'."
+                f'{did_you_mean(str(train_loss), TRAIN_LOSSES)}'
+            )
         self.train_loss = train_loss
-        self._check_train_loss()
         self.add_time = add_time
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
@@ -132,17 +134,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._n_before = 0  # number of steps before the current epoch
         self._is_epoch_open = False  # True from the start of an epoch's training to its end
         # values logged after the row of the epoch was written; None: it is not written yet
-        self._logged_after_row: EpochMetrics | None = None
+        self._late_values: dict[str, Mean] | None = None
         self._clear_steps()
-
-    def _check_train_loss(self) -> None:
-        if self.train_loss in TRAIN_LOSSES:
-            return
-        raise OptionError(
-            f'Recorder: train_loss={self.train_loss!r}: give '
-            f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
-            f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}'
-        )
 
     def _clear_steps(self) -> None:
         self.values = L()
@@ -171,9 +164,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._check_mergeable()
         if not learn.fitting:
             return
-        self._check_train_loss()
         self.n_fits += 1
-        self._logged_after_row = None
+        self._late_values = None
         self._logged_names = []
         self._hidden_names = set()
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
@@ -181,9 +173,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if learn.metrics or contains_activation(learn.loss_func):
             self.before_backward = self._check_once  # type: ignore[method-assign]
         if self._train and learn.microbatch:
-            keeps_predictions = learn.microbatch == 'auto'
-            measure = self._keep_microbatch if keeps_predictions else self._measure_microbatch
-            self.after_loss = measure  # type: ignore[method-assign]
+            self.after_loss = self._measure_microbatch  # type: ignore[method-assign]
 
     def select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
@@ -216,21 +206,19 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._metric_columns.add(name, value, self._names())
 
     def _measure_microbatch(self) -> None:
-        "Compute the training metrics of a microbatch while its predictions exist."
+        "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
         if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
-        for m in self._train:
-            m.accumulate(learn)
-
-    def _keep_microbatch(self) -> None:
-        "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
-        learn = self.learn
-        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
-            return
+        if learn.microbatch != 'auto':
+            return self._accumulate(learn)
         if not learn.microbatches.index:
             self._microbatches = []
         self._microbatches.append(KeptMicrobatch(learn))
+
+    def _accumulate(self, batch: Any) -> None:
+        for m in self._train:
+            m.accumulate(batch)
 
     def before_epoch(self) -> None:
         current = self.epoch_metrics
@@ -240,9 +228,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.fitting:
             self._n_before = self.smooth_loss.count
             if self.learn.world.size > 1:
-                self._merge_late_values()
                 self.smooth_loss.mark(self._n_before)
-            self._logged_after_row = None
+            self._late_values = None
         self.log = L(self.learn.epoch)
 
     def before_train(self) -> None:
@@ -267,14 +254,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
-            if learn.microbatch:
-                batches: list[Any] = self._microbatches
-                self._microbatches = []
-            else:
-                batches = [learn] if self._train and learn.strategy.has_local_samples else []
-            for batch in batches:
-                for m in self._train:
-                    m.accumulate(batch)
+            if self._train and not learn.microbatch and learn.strategy.has_local_samples:
+                self._accumulate(learn)
+            for microbatch in self._microbatches:
+                self._accumulate(microbatch)
+            self._microbatches = []
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 
@@ -298,12 +282,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_without_loss(self) -> None:
         "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
-        if (
-            learn.loss_func is None
-            and learn.phase == 'valid'
-            and learn.yb
-            and 'pred' in learn.__dict__
-        ):
+        has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
+        if has_pred and learn.loss_func is None and learn.yb:
             self._measure(self.select_metrics('valid'))
 
     def after_train(self) -> None:
@@ -367,60 +347,38 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.phase == 'predict':
             return
         check_column(name)
-        late = self._logged_after_row if self._has_row() else None
-        current = late or self.epoch_metrics
-        if name not in current.logged and name not in self._logged_names:
-            self._check_new_column(name)
-        mean = current.logged.setdefault(name, Mean())
-        if weight is None:
-            mean.reset()
-            current.latest.add(name)
-        elif (
-            is_open(self.learn, 'train') or is_open(self.learn, 'validate')
-        ) and not self.learn.strategy.has_local_samples:
-            weight = 0
-        mean.add(value, 1 if weight is None else weight)
-        if late is not None:
-            self._set_logged_value(name, mean)
-        elif self.learn.fitting and name not in self._logged_names:
-            self._logged_names.append(name)
-            if not shown:
-                self._hidden_names.add(name)
-
-    def _check_new_column(self, name: str) -> None:
-        "Raise `MetricError` for the name of a metric."
-        if name in self.list_columns():
+        current = self.epoch_metrics
+        late = self._late_values if self._has_row() else None
+        logged = current.logged if late is None else late
+        if name not in logged and name not in self._logged_names and name in self.list_columns():
             raise MetricError(
                 f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
             )
+        mean = logged.setdefault(name, Mean())
+        if weight is None:
+            mean.reset()
+            current.latest.add(name)
+        elif self._is_idle():
+            weight = 0
+        mean.add(value, 1 if weight is None else weight)
+        if late is not None:
+            self.history[-1][name] = mean.value
+        if self.learn.fitting and name not in self._logged_names:
+            self._logged_names.append(name)
+            if not shown or late is not None:
+                self._hidden_names.add(name)
 
     def _has_row(self) -> bool:
         "Return True if the row of the current epoch exists."
-        if self._logged_after_row is None or not self.learn.fitting or self.learn.run.depth != 1:
+        if self._late_values is None or not self.learn.fitting or self.learn.run.depth != 1:
             return False
         return bool(self.history[-1]['epoch'] == self.learn.epoch)
 
-    def _set_logged_value(self, name: str, mean: Mean) -> None:
-        "Set a value in the row of this epoch, which is printed already."
-        self.history[-1][name] = mean.value
-        if name not in self._logged_names:
-            self._logged_names.append(name)
-            self._hidden_names.add(name)
-
-    def _merge_late_values(self) -> None:
-        "Merge what the ranks have logged since the row of the epoch was written."
-        late = self._logged_after_row
-        if late is None:
-            return
-        states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
-        late.merge_logged(states)
-        for name, mean in late.logged.items():
-            self._set_logged_value(name, mean)
-
-    def after_fit(self) -> None:
-        if self.learn.fitting and self.learn.world.size > 1:
-            self._merge_late_values()
-            self._logged_after_row = None
+    def _is_idle(self) -> bool:
+        "Return True on a rank whose batch only fills up the round of the other ranks."
+        learn = self.learn
+        has_batch = is_open(learn, 'train') or is_open(learn, 'validate')
+        return has_batch and not learn.strategy.has_local_samples
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics
@@ -438,7 +396,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if learn.fitting:
             self._is_epoch_open = False
         else:
-            columns = dict.fromkeys([*self._evaluated_names(), *values])
+            columns = dict.fromkeys([*self.evaluated_columns(), *values])
             learn.final_record = Values({name: values[name] for name in columns if name in values})
             return
         if not values:
@@ -453,7 +411,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self._logged_after_row = EpochMetrics()
+        self._late_values = {}
         shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
@@ -508,7 +466,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._microbatches = []
         self._is_epoch_open = False
         if self.learn.fitting:
-            self._logged_after_row = None
+            self._late_values = None
         self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:
@@ -532,10 +490,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             for column in self._metric_columns.columns(m.name)
         ]
         train = ['train_loss', *map(self._train_column, train_columns)]
-        names = ['epoch', *train, *self._evaluated_names(), *self._logged_names]
+        names = ['epoch', *train, *self.evaluated_columns(), *self._logged_names]
         return list(dict.fromkeys(names))
 
-    def _evaluated_names(self) -> list[str]:
+    def evaluated_columns(self) -> list[str]:
+        "Return the columns of evaluations."
         loaders = evaluation_loaders(self.learn.dls)
         return [name for dl_name, _ in loaders for name in self._valid_names(dl_name)]
 
@@ -572,14 +531,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         values = self._metric_columns.values(m.name, value, prefix)
         return {self._valid_name(m, dl_name, column): v for column, v in values.items()}
 
-    def evaluated_columns(self, wanted: str | None = None) -> list[str]:
-        "Return the columns of evaluations; compute the metrics once if `wanted` is unknown."
-        if wanted is not None and wanted not in self._evaluated_names():
-            self.find_keys()
-        return self._evaluated_names()
-
-    def find_keys(self) -> None:
-        """Find the keys of metrics that return dicts, from a batch of each validation loader.
+    def find_keys(self) -> list[str]:
+        """Find the keys of metrics that return dicts, from a batch of each validation loader; return all columns.
 
         Callbacks call this function to look up an unknown column before the first batch of a fit.
         """
@@ -595,6 +548,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
                 except Exception:
                     continue  # the first batch of the fit raises the error again
                 self._named_values(m, value, dl_name)
+        return self.evaluated_columns()
 
     @property
     def _train_mets(self) -> L:
@@ -627,7 +581,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def lrs(self) -> list[float]:
         "Learning rate of every step of this fit, of the last param group."
-        return self._steps.column('lr')
+        return self._steps.columns().get('lr', [])
 
     @property
     def hps(self) -> dict[str, list[float]]:
@@ -652,7 +606,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
-            'values': pack_rows(self.values),
+            'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
             'logged_names': list(self._logged_names),
             'unshown': sorted(self._hidden_names),
@@ -672,7 +626,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history = History(map(dict, sd['history']))
         self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
-        self.values = L(map(L, unpack_rows(sd['values'])))
+        self.values = L(map(L, _as_lists(sd['values'])))
         self.iters = L(list(sd['iters']))
         self._logged_names = list(sd['logged_names'])
         self._hidden_names = set(sd['unshown'])
@@ -700,6 +654,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
+
+
+def _as_lists(rows: Any) -> list[Any]:
+    "Return the rows of a checkpoint, of which earlier releases made a tensor."
+    return list(rows.tolist() if isinstance(rows, Tensor) else rows)
 
 
 def recorder_of(learn: LearnerLike) -> Recorder | None:

@@ -522,30 +522,20 @@ def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
     assert learn.recorder.lrs == learn.recorder.hps['lr'] == [0.5**i for i in range(5)]
 
 
-@pytest.mark.parametrize(
-    ('first', 'second', 'gone', 'late'),
-    [
-        (torch.optim.Adam, torch.optim.SGD, {'eps', 'sqr_mom'}, {'mom'}),
-        (torch.optim.SGD, torch.optim.Adagrad, {'mom'}, {'eps'}),
-    ],
-)
-def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(
-    first: Any, second: Any, gone: set[str], late: set[str]
-) -> None:
+def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit() -> None:
     "All steps are recorded; a hyperparameter that an optimizer lacked is nan, one that the last lacks is dropped."
 
     def replace(cb: Any) -> None:
         if cb.train_iter == 2:
-            cb.learn.opt = OptimWrapper(opt=second(cb.learn.model.parameters(), lr=0.25))
+            opt = torch.optim.Adagrad(cb.learn.model.parameters(), lr=0.25)
+            cb.learn.opt = OptimWrapper(opt=opt)
 
-    learn = learner((TRAIN, VALID), Callback(before_draw=replace), opt_func=first)
+    learn = learner((TRAIN, VALID), Callback(before_draw=replace), opt_func=torch.optim.SGD)
     learn.fit(1)
     hps = learn.recorder.hps
     assert learn.recorder.lrs == hps['lr'] == [0.1, 0.1, 0.25, 0.25, 0.25]
-    assert hps['wd'] == [0.0] * 5 and not gone & set(hps) and late <= set(hps)
-    for name in late:
-        assert [v != v for v in hps[name]] == [True, True, False, False, False]
-        assert hps[name][2:] == [learn.opt.hypers[0][name]] * 3
+    assert hps['wd'] == [0.0] * 5 and 'mom' not in hps
+    assert [v != v for v in hps['eps']] == [True, True, False, False, False]
 
 
 def test_a_replaced_model_and_optimizer_are_let_go() -> None:
