@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from math import isnan, prod
 from numbers import Real
 from time import perf_counter
@@ -27,7 +26,6 @@ from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
-from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
@@ -61,8 +59,6 @@ __all__ = [
 ]
 
 TRAIN_LOSSES = ('mean', 'smooth')
-_OTHERS = {'fit', 'epoch', 'time'}  # columns of a row that are not values
-_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 
 
 class _EvalLoss(AvgLoss):
@@ -125,8 +121,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
-        # measurements by depth of the run, outermost first
-        self._metrics_by_depth = [EpochMetrics()]
+        # measurements by depth of the run: 1 is the outermost
+        self._metrics_by_depth = {1: EpochMetrics()}
         self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
         self._hidden_names: set[str] = set()  # logged names that are not printed
@@ -145,21 +141,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        n = self.smooth_loss.count
-        return f'<div><b>{escape(repr(self))}</b>, {n:,} steps in its last fit</div>{self.history._repr_html_()}'
-
     # -- what is measured --------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         learn = self.learn
         depth = max(self.learn.run.depth, 1)
-        del self._metrics_by_depth[depth - 1 :]  # measurements of runs that have ended
-        self._metrics_by_depth += [
-            EpochMetrics() for _ in range(len(self._metrics_by_depth), depth - 1)
-        ]
-        self._metrics_by_depth.append(EpochMetrics(own=depth > 1))
+        self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:
@@ -193,9 +180,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def epoch_metrics(self) -> EpochMetrics:
         "Measurements of the current epoch, or of the current evaluation inside another run."
-        depth = max(self.learn.run.depth, 1)
-        innermost = len(self._metrics_by_depth)
-        return self._metrics_by_depth[min(depth, innermost) - 1]
+        return self._metrics_by_depth.get(self.learn.run.depth, self._metrics_by_depth[1])
 
     def _check_once(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
@@ -462,7 +447,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def cleanup(self) -> None:
         "Discard the state of an interrupted run."
-        self._metrics_by_depth = self._metrics_by_depth[:1]
+        self._metrics_by_depth = {1: self._metrics_by_depth[1]}
         self._microbatches = []
         self._is_epoch_open = False
         if self.learn.fitting:
@@ -597,7 +582,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        current = self._metrics_by_depth[0]
+        current = self._metrics_by_depth[1]
         learn = self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
@@ -635,7 +620,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
         # outside a fit: the measurements of the last fit
-        self._metrics_by_depth[0].load_state_dict(sd['open'])
+        self._metrics_by_depth[1].load_state_dict(sd['open'])
         if self.learn is None:
             return
         final = sd['final_record']
@@ -646,7 +631,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Continue the measurements of the epoch in progress."
-        current = self._metrics_by_depth[0]
+        current = self._metrics_by_depth[1]
         current.started = perf_counter() - seconds
         self._n_before = sd['n_before']
         if self.learn.world.size > 1:
@@ -677,35 +662,22 @@ def records(cb: Any) -> Recorder:
     return found
 
 
-def find_column(cb: Any, monitor: str) -> int | None:
-    "Return the index of a column, None if only an earlier fit logged it; raise `MetricError` if unknown."
+def find_column(cb: Any, monitor: str) -> int:
+    "Return the index of a column in `recorder.values[-1]`; raise `MetricError` if unknown."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
         recorder.find_keys()
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS:
-        return None
-    if evaluation_loaders(cb.learn.dls):
-        hint = did_you_mean(monitor, names) or _LOGGED
-    else:
-        hint = (
-            f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{_LOGGED}'
-        )
+    hint = did_you_mean(monitor, names) or (
+        ' Nothing is evaluated without validation data. For what `learn.log` averages, give a function: '
+        "`monitor=lambda learn: learn.history[-1]['...']`."
+    )
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
         f'{", ".join(names)}.{hint}'
     )
-
-
-def _rows(learn: LearnerLike, recorder: Recorder) -> list[dict[str, Any]]:
-    "Return the history; for a fit being resumed also the history in the checkpoint."
-    resumed = learn.resuming
-    if resumed is None:
-        return list(recorder.history)
-    saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
-    return [*recorder.history, *saved.get('history', ())]
 
 
 def epoch_row(cb: Any) -> dict[str, Any] | None:

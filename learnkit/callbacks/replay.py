@@ -159,11 +159,12 @@ def replay(
             'There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
             'fit again: it keeps the last batch until the next fit.'
         )
-    drawn = source._drawn[
-        source._failed_key if source._failed_key is not None else max(source._drawn)
-    ]
+    failed = source._failed_key
+    drawn = source._drawn[max(source._drawn) if failed is None else failed]
     if learn.logger is not noop:
-        print(announce(source, drawn))
+        at = drawn.state
+        samples = f', samples {format_few(source._indices)}' if source._indices else ''
+        print(f'Repeating batch {at["iter"]} of epoch {at["epoch"]} ({at["dl_name"]}){samples}.')
     with (
         deferred_interrupts() as deferred,
         restored(learn),
@@ -173,17 +174,6 @@ def replay(
         deferred.paused(),
     ):
         return repeat(learn, source, drawn, detect_anomaly)
-
-
-def announce(source: Replay, drawn: Drawn) -> str:
-    "Return a sentence that names the repeated batch."
-    state = drawn.state
-    samples = f', samples {format_few(source._indices)} of the data set' if source._indices else ''
-    text = (
-        f'Repeating batch {state["iter"]} of epoch {state["epoch"]} ({state["dl_name"]}){samples}.'
-    )
-    is_other = source._error_notes and source._failed_key is None
-    return f'{text} The run failed outside of a batch; this is the last one.' if is_other else text
 
 
 def class_name(cb: Callback) -> tuple[str, str]:

@@ -137,13 +137,11 @@ class TrackerCallback(Callback):
         if callable(self.monitor):
             return self.monitor(self.learn)
         values = records(self).values[-1]
-        if self.idx is not None:  # a metric that returns a dict may have added columns
-            self.idx = find_column(self, self.monitor)
+        # again, as a metric that returns a dict may have added columns
+        self.idx = find_column(self, self.monitor)
         # the row of an interrupted epoch lacks some values
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
-        if is_complete and self.idx is not None:
-            return values[self.idx]
-        return row.get(self.monitor)
+        return values[self.idx] if is_complete else row.get(self.monitor)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -142,9 +142,6 @@ def test_what_is_logged_can_be_watched_by_a_function() -> None:
     learn.logger = noop
     learn.fit(3)
     assert learn.tracker.best == 3.0
-    learn.add_cb(TrackerCallback('part', comp=np.greater))  # a column by now
-    learn.fit(2)
-    assert [cb.best for cb in learn.cbs if isinstance(cb, TrackerCallback)] == [4.0, 5.0]
 
 
 def test_best_is_kept_over_fits_when_asked() -> None:
