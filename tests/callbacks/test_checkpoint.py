@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import wait
-from copy import deepcopy
 from pathlib import Path
 from threading import Event, Timer
 from time import sleep
@@ -162,17 +161,6 @@ def test_the_newest_and_best(
     assert epochs(tmp_path) == expected
 
 
-def test_two_that_watch_different_values(tmp_path: Path) -> None:
-    learn = make(
-        losses(4.0, 1.0, 2.0, 9.0),
-        Checkpoint(folder=tmp_path / 'low', keep_last=1),
-        Checkpoint(folder=tmp_path / 'high', keep_last=1, mode='max', monitor='valid_loss'),
-    )
-    learn.fit(5)
-    assert epochs(tmp_path / 'low') == [2, 5] and epochs(tmp_path / 'high') == [4, 5]
-    assert learn.callback_states().keys() >= {'checkpoint', 'checkpoint_2'}
-
-
 def test_a_function_may_select_the_best(tmp_path: Path) -> None:
     def far(learn: Any) -> float:
         return abs(learn.epoch - 2.0)
@@ -254,13 +242,6 @@ def test_nothing_there_yet_begins(tmp_path: Path) -> None:
         make(path=tmp_path / 'x').fit(1, resume='latest')
 
 
-def test_a_resume_that_nothing_writes_for_is_reported(tmp_path: Path) -> None:
-    learn = make(path=tmp_path)
-    with pytest.warns(UserWarning, match=r'`Checkpoint\(\)`'):
-        learn.fit(1, resume=True)
-    assert len(learn.history) == 1
-
-
 def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
     make(Checkpoint('1ba', tmp_path)).fit(1)
     newest = tmp_path / names(tmp_path)[-1]
@@ -317,19 +298,6 @@ def test_an_error_in_the_background_comes_at_the_next_batch(writing: Any, tmp_pa
     assert any('in Checkpoint.batch_checkpoint (epoch 0, batch 4)' in n for n in error.__notes__)
     assert learn.checkpoint._lock is None and threading.active_count() == threads
     learn.fit(2, resume=True)
-
-
-@pytest.mark.parametrize('background', [True, False])
-def test_an_error_of_the_last_write_comes_at_the_end(
-    background: bool, writing: Any, tmp_path: Path
-) -> None:
-    writing(failing(1, OSError(28, 'No space left on device')))
-    learn = make(Checkpoint(None, tmp_path, background=background))
-    with pytest.raises(OSError, match='No space left'):
-        learn.fit(1)
-    assert learn.opt.n_steps == N and learn.checkpoint._lock is None
-    learn.fit(1)
-    assert len(names(tmp_path)) == 1
 
 
 def test_the_first_error_stays_and_the_write_is_waited_for(writing: Any, tmp_path: Path) -> None:
@@ -442,16 +410,6 @@ def test_nothing_is_written_outside_of_fits(tmp_path: Path) -> None:
     nested = Callback(after_batch=lambda cb: cb.learn.validate() if cb.training else None)
     learn.fit(1, cbs=nested)
     assert len(names(tmp_path / 'run')) == 3 and learn.checkpoint._lock is None
-
-
-def test_a_copy_of_a_learner(tmp_path: Path) -> None:
-    learn = make(Checkpoint(folder=tmp_path))
-    learn.fit(1)
-    copy = deepcopy(learn)
-    assert copy.checkpoint is not learn.checkpoint and copy.checkpoint.learn is copy
-    for one in (copy, learn):
-        one.fit(2, resume=True)
-    assert torch.equal(copy.model[0].weight, learn.model[0].weight)
 
 
 def test_it_may_come_and_go_in_the_middle_of_a_fit(tmp_path: Path) -> None:

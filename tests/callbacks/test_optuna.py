@@ -119,14 +119,6 @@ def test_evaluations_within_an_epoch_are_reported_by_their_batch() -> None:
     assert learn.time.ba == 12
 
 
-def test_steps_continue_over_the_fits_of_a_trial() -> None:
-    study = optuna.create_study()
-    learn = learner(0.01, OptunaPruning(study.ask()))
-    learn.fit(2)
-    learn.fit(1)
-    assert sorted(study.trials[0].intermediate_values) == [0, 1, 2]
-
-
 def unknown(pred: torch.Tensor, targ: torch.Tensor) -> torch.Tensor:
     return torch.tensor(math.nan)
 

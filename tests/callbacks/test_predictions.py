@@ -152,13 +152,6 @@ def test_collected_batches_in_order_with_predictions_and_losses() -> None:
     assert torch.equal(torch.cat([d[0][0] for d in collect.data]), X) and len(collect.data) == 4
 
 
-def test_a_run_inside_another_one_loses_nothing_that_was_collected() -> None:
-    collect = CollectDataCallback()
-    learn = make(cbs=[collect, Callback(after_train=lambda cb: cb.learn.validate())])
-    learn.fit(1)
-    assert len(collect.data) == 4 + 4 + 4
-
-
 # MCDropoutCallback
 
 KINDS: dict[str, Any] = {
@@ -298,18 +291,3 @@ def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_ha
     on.clear()
     learn.validate()
     assert on == [True] * 4
-
-
-def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back() -> None:
-    on: list[tuple[int, bool]] = []
-
-    def look(cb: Any) -> None:
-        on.append((cb.learn.run.depth, cb.learn.model[2].training))
-
-    def inner(cb: Any) -> None:
-        if not cb.training and cb.iter == 1:
-            cb.learn.validate()
-
-    learn = make(cbs=MCDropoutCallback())
-    learn.fit(1, cbs=[Callback(after_loss=look), Callback(after_loss=inner)])
-    assert on == [(1, True)] * 6 + [(2, True)] * 4 + [(1, True)] * 2 and not learn.model[2].training

@@ -138,13 +138,6 @@ def test_many_rows_are_folded_behind_the_first() -> None:
     assert len(table.text(200).splitlines()) == 201  # 200 lines and the note
 
 
-def test_names_and_values_are_escaped() -> None:
-    table = Table()
-    table.add(['<b>a</b>', 'pair'], ['<script>', torch.tensor([[1], [2]])])
-    assert '<script>' not in table.html(9) and '&lt;b&gt;' in table.html(9)
-    assert table.text(9).count('\n') == 1  # a tensor's lines are joined
-
-
 @pytest.mark.parametrize(
     ('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')]
 )
@@ -279,14 +272,6 @@ def test_evaluation_alone_shows_an_inner_bar(
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
     assert shown[0].closed == [None]
     assert not shown[0].table.lines
-
-
-def test_a_short_evaluation_alone_shows_nothing(
-    shown: list[Recording], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learnkit.callbacks.progress, 'PATIENCE_S', 0.5)
-    make_learner().validate()
-    assert shown[0].bars == []
 
 
 def test_no_bar_is_silent_but_for_the_rows_of_print(shown: list[Recording]) -> None:
@@ -533,9 +518,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
         'make_learner(1, 220, wait_s=0.0025).validate()',
         'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
         'make_learner(2, 1).fit(300)',
-        'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
-        'make_learner().fit(0)',
-        'for _ in range(3): make_learner().validate()',
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
@@ -585,11 +567,3 @@ def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:
     [output] = notebook.cells[5].outputs
     assert '... 101 more, in learn.history ...' in output.data['text/plain']
     assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 1
-
-
-@pytest.mark.notebook
-def test_a_notebook_shows_no_rows_where_there_are_none(notebook: Any) -> None:
-    [output] = notebook.cells[6].outputs
-    assert output.data['text/html'] == ''
-    assert notebook.cells[7].outputs == []
-    assert notebook.cells[8].outputs == []

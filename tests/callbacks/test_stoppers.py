@@ -153,14 +153,6 @@ def test_stops_once_a_metric_is_past_a_threshold(
     assert passes(learn.threshold_stopper.value)
 
 
-def test_a_failed_epoch_leaves_the_stopper_usable_and_its_state_is_kept() -> None:
-    cb = ThresholdStopper('valid_loss', 0.01)
-    quiet(cbs=cb).fit(2)
-    other = ThresholdStopper('valid_loss', 0.01)
-    other.load_state_dict(cb.state_dict())
-    assert other.value == cb.value is not None and other.best == cb.best
-
-
 @pytest.mark.parametrize(
     'wrong',
     [

@@ -24,7 +24,6 @@ from learnkit.callbacks.tracking import (
     TrackerCallback,
 )
 from learnkit.core.errors import (
-    CancelEpochException,
     CancelFitException,
     MetricError,
     OptionError,
@@ -182,19 +181,6 @@ def test_skipped_epochs_and_evaluations_between_count_for_nothing() -> None:
     assert (cb.best, cb.wait) == (1.0, 0)
 
 
-def test_an_epoch_without_validation_is_not_an_improvement() -> None:
-    class Cut(Callback):
-        def before_validate(self) -> None:
-            if self.learn.epoch == 1:
-                raise CancelEpochException
-
-    learn = synth_learner(lr=0.1, cbs=[TrackerCallback(), Look(), Cut()])
-    learn.logger = noop
-    learn.fit(3)
-    assert [new for _, new in learn.look.seen] == [True, False, True]
-    assert learn.look.seen[1][0] == learn.look.seen[0][0]
-
-
 @pytest.mark.parametrize(
     ('make', 'match'),
     [
@@ -321,16 +307,6 @@ def test_a_file_of_another_run_is_never_the_best(tmp_path: Path) -> None:
     assert weight(learn) == 1.0 and (tmp_path / 'models' / 'model.pth').read_bytes() == before
     learn.fit(0)
     assert weight(learn) == 1.0
-
-
-def test_the_state_continues_in_another_learner(tmp_path: Path) -> None:
-    learn = run(SaveModelCallback(reset_on_fit=False), [2.0, 1.0], tmp_path, lr=0.0)
-    cbs = [SaveModelCallback(reset_on_fit=False), Overwrite([4.0]), Look()]
-    other = synth_learner(n_train=1, path=tmp_path, cbs=cbs)
-    other.logger = noop
-    other.save_model.load_state_dict(learn.save_model.state_dict())
-    other.fit(1, lr=0.0)
-    assert weight(other) == 1.0 and other.save_model.best == 1.0
 
 
 def test_a_folder_that_cannot_be_written_fails_before_the_first_step(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     Callback,
-    FitError,
     Learner,
     Recorder,
     SkipToEpoch,
@@ -43,15 +42,6 @@ def test_start_epoch_trains_only_from_there_on() -> None:
     assert [row['epoch'] for row in learn.history] == [3, 4]
     assert learn.pct_train == pytest.approx(1)
     assert not any(isinstance(cb, SkipToEpoch) for cb in learn.cbs)
-
-
-def test_start_epoch_at_the_end_leaves_the_weights() -> None:
-    learn = quiet()
-    start = learn.model.a.item(), learn.model.b.item()
-    learn.fit(2, start_epoch=2)
-    assert (learn.model.a.item(), learn.model.b.item()) == start and learn.history == []
-    with pytest.raises(FitError, match='start_epoch=3'):
-        learn.fit(2, start_epoch=3)
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
