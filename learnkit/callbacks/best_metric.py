@@ -66,9 +66,7 @@ class BestMetric(TrackerCallback):
             targets = '*'
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
-            raise OptionError(
-                f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
-            )
+            raise OptionError(f'targets={targets!r}: give columns, or patterns such as "test/*".')
         self.at_best = {}
         self.best_at = None
         self._names: tuple[str, ...] = ()  # recorded columns

@@ -196,8 +196,8 @@ class Checkpoint(Callback):
             return
         if mesh_of(self.learn.model) is not None:
             raise OptionError(
-                "Checkpoint(trainable_only=True): the strategy 'fsdp' shards frozen weights too, and no process has "
-                "all of a weight to compare. Leave it out, or use the strategy 'ddp'."
+                "Checkpoint(trainable_only=True) cannot compare frozen weights that the strategy 'fsdp' shards: leave "
+                "it out, or use the strategy 'ddp'."
             )
         self._trained |= find_trainable(self.learn.model)
         self._find_changed()
@@ -585,16 +585,11 @@ class Checkpoint(Callback):
 def _find_mode(monitor: Any) -> str:
     "Return 'min' or 'max' for a known metric. Raises `OptionError` for an unknown one."
     if not callable(monitor) and not (isinstance(monitor, str) and monitor):
-        raise OptionError(
-            f'monitor={monitor!r}: give a column of the history, such as `valid_loss`, or a function of '
-            'the learner.'
-        )
+        raise OptionError(f'monitor={monitor!r}: give a column of the history, or a function.')
     direction = MetricProperties().get(_get_name(monitor))
     if direction in ('lower', 'higher'):
         return 'min' if direction == 'lower' else 'max'
-    raise OptionError(
-        f"It is not known which values of {_get_name(monitor)!r} are better: give mode='min' or 'max'."
-    )
+    raise OptionError(f"Which {_get_name(monitor)!r} are better: give mode='min' or 'max'.")
 
 
 def _get_name(monitor: Any) -> str:

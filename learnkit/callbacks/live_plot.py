@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from math import inf
 from time import perf_counter
 from typing import Any
 
-from typing_extensions import override
-
-from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.recorder import records
 from learnkit.core.html import DisplayHandle, in_notebook
 from learnkit.core.plotting import color, encode_figure, pyplot
 from learnkit.engine.callback import Callback
@@ -33,12 +30,12 @@ class ShowGraph(Callback):
     waiting. A plot takes some 50 ms, and the next one comes after 2.5 s at the earliest. Outside of a
     notebook nothing is drawn: call `learn.recorder.plot_loss()` afterwards.
 
-    Raises `MissingExtraError` without matplotlib. Checkpointed: the validation losses of the fit.
+    Raises `MissingExtraError` without matplotlib, and `MetricError` without a Recorder. No state.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=ShowGraph())
     >>> with learn.no_logging(): learn.fit(2)
-    ShowGraph draws in a notebook. Elsewhere, `learn.recorder.plot_loss()` does when the training is over.
+    ShowGraph draws in a notebook. Elsewhere, call `learn.recorder.plot_loss()` at the end.
     >>> [step for step, loss in learn.show_graph.valid_losses['valid']]
     [10, 20]
     """
@@ -49,7 +46,6 @@ class ShowGraph(Callback):
     remove_on_fetch = remove_on_find = True
 
     def __init__(self) -> None:
-        self.valid_losses: dict[str, Points] = {}  # points of the fit, by loader
         self._graph: LossGraph | None = None  # figure of the running fit
         self._due = inf
         self._has_printed = False
@@ -58,15 +54,13 @@ class ShowGraph(Callback):
         "Create the figure in a notebook; elsewhere print a hint once."
         if not self._is_outer_fit():
             return
-        self.valid_losses = {}
         if in_notebook():
             self._graph = LossGraph()
             self._due = perf_counter() + PATIENCE_S
         elif not self._has_printed:
             self._has_printed = True
             print(
-                'ShowGraph draws in a notebook. Elsewhere, `learn.recorder.plot_loss()` does when the training is '
-                'over.'
+                'ShowGraph draws in a notebook. Elsewhere, call `learn.recorder.plot_loss()` at the end.'
             )
 
     def after_batch(self) -> None:
@@ -74,18 +68,19 @@ class ShowGraph(Callback):
         if perf_counter() >= self._due:
             self._draw()
 
-    def after_eval(self) -> None:
-        "Add the losses of the evaluation."
-        recorder = recorder_of(self.learn)
-        if recorder is None or not self._is_outer_fit():
-            return
-        for name, value in recorder.measured.items():
-            dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
-            if dl_name == name or value is None:
-                continue
-            point = [recorder.smooth_loss.count, float(value)]
-            self.valid_losses.setdefault(dl_name, []).append(point)
-        self.after_batch()
+    @property
+    def valid_losses(self) -> dict[str, Points]:
+        "Validation losses of the last fit, by loader."
+        recorder = records(self)
+        n_before = self.learn.time.ba - recorder.smooth_loss.count  # batches of earlier fits
+        losses: dict[str, Points] = {}
+        for evaluation in recorder.evaluations:
+            step = evaluation['ba'] - n_before
+            for name, value in evaluation.items():
+                dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
+                if step > 0 and dl_name != name and value is not None:
+                    losses.setdefault(dl_name, []).append([step, float(value)])
+        return losses
 
     def cleanup(self) -> None:
         "Show the final figure, also after an error."
@@ -99,18 +94,9 @@ class ShowGraph(Callback):
         return bool(self.learn.fitting and self.learn.run.depth == 1)
 
     def _draw(self) -> None:
-        recorder = recorder_of(self.learn)
-        if self._graph is not None and recorder is not None:
-            self._graph.draw(recorder.smooth_loss.arrived, self.valid_losses)
+        if self._graph is not None:
+            self._graph.draw(records(self).smooth_loss.arrived, self.valid_losses)
         self._due = perf_counter() + INTERVAL_S
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {'valid_losses': deepcopy(self.valid_losses)}
-
-    @override
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self.valid_losses = deepcopy(sd['valid_losses'])
 
 
 ShowGraphCallback = ShowGraph  # fastai's name

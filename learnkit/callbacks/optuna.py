@@ -77,9 +77,7 @@ class OptunaPruning(Callback):
     def before_fit(self) -> None:
         "Find the column. Raises `OptionError` if the first rank has no trial."
         if self.trial is None and self.learn.world.is_first:
-            raise OptionError(
-                'OptunaPruning(None): the first process reports, and needs the trial.'
-            )
+            raise OptionError('OptunaPruning(None): the first process needs the trial.')
         find_column(self, self.monitor)
         self._reason = ''
 

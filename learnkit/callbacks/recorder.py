@@ -185,10 +185,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _check_once(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
         del self.before_backward
-        warn_of_activation(self.learn)
-        values = check_metrics(self.learn, self._train, self.select_metrics('valid'))
+        learn = self.learn
+        warn_of_activation(learn)
+        values = check_metrics(learn, self._train, self.select_metrics('valid'))
         for name, value in values.items():
-            self._metric_columns.add(name, value, self._names())
+            self._metric_columns.add(name, value, [m.name for m in learn.metrics])
 
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
@@ -272,6 +273,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self._measure(self.select_metrics('valid'))
 
     def after_train(self) -> None:
+        learn = self.learn
         values = self.epoch_metrics.values
         n = self.smooth_loss.count - self._n_before
         measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
@@ -281,7 +283,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self._has_steps() and isnan(values['train_loss']):
             warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
-            self._metric_columns.add(m.name, value, self._names())
+            self._metric_columns.add(m.name, value, [m.name for m in learn.metrics])
             columns = self._metric_columns.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
@@ -301,13 +303,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         current = self.epoch_metrics
         dl = self.learn.dl_name
-        metrics = list(self._valid_mets)
+        metrics = self._valid_mets
         measured, _ = read_metrics(metrics, current.n_valid, self.learn)
-        values: dict[str, Any] = {}
         for m, value in zip(metrics, measured, strict=True):
-            values |= self._named_values(m, value, dl)
-        current.values.update(values)
-        current.measured.update(values)
+            current.measured |= self._named_values(m, value, dl)
+        current.values |= current.measured
         current.n_valid = 0
         self.log = L(self.learn.epoch, *current.values.values())
 
@@ -337,7 +337,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         logged = current.logged if late is None else late
         if name not in logged and name not in self._logged_names and name in self.list_columns():
             raise MetricError(
-                f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
+                f'learn.log({name!r}): a metric has this name. Give the value another.'
             )
         mean = logged.setdefault(name, Mean())
         if weight is None:
@@ -499,9 +499,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if dl_name != 'valid':
             return f'{dl_name}/{column}'
         return f'valid_{column}' if isinstance(m, _EvalLoss) or self.train_metrics else column
-
-    def _names(self) -> list[str]:
-        return [m.name for m in self.learn.metrics]
 
     def _key_prefix(self, dl_name: str) -> str:
         "Return the prefix that separates a loader's own metrics from the Learner's."
@@ -697,7 +694,5 @@ def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
     if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(
-            f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.'
-        )
+        raise MetricError(f'{type(cb).__name__}: {monitor!r}: it is {value!r}, no number.')
     return None if isnan(value) else float(value)

@@ -77,13 +77,11 @@ class TrackerCallback(Callback):
         reset_on_fit: bool = True,  # whether each fit resets `best`; False: `best` of all fits
     ) -> None:
         if not is_number(min_delta) or not 0 <= min_delta < math.inf:
-            raise OptionError(
-                f'min_delta={min_delta!r}: give a number, 0 or more. `comp` decides what counts as better.'
-            )
+            raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more.')
         if not callable(monitor) and not (isinstance(monitor, str) and monitor):
+            name = type(self).__name__
             raise OptionError(
-                f'{type(self).__name__}(monitor={monitor!r}) has nothing to watch: give a column of the '
-                'history, such as `valid_loss`, or a function of the learner.'
+                f'{name}(monitor={monitor!r}): give a column of the history, or a function.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         self.comp: Compare = _choose_comparison(name) if comp is None else as_comparison(comp, name)
@@ -301,9 +299,7 @@ class ReduceLROnPlateau(_Patient):
     ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not isinstance(factor, Real) or not factor > 1:
-            raise OptionError(
-                f'factor={factor!r} divides the rate: give a number above 1, such as 10.'
-            )
+            raise OptionError(f'factor={factor!r} divides the rate: give a number above 1.')
         if not is_number(min_lr) or min_lr < 0:
             raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
         self.factor = factor
@@ -361,9 +357,7 @@ class SaveModelCallback(TrackerCallback):
         if every_epoch and at_end:
             raise OptionError('every_epoch and at_end contradict each other: choose one.')
         if not isinstance(every_epoch, int) or every_epoch < 0:
-            raise OptionError(
-                f'every_epoch={every_epoch!r}: give True, False, or a number of epochs.'
-            )
+            raise OptionError(f'every_epoch={every_epoch!r}: give a bool or a number of epochs.')
         resolve_path(fname, Path())
         self.fname = fname
         self.every_epoch = every_epoch
@@ -396,8 +390,7 @@ class SaveModelCallback(TrackerCallback):
             path = find_weights_path(self.learn, cb.fname)
             if (path, bool(cb.every_epoch)) == (own_path, own_kind):
                 raise OptionError(
-                    f'{self} and {cb} would both write {own_path}, each over what the other has saved: '
-                    'give one of them another `fname`.'
+                    f'{self} and {cb} both write {own_path}: give one another `fname`.'
                 )
 
     @override

@@ -150,9 +150,7 @@ def before_batch_cb(
     Callback(before_batch=half)
     """
     if not callable(f):
-        raise OptionError(
-            f'before_batch_cb({f!r}): give a function f(cb, xb, yb) that returns xb, yb.'
-        )
+        raise OptionError(f'before_batch_cb({f!r}): give a function f(cb, xb, yb) -> xb, yb.')
 
     def before_batch(cb: Callback) -> None:
         cb.learn.xb, cb.learn.yb = f(cb, cb.learn.xb, cb.learn.yb)

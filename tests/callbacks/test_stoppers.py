@@ -94,7 +94,7 @@ def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> 
 
 @pytest.mark.parametrize('monitor', [None, '', 3])
 def test_patience_without_a_monitor_is_refused(monitor: Any) -> None:
-    with pytest.raises(OptionError, match='nothing to watch'):
+    with pytest.raises(OptionError, match='monitor='):
         EarlyStopping(monitor, patience=2)
 
 
