@@ -1437,10 +1437,10 @@ class Learner(Loop):
 
         With `weight=None` the latest value is recorded instead of the mean. `shown=False` leaves the column out of the
         printed table. A value logged after the Recorder has recorded the epoch (in `after_epoch` with an `order` above
-        50) is added to the epoch's row of the history, but is not printed. In an evaluation the name gets the prefix
-        `valid_`, or the loader's name and `/`. The value is passed to every callback with a method
-        `receive_log(name, value, weight, shown)`: the Recorder, and each logger. Raises `MetricError` for the name of a
-        loss or metric column.
+        50) is added to the epoch's row of the history, but is not printed, and each process keeps its own. In an
+        evaluation the name gets the prefix `valid_`, or the loader's name and `/`. The value is passed to every
+        callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger. Raises
+        `MetricError` for the name of a loss or metric column.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner

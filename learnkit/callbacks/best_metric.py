@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from fnmatch import filter as fnfilter
 from typing import Any
 
 from typing_extensions import override
@@ -66,9 +66,7 @@ class BestMetric(TrackerCallback):
             targets = '*'
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
-            raise OptionError(
-                f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
-            )
+            raise OptionError(f'targets={targets!r}: give columns, or patterns such as "test/*".')
         self.at_best = {}
         self.best_at = None
         self._names: tuple[str, ...] = ()  # recorded columns
@@ -85,25 +83,19 @@ class BestMetric(TrackerCallback):
     def _match_columns(self) -> tuple[str, ...]:
         "Return the columns that match the targets, the source first."
         recorder = records(self)
-        names = recorder.evaluated_columns(self.monitor)
-        if not all(_filter_names(names, target) for target in self.targets):
-            recorder.find_keys()
-            names = recorder.evaluated_columns()
-        if self.monitor not in names:
-            raise self._make_error('source', self.monitor, names)
-        columns = [self.monitor]
-        for target in self.targets:
-            matches = _filter_names(names, target)
+        names = recorder.evaluated_columns()
+        if not all(fnfilter(names, name) for name in (self.monitor, *self.targets)):
+            names = recorder.find_keys()
+        columns: list[str] = []
+        for name in (self.monitor, *self.targets):
+            matches = fnfilter(names, name)
             if not matches:
-                raise self._make_error('targets', target, names)
+                raise MetricError(
+                    f'BestMetric({name!r}): no evaluation gives that, but {", ".join(names)}.'
+                    f'{did_you_mean(name, names)}'
+                )
             columns += matches
         return tuple(dict.fromkeys(columns))
-
-    def _make_error(self, option: str, name: str, names: list[str]) -> MetricError:
-        return MetricError(
-            f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
-            f'{did_you_mean(name, names)}'
-        )
 
     @override
     def after_epoch(self) -> None:
@@ -117,18 +109,15 @@ class BestMetric(TrackerCallback):
             return
         # a metric that returns a dict may have added columns
         self._names = self._match_columns()
-        self.new_best = bool(self.comp(value - self.min_delta, self.best))
+        self.new_best = self._is_better(value)
         if self.new_best:
             self.best = value
             self.best_at = self.learn.time.replace(dur=None)
             self.at_best = {name: self._as_number(measured.get(name)) for name in self._names}
         for name, at_best in self.at_best.items():
             if at_best is not None:
-                self._record(f'best/{name}', at_best)
-
-    def _record(self, name: str, value: float) -> None:
-        "Replace this epoch's earlier value, without the prefix of a loader."
-        self.learn.callbacks.notify('receive_log', name, value, None)
+                # replaces this epoch's earlier value, without the prefix of a loader
+                self.learn.callbacks.notify('receive_log', f'best/{name}', at_best, None)
 
     def after_fit(self) -> None:
         "Print the best values."
@@ -151,8 +140,3 @@ class BestMetric(TrackerCallback):
         super().load_state_dict(sd)
         self.at_best = dict(sd['at_best'])
         self.best_at = None if sd['best_at'] is None else Timestamp.from_state_dict(sd['best_at'])
-
-
-def _filter_names(names: list[str], pattern: str) -> list[str]:
-    "Return the names that match a pattern such as `test/*`."
-    return [name for name in names if fnmatchcase(name, pattern)]

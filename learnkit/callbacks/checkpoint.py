@@ -41,7 +41,7 @@ from learnkit.core.errors import CancelFitException, CheckpointError, OptionErro
 from learnkit.core.files import FolderLock, as_local_path, check_writable, sweep
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import check_count, warn_user
+from learnkit.core.validation import check_count
 from learnkit.core.version import VERSION
 from learnkit.distributed.dtensor import mesh_of
 from learnkit.engine.callback import Callback
@@ -57,8 +57,6 @@ EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
 
 # a copy of the state in host memory, the path of the file, and the file's metadata
 Snapshot = tuple[dict[str, Any], Path, dict[str, Any]]
-
-_run_ids: set[str] = set()  # ids of the runs of this process
 
 
 class Checkpoint(Callback):
@@ -198,8 +196,8 @@ class Checkpoint(Callback):
             return
         if mesh_of(self.learn.model) is not None:
             raise OptionError(
-                "Checkpoint(trainable_only=True): the strategy 'fsdp' shards frozen weights too, and no process has "
-                "all of a weight to compare. Leave it out, or use the strategy 'ddp'."
+                "Checkpoint(trainable_only=True) cannot compare frozen weights that the strategy 'fsdp' shards: leave "
+                "it out, or use the strategy 'ddp'."
             )
         self._trained |= find_trainable(self.learn.model)
         self._find_changed()
@@ -220,17 +218,9 @@ class Checkpoint(Callback):
         world = self.learn.world
         run_id = None if resumed is None else resumed.info.get('run')
         self._run_id = world.broadcast(run_id or token_hex(4))
-        if not world.is_first:
-            return
-        existing = entries(self.checkpoint_folder())
-        self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
-        if resumed is None and existing and existing[0].info.get('run') not in _run_ids:
-            warn_user(
-                f'{self.checkpoint_folder().absolute()} has checkpoints of an earlier run, the newest of them '
-                f'{existing[0].path.name}. They stay there, and this run starts from the beginning: to resume from '
-                'them, `fit(..., resume=True)`.'
-            )
-        _run_ids.add(self._run_id)
+        if world.is_first:
+            existing = entries(self.checkpoint_folder())
+            self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
 
     def _find_monitored_name(self) -> str | None:
         "Return the name of the monitored value, or None if no value is monitored."
@@ -289,7 +279,7 @@ class Checkpoint(Callback):
         writing = self._writing
         has_failed = writing is not None and writing.done() and writing.exception() is not None
         if post('failed', has_failed):
-            self._wait_on_all_ranks()
+            self.learn.world.run_on_all(self._wait)
         if is_due or is_best:
             self.save()
 
@@ -336,9 +326,7 @@ class Checkpoint(Callback):
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                 'of a fit: a run cannot be resumed from other places.'
             )
-        if not self._run_id:
-            self.before_fit()  # the callback was added during the fit
-        self._wait_on_all_ranks()
+        self.learn.world.run_on_all(self._wait)
         state, path, info = self._take_snapshot(checkpoint_point(self.learn))
         state = self._write_own_files(state, path)
         if not self.background:
@@ -361,17 +349,14 @@ class Checkpoint(Callback):
     def _take_snapshot(self, point: str) -> Snapshot:
         "Copy the state for a checkpoint at `point`: a checkpoint event, 'evaluation' or 'within'."
         learn = self.learn
-        self._recreate_removed_folder()
         if not self._has_warned:
             self._has_warned = True
             warn_of_lost_attributes(learn)
             learn.passes.warn_of_lost_state(learn, SAVE_POINTS[point] == 'batch')
         state = self._collect_state(point)
         time = learn.time
-        file = ''
-        if learn.world.is_first:
-            file = str(next_path(self.checkpoint_folder(), time.ep, time.ba))
-        return state, Path(learn.world.broadcast(file)), self._make_info(point)
+        file = next_path(self.checkpoint_folder(), time.ep, time.ba) if learn.world.is_first else ''
+        return state, Path(learn.world.broadcast(str(file))), self._make_info(point)
 
     def _make_info(self, point: str) -> dict[str, Any]:
         "Return the metadata of a checkpoint's file."
@@ -416,13 +401,6 @@ class Checkpoint(Callback):
         weights = {f'model.{k}': t for k, t in state['model'].items() if isinstance(t, Tensor)}
         return {**state, 'parts': {**parts, 'tensors': {**tensors, **weights}}}
 
-    def _recreate_removed_folder(self) -> None:
-        "Create and lock the folder again if it was removed during the run."
-        lock = self._lock
-        if lock is not None and not (lock.folder / '.lock').exists():
-            lock.release()
-            lock.acquire()  # creates the folder
-
     def _note_measured(self, row: Mapping[str, Any] | None) -> None:
         "Keep the monitored value of an evaluation, or of an epoch's row of the history."
         name = self._monitored
@@ -434,7 +412,7 @@ class Checkpoint(Callback):
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
             state = self._write_parts(state, path)
-        if self._lock is None:  # only rank 0 has the lock, and writes the file
+        if not self.learn.world.is_first:
             return
         write_state(path, state, info)
         self._run_entries.append(Entry(path, parse_number(path), info))
@@ -454,9 +432,6 @@ class Checkpoint(Callback):
         world = self.learn.world
         is_writer = world.is_first or 'parts' in state
         world.run_on_all(partial(self._write, state, path, info) if is_writer else noop)
-
-    def _wait_on_all_ranks(self) -> None:
-        self.learn.world.run_on_all(self._wait)
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise an error of the background thread."
@@ -482,7 +457,7 @@ class Checkpoint(Callback):
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
         if self._is_outer_fit():
-            self._wait_on_all_ranks()
+            self.learn.world.run_on_all(self._wait)
             self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def _is_outer_fit(self) -> bool:
@@ -524,7 +499,7 @@ class Checkpoint(Callback):
 
     def _save_and_leave(self, point: str) -> None:
         try:
-            self._wait_on_all_ranks()
+            self.learn.world.run_on_all(self._wait)
         finally:
             # also if the previous checkpoint could not be written
             self._write_and_leave(*self._take_snapshot(point))
@@ -553,32 +528,31 @@ class Checkpoint(Callback):
         try:
             self._wait()
         finally:
-            self._stop_request.restore()
             must_leave = self._stop_request.received
             self._stop_request.received = False
-            self._eval_snapshot = None
-            try:
-                if self._thread is not None:
-                    self._thread.shutdown()
-            finally:
-                self._release_resources()
+            self.on_run_ended()
         if must_leave and not in_ipython():
             self._stop_request.leave()
 
     def on_run_ended(self) -> None:
         "Release the folder and restore the signal handler, also if the cleanup was aborted."
         self._stop_request.restore()
-        self._release_resources()
+        try:
+            if self._thread is not None:
+                self._thread.shutdown()
+        finally:
+            self._release_resources()
 
     def _release_resources(self) -> None:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+        self._has_folder = False
         self._run_id = ''
         self._thread = None
         self._buffers = {}
         self._run_entries = []
-        self._has_folder = False
+        self._eval_snapshot = None
         if self._writers is not None:
             self._writers.close()
         self._writers = None
@@ -611,16 +585,11 @@ class Checkpoint(Callback):
 def _find_mode(monitor: Any) -> str:
     "Return 'min' or 'max' for a known metric. Raises `OptionError` for an unknown one."
     if not callable(monitor) and not (isinstance(monitor, str) and monitor):
-        raise OptionError(
-            f'monitor={monitor!r}: give a column of the history, such as `valid_loss`, or a function of '
-            'the learner.'
-        )
+        raise OptionError(f'monitor={monitor!r}: give a column of the history, or a function.')
     direction = MetricProperties().get(_get_name(monitor))
     if direction in ('lower', 'higher'):
         return 'min' if direction == 'lower' else 'max'
-    raise OptionError(
-        f"It is not known which values of {_get_name(monitor)!r} are better: give mode='min' or 'max'."
-    )
+    raise OptionError(f"Which {_get_name(monitor)!r} are better: give mode='min' or 'max'.")
 
 
 def _get_name(monitor: Any) -> str:

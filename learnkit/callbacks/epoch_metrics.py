@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from learnkit.core.batch import to_detach, to_device
@@ -30,8 +29,6 @@ __all__ = [
     'read_metrics',
     'metric_states',
     'load_metrics',
-    'pack_rows',
-    'unpack_rows',
 ]
 
 
@@ -138,10 +135,10 @@ class MetricColumns:
             if key in columns:
                 continue
             column = key if key not in taken else f'{name}_{key}'
-            i = 1
-            while column in taken:
-                i += 1
-                column = f'{name}_{key}_{i}'
+            if column in taken:
+                raise MetricError(
+                    f'{name}: there is a column {column!r} already. Give one of the metrics another name.'
+                )
             columns[key] = column
             taken.add(column)
 
@@ -217,10 +214,8 @@ def metric_states(
 
 
 def _metric_state(m: Metric) -> dict[str, Any]:
-    if not measures_batches(m):
-        return {'state': {}}
     try:
-        return {'state': m.state_dict()}
+        return {'state': m.state_dict() if measures_batches(m) else {}}
     except MetricError as e:
         return {'why': str(e)}
 
@@ -230,50 +225,20 @@ def load_metrics(
     states: list[dict[str, Any]],  # result of `metric_states`
 ) -> None:
     "Load the state of each metric, by name, and warn of metrics without a usable state."
-    unused = list(states)
-    failures = []
+    saved = {sd['name']: sd for sd in states}
     for m in metrics:
-        saved = next((s for s in unused if s['name'] == m.name), None)
-        if saved is not None:
-            unused.remove(saved)
-        reason = _load_metric(m, saved)
-        if reason:
-            failures.append(f'`{m.name}` ({reason})')
-    if failures:
-        warn_user(
-            f'{", ".join(failures)}: {"their" if len(failures) > 1 else "its"} training value of this '
-            'epoch counts the batches after the resume only.'
-        )
-
-
-def _load_metric(m: Metric, saved: dict[str, Any] | None) -> str:
-    "Load the state of a metric; return the reason if it cannot be loaded, otherwise ''."
-    if not measures_batches(m):
-        return ''
-    if saved is None:
-        return 'the checkpoint has no metric of this name'
-    if 'why' in saved:
-        return f'it was not saved: {saved["why"]}'
-    if saved['kind'] != type(m).__name__:
-        return f'it was a {saved["kind"]}'
-    try:
-        m.load_state_dict(saved['state'])
-    except MetricError as e:
-        m.reset()
-        return str(e)
-    return ''
-
-
-def pack_rows(rows: Iterable[Iterable[Any]]) -> Any:
-    "Return rows of floats as one float64 tensor (rows, columns), other rows as lists."
-    lists = [list(row) for row in rows]
-    lengths = {len(row) for row in lists}
-    types = {type(value) for row in lists for value in row}
-    if len(lengths) == 1 and types <= {float}:
-        return torch.from_numpy(np.array(lists))
-    return to_storable(lists)
-
-
-def unpack_rows(rows: Any) -> list[list[Any]]:
-    "Convert the result of `pack_rows` to lists."
-    return rows.tolist() if isinstance(rows, torch.Tensor) else [list(row) for row in rows]
+        if not measures_batches(m):
+            continue
+        try:
+            sd = saved.get(m.name, {})
+            if 'state' not in sd:
+                raise MetricError(sd.get('why', 'the checkpoint has no metric of this name'))
+            if sd['kind'] != type(m).__name__:
+                raise MetricError(f'it was a {sd["kind"]}')
+            m.load_state_dict(sd['state'])
+        except MetricError as e:
+            m.reset()
+            warn_user(
+                f'`{m.name}` ({e}): its training value of this epoch counts the batches after the resume '
+                'only.'
+            )

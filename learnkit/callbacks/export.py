@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from learnkit.checkpoint.saving import (
     copy_to_cpu,
@@ -23,7 +22,14 @@ from learnkit.checkpoint.saving import (
     read_sample_inputs,
     resolve_path,
 )
-from learnkit.core.batch import call_by_name, count_stacked, describe, map_tensors, passed_names
+from learnkit.core.batch import (
+    call_by_name,
+    count_stacked,
+    describe,
+    map_tensors,
+    passed_names,
+    tensors_in,
+)
 from learnkit.core.errors import (
     DistributedError,
     ModelError,
@@ -265,7 +271,7 @@ def _onnx_runner(path: Path) -> Runner:
     names = [i.name for i in session.get_inputs()]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arrays = [t.numpy() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        arrays = [t.numpy() for t in tensors_in((args, kwargs))]
         outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return [torch.as_tensor(o) for o in outputs]
 
@@ -276,9 +282,10 @@ def _compare(what: str, run: Runner, cases: list[Case]) -> None:
     "Raise `ModelError` unless a program returns the outputs of the model."
     for args, kwargs, expected in cases:
         try:
-            got = [t for t in tree_leaves(run(args, kwargs)) if isinstance(t, Tensor)]
-            want = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4, equal_nan=True)
+            got = tensors_in(run(args, kwargs))
+            torch.testing.assert_close(
+                got, tensors_in(expected), rtol=1e-3, atol=1e-4, equal_nan=True
+            )
         except Exception as e:
             raise ModelError(
                 f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '

@@ -32,9 +32,8 @@ class History(list[dict[str, Any]]):
         if self or isinstance(i, slice):
             return super().__getitem__(i)
         raise IndexError(
-            'There is no row yet. The Recorder writes the row of an epoch at its end (`order` 50): a '
-            'callback that reads it in after_epoch needs `order = 60`, a function '
-            '`Callback(after_epoch=f, order=60)`.'
+            'There is no row yet. The Recorder (`order` 50) writes it in after_epoch: a callback that reads it '
+            'there needs `order = 60`.'
         )
 
     def to_pandas(self) -> Any:

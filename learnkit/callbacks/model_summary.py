@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.hooks import (
     Hooks,
@@ -28,7 +26,6 @@ from learnkit.core.html import text_table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import (
     copy_buffers,
-    has_lazy_tensors,
     name_of,
     preserved_modes,
     restore_buffers,
@@ -67,16 +64,11 @@ class Layer:
     def cells(self) -> tuple[str, str, str, str, str]:
         "Return the printed cells of the row."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
-        params = ''
-        trained = ''
-        if self.is_tied:
-            params = 'tied'
-        elif self.n_params:
-            params = f'{self.n_params:,}'
-        if self.n_params:
-            trained = {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
         output = self.output if self.n_calls else 'not called'
-        return self.name or '(model)', kind, output, params, trained
+        if not self.n_params:
+            return self.name or '(model)', kind, output, 'tied' if self.is_tied else '', ''
+        trained = {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
+        return self.name or '(model)', kind, output, f'{self.n_params:,}', trained
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,18 +93,10 @@ class Summary:
             ('Total trainable params', self.n_trained),
             ('Total non-trainable params', self.n_params - self.n_trained),
         )
-        return '\n'.join(
-            [
-                f'{self.model}: {_cut(self.input, 200)} -> {_cut(self.output, 200)}',
-                line,
-                table[0],
-                line,
-                *table[1:],
-                line,
-                *(f'{name}: {n:,}' for name, n in totals),
-                self.notes,
-            ]
-        ).rstrip()
+        title = f'{self.model}: {_cut(self.input, 200)} -> {_cut(self.output, 200)}'
+        lines = [title, line, table[0], line, *table[1:], line]
+        lines += [f'{name}: {n:,}' for name, n in totals]
+        return '\n'.join([*lines, self.notes]).rstrip()
 
     __repr__ = __str__
 
@@ -148,7 +132,7 @@ def summary(
 
     A layer is a module without children, or with own parameters. Layers are listed in the order of
     their calls; layers with parameters that were not called are listed at the end. Modes, random
-    generators and buffers are restored, and lazy modules stay lazy.
+    generators and buffers are restored; lazy modules are initialized.
 
     >>> summary(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.zeros(5, 3))
     Sequential: 5 x 3 -> 5 x 2
@@ -162,7 +146,6 @@ def summary(
     Total trainable params: 8
     Total non-trainable params: 0
     """
-    model = _copy_if_lazy(model)
     return _summarize(model, lambda: apply_model(unwrap_compiled(model).eval(), inputs))
 
 
@@ -212,30 +195,15 @@ def _make_layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Par
 
 def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
     "Return the number of elements, and the number of elements that are trained."
-    sizes = [(p.numel(), p.requires_grad) for p in params if not is_lazy(p)]
+    sizes = [(p.numel(), p.requires_grad) for p in params]
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
-
-
-def _copy_if_lazy(model: nn.Module) -> nn.Module:
-    "Return the model, or a copy if it has lazy modules, which a forward pass would change."
-    if not has_lazy_tensors(model):
-        return model
-    # deepcopy copies lazy parameters, but not lazy buffers
-    buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]
-    return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
 
 
 def summarize_learner(learn: LearnerLike) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
-    model = learn.model
-    is_running = learn.run.depth and learn.batch is not None
-    batch = learn.batch if is_running else first_batch(learn.dls.train)
-    try:
-        learn.model = _copy_if_lazy(model)
-        notes = '\n'.join(_make_notes(learn))
-        return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
-    finally:
-        learn.model = model
+    batch = first_batch(learn.dls.train)
+    notes = '\n'.join(_make_notes(learn))
+    return _summarize(learn.model, lambda: _pass_forward(learn, batch), notes)
 
 
 def _pass_forward(learn: LearnerLike, batch: Any) -> None:
@@ -340,12 +308,12 @@ def dummy_eval(
     with restored_model(m), run_uncompiled(m):
         if inputs is None:
             p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
-            image = torch.empty(1, in_channels(m), *size, device=p.device, dtype=p.dtype)
+            image = torch.empty(1, _count_channels(m), *size, device=p.device, dtype=p.dtype)
             inputs = image.uniform_(-1, 1)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
 
 
-def in_channels(m: nn.Module) -> int:
+def _count_channels(m: nn.Module) -> int:
     "Return the input channels of the first 2-d convolution; raise `ModelError` without any."
     for layer in m.modules():
         if isinstance(layer, nn.Conv2d):

@@ -25,7 +25,7 @@ class OptunaPruning(Callback):
     In several processes the first one has the trial and the others get None. All of them raise `TrialPruned`.
 
     Raises `MissingExtraError` without optuna, `OptionError` if the study minimizes a metric that is better when higher,
-    or the opposite, or has several objectives, and before training `MetricError` for an unknown column. It has no
+    or the opposite, and before training `MetricError` for an unknown column. It has no
     checkpointed state.
 
     >>> import optuna
@@ -66,11 +66,6 @@ class OptunaPruning(Callback):
         study = getattr(self.trial, 'study', None)  # a `FixedTrial` belongs to no study
         if study is None:
             return
-        if len(study.directions) > 1:
-            raise OptionError(
-                f'OptunaPruning: the study has {len(study.directions)} objectives, and Optuna prunes only '
-                'trials of a study with one.'
-            )
         better = MetricProperties().get(self.monitor)
         wanted = {'minimize': 'lower', 'maximize': 'higher'}[study.direction.name.lower()]
         if better in ('lower', 'higher') and better != wanted:
@@ -82,9 +77,7 @@ class OptunaPruning(Callback):
     def before_fit(self) -> None:
         "Find the column. Raises `OptionError` if the first rank has no trial."
         if self.trial is None and self.learn.world.is_first:
-            raise OptionError(
-                'OptunaPruning(None): the first process reports, and needs the trial.'
-            )
+            raise OptionError('OptunaPruning(None): the first process needs the trial.')
         find_column(self, self.monitor)
         self._reason = ''
 

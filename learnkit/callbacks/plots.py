@@ -151,9 +151,7 @@ class Plots:
         hps = self.hps
         unknown = [k for k in L(keys) if k not in hps]
         if unknown:
-            raise MetricError(
-                f'{unknown[0]} was not recorded: there is {", ".join(hps) or "nothing yet"}.'
-            )
+            raise MetricError(f'{unknown[0]} was not recorded, but {", ".join(hps) or "nothing"}.')
         if keys is None:
             keys = [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
         else:

@@ -133,37 +133,26 @@ class MCDropoutCallback(Callback):
 
     def __init__(self) -> None:
         self._seeds = torch.Generator().manual_seed(_draw_seed(None))
-        # modules in training mode, by depth of the run
-        self._switched: dict[int, list[nn.Module]] = {}
+        self._is_active = False
 
     def before_validate(self) -> None:
         "Activate dropout, and set a seed; the loop restores the generators after the evaluation."
         torch.manual_seed(_draw_seed(self._seeds))
-        switched = [m for m in self.learn.model.modules() if not m.training and _has_dropout(m)]
-        for m in switched:
-            m.training = True  # not `m.train()`, which would switch its children too
-        self._switched[self.learn.run.depth] = switched
+        self._set_dropout(True)
 
     def after_validate(self) -> None:
-        self._switch_off(self.learn.run.depth)
-
-    def after_cancel_epoch(self) -> None:
-        self._switch_off(self.learn.run.depth)
-
-    def after_cancel_fit(self) -> None:
-        self._switch_off(self.learn.run.depth)
-
-    def on_run_failed(self) -> None:
-        self._switch_off(self.learn.run.depth)
+        self._set_dropout(False)
 
     def cleanup(self) -> None:
-        for depth in list(self._switched):
-            self._switch_off(depth)
+        "Deactivate dropout after an evaluation that was interrupted."
+        if self._is_active and not self.learn.model.training:
+            self._set_dropout(False)
 
-    def _switch_off(self, depth: int) -> None:
-        for m in self._switched.pop(depth, []):
-            if not self.learn.model.training:
-                m.training = False  # in training mode the loop has restored all modes
+    def _set_dropout(self, mode: bool) -> None:
+        self._is_active = mode
+        for m in self.learn.model.modules():
+            if _has_dropout(m):
+                m.training = mode  # not `m.train()`, which would switch its children too
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -182,10 +171,8 @@ def _draw_seed(generator: torch.Generator | None) -> int:
 
 def _has_dropout(m: nn.Module) -> bool:
     "Return True if a module drops elements in training mode."
-    if isinstance(m, nn.modules.dropout._DropoutNd) or 'dropout' in type(m).__name__.lower():
-        return True
-    if isinstance(m, nn.TransformerEncoderLayer):
-        return True  # in evaluation mode its fused code skips its dropout
+    if 'dropout' in type(m).__name__.lower() or isinstance(m, nn.TransformerEncoderLayer):
+        return True  # in evaluation mode the fused code of that layer skips its dropout
     return isinstance(m, (nn.RNNBase, nn.MultiheadAttention)) and m.dropout > 0
 
 

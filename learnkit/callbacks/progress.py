@@ -23,12 +23,9 @@ from typing_extensions import override
 from learnkit.callbacks.live_plot import MasterBar
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import DisplayHandle, format_cell, html_row, in_notebook, truncate_rows
-from learnkit.core.interrupts import end_in_one_line
 from learnkit.core.time import format_seconds
 from learnkit.data.dataloaders import epoch_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import format_place
-from learnkit.engine.resume import list_checkpoint_folders
 
 __all__ = ['ProgressCallback']
 
@@ -145,43 +142,19 @@ class Display:
         print(text, file=self.stream, flush=True)
 
 
-class AboveBar:
-    "Text stream of a terminal that prints whole lines above the bar."
-
-    def __init__(
-        self,
-        stream: TextIO,  # stream to write to
-        display: TerminalDisplay,  # display with the bar
-    ) -> None:
-        self.stream = stream
-        self.display = display
-        self.line = ''  # text of a line that is not complete
-
-    def write(self, text: str) -> int:
-        "Write the lines that are complete above the bar."
-        lines, newline, self.line = (self.line + text).rpartition('\n')
-        if newline:
-            self.display.print_above(lines, self.stream)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 class TerminalDisplay(Display):
     """Display for terminals: a tqdm bar that disappears when the run ends, and the rows above the bar.
 
-    While the bar is displayed, other output is printed above it: `sys.stdout` and `sys.stderr` are replaced."""
+    `tqdm.write` prints other lines above the bar."""
 
     interval_s = 0.1
-    margin = len('^C')  # columns behind the bar, where a terminal echoes Ctrl-C
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from tqdm import tqdm
 
         super().__init__(stream)
         # tqdm's monitor thread would make every later fork of a loader worker a risk
-        self.make_bar: Any = type('Bar', (tqdm,), {'monitor_interval': 0})
+        self.tqdm: Any = type('Bar', (tqdm,), {'monitor_interval': 0})
         self.bar: Any = None
 
     @override
@@ -189,11 +162,10 @@ class TerminalDisplay(Display):
         if bar is None:
             return
         if self.bar is None:
-            self.bar = self.make_bar(file=self.stream, leave=False, delay=1e-9)
-            self._replace_streams()
+            self.bar = self.tqdm(file=self.stream, leave=False, delay=1e-9)
         # the size falls back to 80 x 24 for a terminal that does not report one
         columns, self.bar.nrows = get_terminal_size()
-        self.bar.ncols = max(columns - self.margin, 1)
+        self.bar.ncols = columns - 1
         self.bar.total = bar.total
         self.bar.n = bar.done
         self.bar.desc = bar.label
@@ -205,9 +177,7 @@ class TerminalDisplay(Display):
 
     @override
     def close(self, stopped_at: Bar | None = None) -> None:
-        self.margin = 0  # the bar that stays covers an echo
         self.draw(stopped_at)
-        self._restore_streams()
         if self.bar is None:
             return
         self.bar.leave = stopped_at is not None
@@ -215,31 +185,9 @@ class TerminalDisplay(Display):
         self.bar.close()
         self.bar = None
 
-    def print_above(self, text: str, stream: TextIO | None) -> None:
-        "Print lines above the bar; a run that is over has no bar."
-        if self.bar is not None:
-            self.bar.clear()
-        print(text, file=stream, flush=True)
-        if self.bar is not None:
-            self.bar.refresh()
-
-    def _replace_streams(self) -> None:
-        for name in ('stdout', 'stderr'):
-            stream = getattr(sys, name)
-            if _is_terminal(stream):
-                setattr(sys, name, AboveBar(stream, self))
-
-    def _restore_streams(self) -> None:
-        for name in ('stdout', 'stderr'):
-            stream = getattr(sys, name)
-            if isinstance(stream, AboveBar) and stream.display is self:
-                setattr(sys, name, stream.stream)
-                if stream.line:
-                    stream.write('\n')
-
     @override
     def _emit(self, text: str) -> None:
-        self.print_above(text, self.stream)
+        self.tqdm.write(text, file=self.stream)
 
 
 class NotebookDisplay(Display):
@@ -278,13 +226,8 @@ def make_display(
     stream = sys.stdout if stream is None else stream
     if in_notebook():
         return NotebookDisplay(stream)
-    has_bar = _is_terminal(stream) and os.environ.get('TERM') != 'dumb'
-    return TerminalDisplay(stream) if has_bar else Display(stream)
-
-
-def _is_terminal(stream: Any) -> bool:
-    isatty = getattr(stream, 'isatty', None)
-    return bool(isatty and isatty())
+    is_terminal = getattr(stream, 'isatty', bool)() and os.environ.get('TERM') != 'dumb'
+    return TerminalDisplay(stream) if is_terminal else Display(stream)
 
 
 class RunProgress:
@@ -298,7 +241,7 @@ class RunProgress:
         self.n_trained = 0  # batches of the epoch trained before the current evaluation
         self.due = inf if display.interval_s == inf else 0.0  # time of the next update of the bar
         self.started = perf_counter()
-        self.first_share: float | None = None  # share of the fit done before its first batch here
+        self.first_share: float | None = None  # share of the fit done when the clock was started
         self.stopped = False
         self.has_logger = False  # whether this callback replaced `learn.logger`
         self.mbar = MasterBar()
@@ -310,19 +253,15 @@ class RunProgress:
     def close(self) -> None:
         "Show the final state, once."
         bar = self.bar if self.stopped else None
-        display = self.display
-        # a second call shows nothing
-        self.display = Display()
-        self.due = inf
-        self.bar = self.train = None
         if bar:
             bar.label = f'stopped at {bar.label}'
-        display.close(bar)
+        self.due = inf
+        self.bar = self.train = None
+        self.display.close(bar)
 
     def remaining_s(self, share: float) -> float | None:
         "Return the estimated seconds to the end of the fit after this share of the fit."
         if self.first_share is None:
-            # after a resume the speed is measured from here
             self.first_share = share
             self.started = perf_counter()
         done = share - self.first_share
@@ -365,8 +304,6 @@ class ProgressCallback(Callback):
 
     def before_train(self) -> None:
         "Start this epoch's bar, at the batch that a resumed epoch continues with."
-        if self._progress.first_share is None and not self.learn.resumed:
-            self._progress.first_share = self.learn.pct_train
         resuming = self.learn.resuming
         self._start_bar('train', 0 if resuming is None else resuming.next_batch)
         self._progress.train = self._progress.bar
@@ -415,35 +352,18 @@ class ProgressCallback(Callback):
         self._write([values.get(name) for name in recorder.metric_names])
 
     def after_error(self) -> None:
-        "Keep the bar visible where the run stopped; after Ctrl-C, end the script in a line."
-        error = self.learn.error
-        if isinstance(error, KeyboardInterrupt) and not self._is_nested():
-            end_in_one_line(error, self._describe_interrupt())
+        "Keep the bar visible where the run stopped."
         if self._progress.bar is None:
             return  # the run stopped before its first bar
         self._progress.stopped = True
         if self._progress.bar is self._progress.train:
             self._set_count(self.learn.iter)
 
-    def _describe_interrupt(self) -> str:
-        "Return one line: where the run stopped, and how to resume."
-        learn = self.learn
-        text = f'Stopped by Ctrl-C ({format_place(learn)}).'
-        if not learn.fitting:
-            return text
-        folders = list_checkpoint_folders(learn)
-        if folders:
-            return f'{text} `fit(..., resume=True)` resumes from {folders[0]}.'
-        return f'{text} The weights are lost: with `Checkpoint()` among the callbacks, a fit can be resumed.'
-
-    def after_fit(self) -> None:
-        "Show the final table, and restore the logger."
-        if not self._is_nested():
-            self._end_display()
-
     def cleanup(self) -> None:
         "Show the final table, and restore the logger, also after an error."
-        self._end_display()
+        if self._progress.has_logger:
+            self.learn.logger = print
+        self._progress.close()
 
     def _is_nested(self) -> bool:
         return bool(self.learn.run.depth > 1)
@@ -491,8 +411,3 @@ class ProgressCallback(Callback):
         self._progress.display.write(getattr(recorder, 'metric_names', ()), row)
         if perf_counter() >= self._progress.due:
             self._progress.draw()
-
-    def _end_display(self) -> None:
-        if self._progress.has_logger:
-            self.learn.logger = print
-        self._progress.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from math import isnan, prod
 from numbers import Real
 from time import perf_counter
@@ -21,15 +20,12 @@ from learnkit.callbacks.epoch_metrics import (
     clone_metric,
     load_metrics,
     metric_states,
-    pack_rows,
     read_metrics,
-    unpack_rows,
 )
 from learnkit.callbacks.history import History, Values
 from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, MetricError, OptionError, did_you_mean
-from learnkit.core.html import never_raising
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import to_storable
 from learnkit.core.time import format_seconds
@@ -63,8 +59,6 @@ __all__ = [
 ]
 
 TRAIN_LOSSES = ('mean', 'smooth')
-_OTHERS = {'fit', 'epoch', 'time'}  # columns of a row that are not values
-_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 
 
 class _EvalLoss(AvgLoss):
@@ -110,8 +104,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         beta: float = 0.98,  # smoothing factor of the training loss
         train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
+        if train_loss not in TRAIN_LOSSES:
+            raise OptionError(
+                f"Recorder: train_loss={train_loss!r}: give 'mean' or 'smooth'."
+                f'{did_you_mean(str(train_loss), TRAIN_LOSSES)}'
+            )
         self.train_loss = train_loss
-        self._check_train_loss()
         self.add_time = add_time
         self.train_metrics = train_metrics
         self.valid_metrics = valid_metrics
@@ -123,8 +121,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
         self._microbatches: list[KeptMicrobatch] = []  # microbatches of the current batch
-        # measurements by depth of the run, outermost first
-        self._metrics_by_depth = [EpochMetrics()]
+        # measurements by depth of the run: 1 is the outermost
+        self._metrics_by_depth = {1: EpochMetrics()}
         self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
         self._hidden_names: set[str] = set()  # logged names that are not printed
@@ -132,17 +130,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._n_before = 0  # number of steps before the current epoch
         self._is_epoch_open = False  # True from the start of an epoch's training to its end
         # values logged after the row of the epoch was written; None: it is not written yet
-        self._logged_after_row: EpochMetrics | None = None
+        self._late_values: dict[str, Mean] | None = None
         self._clear_steps()
-
-    def _check_train_loss(self) -> None:
-        if self.train_loss in TRAIN_LOSSES:
-            return
-        raise OptionError(
-            f'Recorder: train_loss={self.train_loss!r}: give '
-            f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
-            f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}'
-        )
 
     def _clear_steps(self) -> None:
         self.values = L()
@@ -152,28 +141,18 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
 
-    @never_raising
-    def _repr_html_(self) -> str:
-        n = self.smooth_loss.count
-        return f'<div><b>{escape(repr(self))}</b>, {n:,} steps in its last fit</div>{self.history._repr_html_()}'
-
     # -- what is measured --------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         learn = self.learn
         depth = max(self.learn.run.depth, 1)
-        del self._metrics_by_depth[depth - 1 :]  # measurements of runs that have ended
-        self._metrics_by_depth += [
-            EpochMetrics() for _ in range(len(self._metrics_by_depth), depth - 1)
-        ]
-        self._metrics_by_depth.append(EpochMetrics(own=depth > 1))
+        self._metrics_by_depth[depth] = EpochMetrics(own=depth > 1)
         if learn.world.size > 1:
             self._check_mergeable()
         if not learn.fitting:
             return
-        self._check_train_loss()
         self.n_fits += 1
-        self._logged_after_row = None
+        self._late_values = None
         self._logged_names = []
         self._hidden_names = set()
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
@@ -181,9 +160,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if learn.metrics or contains_activation(learn.loss_func):
             self.before_backward = self._check_once  # type: ignore[method-assign]
         if self._train and learn.microbatch:
-            keeps_predictions = learn.microbatch == 'auto'
-            measure = self._keep_microbatch if keeps_predictions else self._measure_microbatch
-            self.after_loss = measure  # type: ignore[method-assign]
+            self.after_loss = self._measure_microbatch  # type: ignore[method-assign]
 
     def select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
@@ -203,34 +180,31 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def epoch_metrics(self) -> EpochMetrics:
         "Measurements of the current epoch, or of the current evaluation inside another run."
-        depth = max(self.learn.run.depth, 1)
-        innermost = len(self._metrics_by_depth)
-        return self._metrics_by_depth[min(depth, innermost) - 1]
+        return self._metrics_by_depth.get(self.learn.run.depth, self._metrics_by_depth[1])
 
     def _check_once(self) -> None:
         "Compute the metrics on the first training batch, before any weight changes."
         del self.before_backward
-        warn_of_activation(self.learn)
-        values = check_metrics(self.learn, self._train, self.select_metrics('valid'))
+        learn = self.learn
+        warn_of_activation(learn)
+        values = check_metrics(learn, self._train, self.select_metrics('valid'))
         for name, value in values.items():
-            self._metric_columns.add(name, value, self._names())
+            self._metric_columns.add(name, value, [m.name for m in learn.metrics])
 
     def _measure_microbatch(self) -> None:
-        "Compute the training metrics of a microbatch while its predictions exist."
+        "Compute the training metrics of a microbatch, or keep its predictions if its batch may be repeated."
         learn = self.learn
         if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
             return
-        for m in self._train:
-            m.accumulate(learn)
-
-    def _keep_microbatch(self) -> None:
-        "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
-        learn = self.learn
-        if not learn.training or learn.closure.repeating or not learn.strategy.has_local_samples:
-            return
+        if learn.microbatch != 'auto':
+            return self._accumulate(learn)
         if not learn.microbatches.index:
             self._microbatches = []
         self._microbatches.append(KeptMicrobatch(learn))
+
+    def _accumulate(self, batch: Any) -> None:
+        for m in self._train:
+            m.accumulate(batch)
 
     def before_epoch(self) -> None:
         current = self.epoch_metrics
@@ -240,9 +214,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.fitting:
             self._n_before = self.smooth_loss.count
             if self.learn.world.size > 1:
-                self._merge_late_values()
                 self.smooth_loss.mark(self._n_before)
-            self._logged_after_row = None
+            self._late_values = None
         self.log = L(self.learn.epoch)
 
     def before_train(self) -> None:
@@ -267,14 +240,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
-            if learn.microbatch:
-                batches: list[Any] = self._microbatches
-                self._microbatches = []
-            else:
-                batches = [learn] if self._train and learn.strategy.has_local_samples else []
-            for batch in batches:
-                for m in self._train:
-                    m.accumulate(batch)
+            if self._train and not learn.microbatch and learn.strategy.has_local_samples:
+                self._accumulate(learn)
+            for microbatch in self._microbatches:
+                self._accumulate(microbatch)
+            self._microbatches = []
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 
@@ -298,15 +268,12 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     def _measure_without_loss(self) -> None:
         "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
-        if (
-            learn.loss_func is None
-            and learn.phase == 'valid'
-            and learn.yb
-            and 'pred' in learn.__dict__
-        ):
+        has_pred = learn.phase == 'valid' and 'pred' in learn.__dict__
+        if has_pred and learn.loss_func is None and learn.yb:
             self._measure(self.select_metrics('valid'))
 
     def after_train(self) -> None:
+        learn = self.learn
         values = self.epoch_metrics.values
         n = self.smooth_loss.count - self._n_before
         measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
@@ -316,7 +283,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self._has_steps() and isnan(values['train_loss']):
             warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
-            self._metric_columns.add(m.name, value, self._names())
+            self._metric_columns.add(m.name, value, [m.name for m in learn.metrics])
             columns = self._metric_columns.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
@@ -336,13 +303,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return
         current = self.epoch_metrics
         dl = self.learn.dl_name
-        metrics = list(self._valid_mets)
+        metrics = self._valid_mets
         measured, _ = read_metrics(metrics, current.n_valid, self.learn)
-        values: dict[str, Any] = {}
         for m, value in zip(metrics, measured, strict=True):
-            values |= self._named_values(m, value, dl)
-        current.values.update(values)
-        current.measured.update(values)
+            current.measured |= self._named_values(m, value, dl)
+        current.values |= current.measured
         current.n_valid = 0
         self.log = L(self.learn.epoch, *current.values.values())
 
@@ -367,60 +332,38 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if self.learn.phase == 'predict':
             return
         check_column(name)
-        late = self._logged_after_row if self._has_row() else None
-        current = late or self.epoch_metrics
-        if name not in current.logged and name not in self._logged_names:
-            self._check_new_column(name)
-        mean = current.logged.setdefault(name, Mean())
+        current = self.epoch_metrics
+        late = self._late_values if self._has_row() else None
+        logged = current.logged if late is None else late
+        if name not in logged and name not in self._logged_names and name in self.list_columns():
+            raise MetricError(
+                f'learn.log({name!r}): a metric has this name. Give the value another.'
+            )
+        mean = logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
             current.latest.add(name)
-        elif (
-            is_open(self.learn, 'train') or is_open(self.learn, 'validate')
-        ) and not self.learn.strategy.has_local_samples:
+        elif self._is_idle():
             weight = 0
         mean.add(value, 1 if weight is None else weight)
         if late is not None:
-            self._set_logged_value(name, mean)
-        elif self.learn.fitting and name not in self._logged_names:
+            self.history[-1][name] = mean.value
+        if self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
-            if not shown:
+            if not shown or late is not None:
                 self._hidden_names.add(name)
-
-    def _check_new_column(self, name: str) -> None:
-        "Raise `MetricError` for the name of a metric."
-        if name in self.list_columns():
-            raise MetricError(
-                f'learn.log({name!r}): a metric has this column of the history already. Give the value another name.'
-            )
 
     def _has_row(self) -> bool:
         "Return True if the row of the current epoch exists."
-        if self._logged_after_row is None or not self.learn.fitting or self.learn.run.depth != 1:
+        if self._late_values is None or not self.learn.fitting or self.learn.run.depth != 1:
             return False
         return bool(self.history[-1]['epoch'] == self.learn.epoch)
 
-    def _set_logged_value(self, name: str, mean: Mean) -> None:
-        "Set a value in the row of this epoch, which is printed already."
-        self.history[-1][name] = mean.value
-        if name not in self._logged_names:
-            self._logged_names.append(name)
-            self._hidden_names.add(name)
-
-    def _merge_late_values(self) -> None:
-        "Merge what the ranks have logged since the row of the epoch was written."
-        late = self._logged_after_row
-        if late is None:
-            return
-        states = gather_on_host(self.learn.world, late.state_dict(), 'logged values')
-        late.merge_logged(states)
-        for name, mean in late.logged.items():
-            self._set_logged_value(name, mean)
-
-    def after_fit(self) -> None:
-        if self.learn.fitting and self.learn.world.size > 1:
-            self._merge_late_values()
-            self._logged_after_row = None
+    def _is_idle(self) -> bool:
+        "Return True on a rank whose batch only fills up the round of the other ranks."
+        learn = self.learn
+        has_batch = is_open(learn, 'train') or is_open(learn, 'validate')
+        return has_batch and not learn.strategy.has_local_samples
 
     def after_epoch(self) -> None:
         current = self.epoch_metrics
@@ -438,7 +381,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         if learn.fitting:
             self._is_epoch_open = False
         else:
-            columns = dict.fromkeys([*self._evaluated_names(), *values])
+            columns = dict.fromkeys([*self.evaluated_columns(), *values])
             learn.final_record = Values({name: values[name] for name in columns if name in values})
             return
         if not values:
@@ -453,7 +396,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        self._logged_after_row = EpochMetrics()
+        self._late_values = {}
         shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
@@ -504,11 +447,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def cleanup(self) -> None:
         "Discard the state of an interrupted run."
-        self._metrics_by_depth = self._metrics_by_depth[:1]
+        self._metrics_by_depth = {1: self._metrics_by_depth[1]}
         self._microbatches = []
         self._is_epoch_open = False
         if self.learn.fitting:
-            self._logged_after_row = None
+            self._late_values = None
         self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:
@@ -532,10 +475,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             for column in self._metric_columns.columns(m.name)
         ]
         train = ['train_loss', *map(self._train_column, train_columns)]
-        names = ['epoch', *train, *self._evaluated_names(), *self._logged_names]
+        names = ['epoch', *train, *self.evaluated_columns(), *self._logged_names]
         return list(dict.fromkeys(names))
 
-    def _evaluated_names(self) -> list[str]:
+    def evaluated_columns(self) -> list[str]:
+        "Return the columns of evaluations."
         loaders = evaluation_loaders(self.learn.dls)
         return [name for dl_name, _ in loaders for name in self._valid_names(dl_name)]
 
@@ -556,9 +500,6 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             return f'{dl_name}/{column}'
         return f'valid_{column}' if isinstance(m, _EvalLoss) or self.train_metrics else column
 
-    def _names(self) -> list[str]:
-        return [m.name for m in self.learn.metrics]
-
     def _key_prefix(self, dl_name: str) -> str:
         "Return the prefix that separates a loader's own metrics from the Learner's."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
@@ -572,14 +513,8 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         values = self._metric_columns.values(m.name, value, prefix)
         return {self._valid_name(m, dl_name, column): v for column, v in values.items()}
 
-    def evaluated_columns(self, wanted: str | None = None) -> list[str]:
-        "Return the columns of evaluations; compute the metrics once if `wanted` is unknown."
-        if wanted is not None and wanted not in self._evaluated_names():
-            self.find_keys()
-        return self._evaluated_names()
-
-    def find_keys(self) -> None:
-        """Find the keys of metrics that return dicts, from a batch of each validation loader.
+    def find_keys(self) -> list[str]:
+        """Find the keys of metrics that return dicts, from a batch of each validation loader; return all columns.
 
         Callbacks call this function to look up an unknown column before the first batch of a fit.
         """
@@ -595,6 +530,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
                 except Exception:
                     continue  # the first batch of the fit raises the error again
                 self._named_values(m, value, dl_name)
+        return self.evaluated_columns()
 
     @property
     def _train_mets(self) -> L:
@@ -627,7 +563,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @property
     def lrs(self) -> list[float]:
         "Learning rate of every step of this fit, of the last param group."
-        return self._steps.column('lr')
+        return self._steps.columns().get('lr', [])
 
     @property
     def hps(self) -> dict[str, list[float]]:
@@ -643,7 +579,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
     @override
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and the measurements of the epoch in progress."
-        current = self._metrics_by_depth[0]
+        current = self._metrics_by_depth[1]
         learn = self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
@@ -652,7 +588,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
             'evaluations': [to_storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
             'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
-            'values': pack_rows(self.values),
+            'values': to_storable([list(row) for row in self.values]),
             'iters': list(self.iters),
             'logged_names': list(self._logged_names),
             'unshown': sorted(self._hidden_names),
@@ -672,7 +608,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.history = History(map(dict, sd['history']))
         self.n_fits = sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
-        self.values = L(map(L, unpack_rows(sd['values'])))
+        self.values = L(map(L, _as_lists(sd['values'])))
         self.iters = L(list(sd['iters']))
         self._logged_names = list(sd['logged_names'])
         self._hidden_names = set(sd['unshown'])
@@ -681,7 +617,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
         # outside a fit: the measurements of the last fit
-        self._metrics_by_depth[0].load_state_dict(sd['open'])
+        self._metrics_by_depth[1].load_state_dict(sd['open'])
         if self.learn is None:
             return
         final = sd['final_record']
@@ -692,7 +628,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Continue the measurements of the epoch in progress."
-        current = self._metrics_by_depth[0]
+        current = self._metrics_by_depth[1]
         current.started = perf_counter() - seconds
         self._n_before = sd['n_before']
         if self.learn.world.size > 1:
@@ -700,6 +636,11 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self.log = L(self.learn.epoch, *current.values.values())
         if sd['metrics'] is not None:
             load_metrics(self._train, sd['metrics'])
+
+
+def _as_lists(rows: Any) -> list[Any]:
+    "Return the rows of a checkpoint, of which earlier releases made a tensor."
+    return list(rows.tolist() if isinstance(rows, Tensor) else rows)
 
 
 def recorder_of(learn: LearnerLike) -> Recorder | None:
@@ -718,35 +659,22 @@ def records(cb: Any) -> Recorder:
     return found
 
 
-def find_column(cb: Any, monitor: str) -> int | None:
-    "Return the index of a column, None if only an earlier fit logged it; raise `MetricError` if unknown."
+def find_column(cb: Any, monitor: str) -> int:
+    "Return the index of a column in `recorder.values[-1]`; raise `MetricError` if unknown."
     recorder = records(cb)
     if monitor not in recorder.metric_names:
         recorder.find_keys()
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names:
         return names.index(monitor)
-    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS:
-        return None
-    if evaluation_loaders(cb.learn.dls):
-        hint = did_you_mean(monitor, names) or _LOGGED
-    else:
-        hint = (
-            f' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.{_LOGGED}'
-        )
+    hint = did_you_mean(monitor, names) or (
+        ' Nothing is evaluated without validation data. For what `learn.log` averages, give a function: '
+        "`monitor=lambda learn: learn.history[-1]['...']`."
+    )
     raise MetricError(
         f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
         f'{", ".join(names)}.{hint}'
     )
-
-
-def _rows(learn: LearnerLike, recorder: Recorder) -> list[dict[str, Any]]:
-    "Return the history; for a fit being resumed also the history in the checkpoint."
-    resumed = learn.resuming
-    if resumed is None:
-        return list(recorder.history)
-    saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
-    return [*recorder.history, *saved.get('history', ())]
 
 
 def epoch_row(cb: Any) -> dict[str, Any] | None:
@@ -766,7 +694,5 @@ def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
     if isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(
-            f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.'
-        )
+        raise MetricError(f'{type(cb).__name__}: {monitor!r}: it is {value!r}, no number.')
     return None if isnan(value) else float(value)

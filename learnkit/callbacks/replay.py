@@ -43,10 +43,6 @@ STATE = (
 )
 
 
-SWITCHES = ('run', 'run_train', 'run_valid', 'order')  # attributes of callbacks that users set
-ATOMS = frozenset([bool, int, float, str, type(None)])
-
-
 class Drawn(NamedTuple):
     "Batch as the loader gave it, and the state of the run at that time."
 
@@ -54,7 +50,6 @@ class Drawn(NamedTuple):
     rng: RNGState
     state: dict[str, Any]
     done: dict[str, int]
-    counts: list[tuple[Any, dict[str, Any]]]  # numbers, flags and strings of each callback
     sums: list[tuple[Any, dict[str, Any]]]  # states of the callbacks that accumulate batches
 
 
@@ -64,11 +59,10 @@ class Replay(Callback):
     After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in
     training or in evaluation. Without a failure it repeats the last training batch.
 
-    Kept are the last batches of training and of evaluation as the loader gave them, by reference,
-    with counters and flags of the callbacks. On a GPU this takes the memory of one more batch, and
-    in-place changes of a batch change the repeated batch too. Weights and accumulated gradients are
-    not kept. The next fit and `learn.close()` drop the batches. Each batch costs some 40
-    microseconds. Checkpointed: nothing.
+    Kept are the last batches of training and of evaluation as the loader gave them, by reference. On
+    a GPU this takes the memory of one more batch, and in-place changes of a batch change the repeated
+    batch too. Weights, accumulated gradients and the counters of other callbacks are not kept. The
+    next fit and `learn.close()` drop the batches. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=Replay())
@@ -112,17 +106,11 @@ class Replay(Callback):
         learn = self.learn
         own = vars(learn)
         self._current_key = learn.training
-        counts = []
-        for cb in learn.callbacks:
-            if cb is not self:
-                atoms = {k: v for k, v in vars(cb).items() if type(v) in ATOMS}
-                counts.append((cb, atoms))
         self._drawn[learn.training] = Drawn(
             learn.batch,
             capture_rng(),
             {name: own[name] for name in STATE},
             learn.counters.by_unit(),
-            counts,
             [(cb, cb.state_dict()) for cb in learn.cbs if isinstance(cb, GradientAccumulation)],
         )
 
@@ -159,11 +147,12 @@ def replay(
             'There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
             'fit again: it keeps the last batch until the next fit.'
         )
-    drawn = source._drawn[
-        source._failed_key if source._failed_key is not None else max(source._drawn)
-    ]
+    failed = source._failed_key
+    drawn = source._drawn[max(source._drawn) if failed is None else failed]
     if learn.logger is not noop:
-        print(announce(source, drawn))
+        at = drawn.state
+        samples = f', samples {format_few(source._indices)}' if source._indices else ''
+        print(f'Repeating batch {at["iter"]} of epoch {at["epoch"]} ({at["dl_name"]}){samples}.')
     with (
         deferred_interrupts() as deferred,
         restored(learn),
@@ -173,17 +162,6 @@ def replay(
         deferred.paused(),
     ):
         return repeat(learn, source, drawn, detect_anomaly)
-
-
-def announce(source: Replay, drawn: Drawn) -> str:
-    "Return a sentence that names the repeated batch."
-    state = drawn.state
-    samples = f', samples {format_few(source._indices)} of the data set' if source._indices else ''
-    text = (
-        f'Repeating batch {state["iter"]} of epoch {state["epoch"]} ({state["dl_name"]}){samples}.'
-    )
-    is_other = source._error_notes and source._failed_key is None
-    return f'{text} The run failed outside of a batch; this is the last one.' if is_other else text
 
 
 def class_name(cb: Callback) -> tuple[str, str]:
@@ -235,8 +213,6 @@ def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: boo
             restore_position(learn, drawn)
             for module, mode in source._modes:
                 module.training = mode
-            for cb, counts in drawn.counts:
-                vars(cb).update({k: v for k, v in counts.items() if k not in SWITCHES})
             for cb, sums in drawn.sums:
                 cb.load_state_dict(sums)
             restore_rng(drawn.rng)

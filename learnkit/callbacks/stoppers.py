@@ -71,12 +71,10 @@ class FixedStopper(Callback):
 
     def after_train(self) -> None:
         "Check epochs and iterations including this one, so that its evaluation counts as the last."
-        learn = self.learn
         now = self.learn.time
-        if self.at.unit not in ('ep', 'iter'):
-            return
-        if now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration(learn)) >= self.at:
-            learn.run.stopping = True
+        then = now.replace(ep=now.ep + 1, iter=now.iter + ends_iteration(self.learn))
+        if self.at.unit in ('ep', 'iter') and then >= self.at:
+            self.learn.run.stopping = True
 
     def after_epoch(self) -> None:
         "Check the epochs, also after training of this one was cancelled."
@@ -148,7 +146,7 @@ class ThresholdStopper(TrackerCallback):
         if value is None:
             return
         self.value = value
-        self.new_best = bool(self.comp(value, self.best))
+        self.new_best = self._is_better(value)
         if self.new_best:
             self.best = value
         if not self.comp(value, self.threshold):

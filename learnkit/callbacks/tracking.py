@@ -66,11 +66,8 @@ class TrackerCallback(Callback):
     monitor: Monitor
     reset_on_fit: bool
     min_delta: float
-    best: float | None
+    best: float
     new_best: bool
-    _has_begun: bool = False  # whether `before_fit` has run
-    _is_guess: bool  # whether the direction is only guessed from the name
-    _prefers_lower: bool
 
     def __init__(
         self,
@@ -80,26 +77,22 @@ class TrackerCallback(Callback):
         reset_on_fit: bool = True,  # whether each fit resets `best`; False: `best` of all fits
     ) -> None:
         if not is_number(min_delta) or not 0 <= min_delta < math.inf:
-            raise OptionError(
-                f'min_delta={min_delta!r}: give a number, 0 or more. `comp` decides what counts as better.'
-            )
+            raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more.')
         if not callable(monitor) and not (isinstance(monitor, str) and monitor):
+            name = type(self).__name__
             raise OptionError(
-                f'{type(self).__name__}(monitor={monitor!r}) has nothing to watch: give a column of the '
-                'history, such as `valid_loss`, or a function of the learner.'
+                f'{name}(monitor={monitor!r}): give a column of the history, or a function.'
             )
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         self.comp: Compare = _choose_comparison(name) if comp is None else as_comparison(comp, name)
-        self._is_guess = (
-            comp is None and isinstance(monitor, str) and name not in MetricProperties()
-        )
-        self._prefers_lower = bool(self.comp(0.0, 1.0))
+        prefers_lower = bool(self.comp(0.0, 1.0))
         if callable(monitor):
             check_takes('monitor', monitor, 'learn')
         self.monitor = monitor
         self.reset_on_fit = reset_on_fit
-        self.min_delta = -min_delta if self._prefers_lower else min_delta
-        self.best = None
+        self.min_delta = -min_delta if prefers_lower else min_delta
+        self._worst = math.inf if prefers_lower else -math.inf
+        self.best = self._worst
         self.new_best = False
         self.idx: int | None = None  # index of the column in `recorder.values[-1]`
 
@@ -107,40 +100,30 @@ class TrackerCallback(Callback):
         "Find the column, and reset the best value."
         records(self)  # raises without a Recorder
         self.idx = None if callable(self.monitor) else find_column(self, self.monitor)
-        if self._is_guess:  # a column of this name exists
-            self._is_guess = False
-            _warn_of_rule(str(self.monitor))
-        self._has_begun = True
-        if self.reset_on_fit or self.best is None:
-            self.best = math.inf if self._prefers_lower else -math.inf
+        if self.reset_on_fit:
+            self.best = self._worst
         self.new_best = False
 
     def after_epoch(self) -> None:
         "Compare this epoch's value with the best value."
-        if not self._has_begun:
-            self.before_fit()  # the callback was added during the fit
         self.new_best = False
         row = epoch_row(self)
         if row is None:
             return
         value = self._as_number(self._get_value(row))
-        self.new_best = value is not None and self._is_better(value)
-        if self.new_best:
+        if value is not None and self._is_better(value):
+            self.new_best = True
             self.best = value
         self.after_comparison()
 
     def _is_better(self, value: float) -> bool:
         "Compare with the best value; ignore differences below single precision."
-        assert self.best is not None  # set by before_fit
         if math.isclose(value, self.best, rel_tol=1e-7):
             value = self.best
         return bool(self.comp(value - self.min_delta, self.best))
 
     def after_comparison(self) -> None:
         "Act on `new_best`; subclasses override this method."
-
-    def cleanup(self) -> None:
-        self._has_begun = False
 
     def _as_number(self, value: Any) -> float | None:
         "Return a value as a number; the value of a function is the first rank's."
@@ -152,17 +135,11 @@ class TrackerCallback(Callback):
         if callable(self.monitor):
             return self.monitor(self.learn)
         values = records(self).values[-1]
-        if self.idx is not None:  # a metric that returns a dict may have added columns
-            self.idx = find_column(self, self.monitor)
+        # again, as a metric that returns a dict may have added columns
+        self.idx = find_column(self, self.monitor)
         # the row of an interrupted epoch lacks some values
         is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
-        if is_complete and self.idx is not None:
-            return values[self.idx]
-        return row.get(self.monitor)
-
-    def __repr__(self) -> str:
-        # `min_delta` is stored with the sign that `comp` needs
-        return super().__repr__().replace('min_delta=-', 'min_delta=')
+        return values[self.idx] if is_complete else row.get(self.monitor)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -177,19 +154,15 @@ class TrackerCallback(Callback):
 
 
 def _choose_comparison(name: str) -> Compare:
-    "Return the comparison for a column, by fastai's rule; warn of names that the rule gets wrong."
+    "Return the comparison for a column, by fastai's rule; warn of names that it may get wrong."
     if 'loss' in name or 'error' in name:
         return np.less
-    if MetricProperties().get(name) == 'lower':
-        _warn_of_rule(name)
+    if MetricProperties().get(name) != 'higher':
+        warn_user(
+            f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. '
+            "Pass `comp='less'`, or `comp='greater'` if that is meant."
+        )
     return np.greater
-
-
-def _warn_of_rule(name: str) -> None:
-    warn_user(
-        f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
-        "`comp='less'`, or `comp='greater'` if that is meant."
-    )
 
 
 def check_counted(
@@ -326,9 +299,7 @@ class ReduceLROnPlateau(_Patient):
     ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not isinstance(factor, Real) or not factor > 1:
-            raise OptionError(
-                f'factor={factor!r} divides the rate: give a number above 1, such as 10.'
-            )
+            raise OptionError(f'factor={factor!r} divides the rate: give a number above 1.')
         if not is_number(min_lr) or min_lr < 0:
             raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
         self.factor = factor
@@ -386,9 +357,7 @@ class SaveModelCallback(TrackerCallback):
         if every_epoch and at_end:
             raise OptionError('every_epoch and at_end contradict each other: choose one.')
         if not isinstance(every_epoch, int) or every_epoch < 0:
-            raise OptionError(
-                f'every_epoch={every_epoch!r}: give True, False, or a number of epochs.'
-            )
+            raise OptionError(f'every_epoch={every_epoch!r}: give a bool or a number of epochs.')
         resolve_path(fname, Path())
         self.fname = fname
         self.every_epoch = every_epoch
@@ -396,7 +365,7 @@ class SaveModelCallback(TrackerCallback):
         self.with_opt = with_opt
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # best file so far, written by this callback
-        self._is_in_fit = False  # from `before_fit` until the best or the last weights are kept
+        self._is_in_fit = False  # whether the best or the last weights are still to be kept
         self._has_compared = False  # whether the fit has had a value to compare
 
     @override
@@ -410,7 +379,6 @@ class SaveModelCallback(TrackerCallback):
             self._best_path = None
         self._is_in_fit = True
         self._has_compared = False
-        self._has_begun = True
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another callback writes the same file."
@@ -422,8 +390,7 @@ class SaveModelCallback(TrackerCallback):
             path = find_weights_path(self.learn, cb.fname)
             if (path, bool(cb.every_epoch)) == (own_path, own_kind):
                 raise OptionError(
-                    f'{self} and {cb} would both write {own_path}, each over what the other has saved: '
-                    'give one of them another `fname`.'
+                    f'{self} and {cb} both write {own_path}: give one another `fname`.'
                 )
 
     @override
@@ -431,8 +398,6 @@ class SaveModelCallback(TrackerCallback):
         "Save this epoch's weights if they are due or the best."
         if not self.every_epoch:
             return super().after_epoch()
-        if not self._has_begun:
-            self.before_fit()  # the callback was added during the fit
         if epoch_row(self) is not None and self.learn.epoch % self.every_epoch == 0:
             self._save(f'{self.fname}_{self.learn.epoch}')
 
@@ -461,10 +426,8 @@ class SaveModelCallback(TrackerCallback):
         else:
             self._load_best()
 
-    @override
     def cleanup(self) -> None:
         "Load the best weights also after a failed fit."
-        super().cleanup()
         if self._is_in_fit:
             self._load_best()
 

@@ -259,7 +259,9 @@ class MLPerf(Callback):
     def _find_column(self) -> str:
         "Return the column of `eval_accuracy`; raise `MetricError` if no evaluation gives it."
         recorder = records(self)
-        names = recorder.evaluated_columns(self.monitor)
+        names = recorder.evaluated_columns()
+        if self.monitor is not None and self.monitor not in names:
+            names = recorder.find_keys()
         if self.monitor is None and names:
             return names[1] if len(recorder.select_metrics('valid')) else names[0]
         if self.monitor in names:

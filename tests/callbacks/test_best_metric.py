@@ -79,19 +79,6 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
     assert learn.history[0]['best/valid_loss'] == min(seen[:2])
 
 
-def test_a_callback_that_receives_logs_gets_the_values() -> None:
-    class ValueLog(Callback):
-        values: list[tuple[str, float]] = []
-
-        def receive_log(self, name: str, value: float, weight: Any, shown: bool = True) -> None:
-            self.values.append((name, value))
-
-    learn = learner(ValueLog(), BestMetric('valid_loss', 'test/mae'))
-    learn.fit(2)
-    expected = [(n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')]
-    assert learn.value_log.values == expected
-
-
 def test_the_best_score_is_printed_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     learn = learner(BestMetric('valid_loss', 'test/mae'))
     learn.logger = print
@@ -117,7 +104,6 @@ def test_the_state_is_resumed() -> None:
     ('wrong', 'error'),
     [
         ({'source': 'quux'}, OptionError),
-        ({'source': 'lr'}, OptionError),
         ({'source': None}, OptionError),
         ({'targets': ''}, OptionError),
         ({'targets': []}, OptionError),

@@ -18,9 +18,8 @@ from learnkit.callbacks.model_summary import (
     model_sizes,
     num_features_model,
     summary,
-    total_params,
 )
-from learnkit.core.errors import ModelError, OptionError
+from learnkit.core.errors import ModelError
 from learnkit.core.random import capture_rng
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import RegModel, synth_learner
@@ -110,21 +109,6 @@ def test_shared_layers_and_tied_weights_are_counted_once() -> None:
     assert [row.is_tied for row in s.layers] == [False, False, True] and str(s).count('tied') == 1
 
 
-def test_parameters_of_a_module_with_children_are_its_own_row() -> None:
-    s = summary(nn.MultiheadAttention(4, 2, batch_first=True), *[torch.zeros(2, 3, 4)] * 3)
-    assert rows(s) == [('', '(2 x 3 x 4, 2 x 3 x 3)', 3 * 4 * 4 + 12), ('out_proj', '', 20)]
-    assert (
-        s.n_params == 80 and s.input == '(2 x 3 x 4, 2 x 3 x 4, 2 x 3 x 4)' and '(model)' in str(s)
-    )
-
-
-def test_a_model_without_parameters() -> None:
-    s = summary(nn.Flatten(), torch.zeros(3, 4, 2))
-    assert (s.n_params, s.n_trained, s.output) == (0, 0, '3 x 8') and 'Total params: 0' in str(s)
-    assert total_params(nn.Flatten()) == (0, False)
-    assert total_params(RegModel().requires_grad_(False)) == (2, False)
-
-
 def test_dict_inputs_and_outputs_are_named() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -147,36 +131,6 @@ def test_dict_inputs_and_outputs_are_named() -> None:
         summary(Named(), {'ids': ids, 'mask': torch.ones(5, 3)}).output
         == '{logits: 5 x 4, cache: object}'
     )
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_a_model_of_hugging_face() -> None:
-    transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=10,
-    )
-    model = transformers.BertForSequenceClassification(config)
-    ids = torch.zeros(2, 5, dtype=torch.int64)
-    s = Learner([{'input_ids': ids, 'labels': ids[:, 0]}], model).summary()
-    assert s.output == '{loss: scalar, logits: 2 x 2}'
-    assert s.n_params == sum(p.numel() for p in model.parameters())
-    assert sum(row.n_params for row in s.layers) == s.n_params
-    expected = [('bert.embeddings.word_embeddings', '2 x 5 x 8', 20 * 8)]
-    assert [row for row in rows(s) if 'word' in row[0]] == expected
-
-
-def test_lazy_modules_stay_lazy() -> None:
-    model = nn.Sequential(
-        nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10)
-    )
-    for s in (summary(model, torch.zeros(2, 1, 8, 8)), digits(model).summary()):
-        assert [row.n_params for row in s.layers] == [40, 8, 0, 4 * 36 * 10 + 10]
-        assert type(model[0]) is nn.LazyConv2d and n_hooks(model) == 0
 
 
 # -- of a Learner
@@ -275,14 +229,6 @@ def test_nothing_is_disturbed(kind: Any) -> None:
     assert all(map(same, before[2:], everything(learn)[2:]))
 
 
-def test_in_the_middle_of_a_fit_the_current_batch_is_taken() -> None:
-    seen: list[str] = []
-    learn = digits(cbs=Callback(before_backward=lambda cb: seen.append(cb.learn.summary().input)))
-    with learn.no_bar():
-        learn.fit(1)
-    assert seen == ['16 x 1 x 8 x 8', '16 x 1 x 8 x 8', '8 x 1 x 8 x 8']
-
-
 def test_loss_and_metrics_are_not_computed_and_callbacks_may_change_the_batch() -> None:
     def never(*args: Any) -> Tensor:
         raise AssertionError
@@ -293,30 +239,6 @@ def test_loss_and_metrics_are_not_computed_and_callbacks_may_change_the_batch() 
     learn = digits(nn.Linear(64, 10), cbs=Callback(before_batch=flat), metrics=never)
     learn.loss_func = never
     assert learn.summary().input == '16 x 64'
-
-
-def test_an_error_of_the_model_leaves_the_learner_in_order() -> None:
-    learn = digits(nn.Sequential(nn.Linear(3, 3)))
-    before = everything(learn)
-    with pytest.raises(RuntimeError, match='shapes') as e:
-        learn.summary()
-    assert any('Sequential got' in n for n in e.value.__notes__)
-    assert all(map(same, before, everything(learn)))
-
-
-def test_loaders_that_give_no_batch_to_spare() -> None:
-    batches = [(torch.zeros(4, 1), torch.zeros(4, 1))] * 2
-    used_up = iter(batches)
-    with pytest.raises(OptionError, match='iterator'):
-        Learner(used_up, RegModel(), nn.MSELoss()).summary()
-    assert len(list(used_up)) == 2
-
-    class Empty:
-        def __iter__(self) -> Any:
-            return iter(())
-
-    with pytest.raises(OptionError, match='no batch'):
-        Learner(Empty(), RegModel(), nn.MSELoss()).summary()
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')

@@ -119,28 +119,6 @@ def test_evaluations_within_an_epoch_are_reported_by_their_batch() -> None:
     assert learn.time.ba == 12
 
 
-def test_steps_continue_over_the_fits_of_a_trial() -> None:
-    study = optuna.create_study()
-    learn = learner(0.01, OptunaPruning(study.ask()))
-    learn.fit(2)
-    learn.fit(1)
-    assert sorted(study.trials[0].intermediate_values) == [0, 1, 2]
-
-
-class PruneAll(optuna.pruners.BasePruner):  # type: ignore[misc]  # optuna may be missing
-    def prune(self, study: Any, trial: Any) -> bool:
-        return True
-
-
-def test_a_fit_within_a_with_block_ends_the_block() -> None:
-    study = optuna.create_study(pruner=PruneAll())
-    learn = learner(0.01, OptunaPruning(study.ask()))
-    with pytest.raises(optuna.TrialPruned), learn:
-        learn.fit(3)
-        pytest.fail('the pruned fit has returned')
-    assert not learn.run.depth
-
-
 def unknown(pred: torch.Tensor, targ: torch.Tensor) -> torch.Tensor:
     return torch.tensor(math.nan)
 
@@ -156,8 +134,6 @@ def test_what_cannot_be_meant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     maximize = optuna.create_study(direction='maximize').ask()
     with pytest.raises(OptionError, match=r'valid_loss.*maximize'):
         OptunaPruning(maximize)
-    with pytest.raises(OptionError, match='2 objectives'):
-        OptunaPruning(optuna.create_study(directions=['minimize', 'maximize']).ask())
     OptunaPruning(maximize, 'accuracy')
     OptunaPruning(maximize, 'my_own')
     OptunaPruning(optuna.trial.FixedTrial({}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner, accuracy, mae
 from learnkit.core.errors import MetricError, OptionError
-from learnkit.core.plotting import COLORS, AxesList, color, new_axes
+from learnkit.core.plotting import COLORS, AxesList, new_axes
 from learnkit.testing import synth_learner
 from tests.helpers.libraries import require
 
@@ -72,18 +71,6 @@ def test_all_fits_are_drawn_and_marked_where_they_begin() -> None:
     assert drawn(ax) == {'train': ([0, 1, 2, 3], column(learn, 'train_loss'))}
     assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 2.5]
     assert ax.get_xlabel() == 'epoch (of all fits)' and ax.get_legend() is None
-
-
-def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
-    learn = synth_learner(path=tmp_path)
-    fit(learn, 2)
-    state = learn.recorder.state_dict()
-    other = synth_learner()
-    other.recorder.load_state_dict(state)
-    other.recorder.history.append({**other.history[-1], 'epoch': 2, 'train_loss': 0.5})
-    (ax,) = other.recorder.plot_metrics()
-    assert drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
-    assert len(ax.get_lines()) == 2
 
 
 def test_names_choose_the_panels() -> None:
@@ -160,12 +147,6 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'
     kinds = [t.get_text() for t in mine.get_legend().get_texts()]
     assert kinds == ['data and model', 'callbacks', 'loop']
-
-
-def test_a_chosen_style_keeps_its_colors() -> None:
-    assert color(1) == COLORS[1]
-    with plt.style.context('ggplot'):
-        assert color(1) == 'C1'
 
 
 def test_new_axes_are_as_many_as_asked_for() -> None:

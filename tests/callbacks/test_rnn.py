@@ -65,8 +65,10 @@ def plain(bs: Any, alpha: float, beta: float) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(('alpha', 'beta'), [(0.0, 0.0), (2.0, 0.0), (0.0, 1.0), (2.0, 1.0)])
-@pytest.mark.parametrize(('bs', 'length'), [(2, 5), (1, 5), (2, 1)])
+@pytest.mark.parametrize(
+    ('alpha', 'beta', 'bs', 'length'),
+    [(0.0, 0.0, 2, 5), (2.0, 0.0, 2, 5), (0.0, 1.0, 2, 5), (2.0, 1.0, 2, 1)],
+)
 def test_the_weights_match_a_plain_loop(alpha: float, beta: float, bs: int, length: int) -> None:
     data, reported = batches(bs=bs, length=length), []
     look = Callback(after_loss=lambda cb: reported.append((cb.loss, F.mse_loss(cb.pred, cb.y))))

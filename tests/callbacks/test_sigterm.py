@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from learnkit.callbacks.sigterm import StopRequest, in_ipython
+from learnkit.callbacks.sigterm import StopRequest
 
 TERM, CHLD = signal.SIGTERM, signal.SIGCHLD
 
@@ -128,12 +126,3 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
         thread.start()
         thread.join()
         assert now() == before
-
-
-def test_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, 'IPython', raising=False)
-    assert not in_ipython()
-    monkeypatch.setitem(sys.modules, 'IPython', SimpleNamespace(get_ipython=lambda: None))
-    assert not in_ipython()
-    monkeypatch.setitem(sys.modules, 'IPython', SimpleNamespace(get_ipython=lambda: 'shell'))
-    assert in_ipython()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from learnkit import (
     Callback,
-    FitError,
     Learner,
     Recorder,
     SkipToEpoch,
@@ -45,15 +44,6 @@ def test_start_epoch_trains_only_from_there_on() -> None:
     assert not any(isinstance(cb, SkipToEpoch) for cb in learn.cbs)
 
 
-def test_start_epoch_at_the_end_leaves_the_weights() -> None:
-    learn = quiet()
-    start = learn.model.a.item(), learn.model.b.item()
-    learn.fit(2, start_epoch=2)
-    assert (learn.model.a.item(), learn.model.b.item()) == start and learn.history == []
-    with pytest.raises(FitError, match='start_epoch=3'):
-        learn.fit(2, start_epoch=3)
-
-
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
     @before_batch_cb
     def shift(cb: Callback, xb: tuple[Tensor, ...], yb: tuple[Tensor, ...]) -> Any:
@@ -74,46 +64,7 @@ def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
     assert repr(shift) == 'Callback(before_batch=shift)'
 
 
-def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
-    "A two-way callback as in the readme: read the batch, write another, and change the loss."
-
-    class MixUp(Callback):
-        run_valid = False
-
-        def before_batch(self) -> None:
-            self.order_of_batch = torch.arange(len(self.x)).flip(0)
-            self.learn.xb = (0.7 * self.x + 0.3 * self.x[self.order_of_batch],)
-            self.learn.yb = (self.y, self.y[self.order_of_batch])
-
-        def after_pred(self) -> None:
-            self.learn.loss_func = lambda pred, a, b: 0.7 * mse(pred, a) + 0.3 * mse(pred, b)
-
-        def after_loss(self) -> None:
-            self.learn.loss_func = mse
-
-    mse = nn.MSELoss()
-    batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
-    torch.manual_seed(1)
-    dls = (batches, batches)
-    cbs = [TrainEvalCallback, MixUp]
-    learn = Learner(
-        dls, model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, default_cbs=False
-    )
-    learn.fit(2)
-    torch.manual_seed(1)
-    other = RegModel()
-    opt = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in batches * 2:
-        out = other(0.7 * x + 0.3 * x.flip(0))
-        (0.7 * mse(out, y) + 0.3 * mse(out, y.flip(0))).backward()
-        opt.step()
-        opt.zero_grad()
-    assert torch.equal(model.a, other.a) and torch.equal(model.b, other.b)
-
-
-@pytest.mark.parametrize(
-    ('pct', 'n'), [(0.0, 1), (0.01, 2), (0.1, 2), (0.25, 4), (0.9, 10), (1.0, 10)]
-)
+@pytest.mark.parametrize(('pct', 'n'), [(0.0, 1), (0.25, 4), (1.0, 10)])
 def test_a_short_epoch_has_as_many_batches_as_in_fastai(pct: float, n: int) -> None:
     seen: list[bool] = []
     watcher = Callback(before_batch=lambda cb: seen.append(cb.training))
@@ -253,21 +204,6 @@ def test_channels_last_is_undone_after_an_error_and_leaves_what_was_so_before() 
     learn.model.to(memory_format=torch.channels_last)
     learn.fit(1)
     assert is_channels_last(learn.model[0].weight)
-    volume = nn.Conv3d(2, 3, 3)
-    dls = [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))]
-    cbs = [
-        TrainEvalCallback,
-        ChannelsLast,
-        Callback(
-            after_pred=lambda cb: seen.append(
-                volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
-            )
-        ),
-    ]
-    learn = Learner(dls, volume, nn.MSELoss(), default_cbs=False, cbs=cbs)
-    seen: list[bool] = []
-    learn.fit(1)
-    assert seen == [True] and volume.weight.is_contiguous()
 
 
 def test_frozen_batch_norms_keep_their_statistics() -> None:

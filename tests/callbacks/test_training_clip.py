@@ -10,11 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from learnkit import Callback, Learner, TrainEvalCallback
-from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.training import GradientClip, GradientValueClip
 from learnkit.core.errors import OptionError
 
@@ -109,42 +106,3 @@ def test_a_bad_limit_is_refused(make: Any) -> None:
         make()
     with pytest.raises(OptionError, match='norm_type=0'):
         GradientClip(norm_type=0)
-
-
-def one_cycle(pct: float) -> float:
-    return (
-        0.1 * (pct / 0.25 if pct < 0.25 else (1 + math.cos(math.pi * (pct - 0.25) / 0.75)) / 2)
-        + 1e-4
-    )
-
-
-def test_accumulation_clipping_averaging_and_a_schedule_together() -> None:
-    bs, n_epoch = batches(5, 5, 5, 5, 3), 3
-    schedule = Callback(
-        before_batch=lambda cb: cb.training and cb.opt.set_hyper('lr', one_cycle(cb.pct_train))
-    )
-    learn = learner(
-        bs, net(), GradientClip(0.3), EMA(0.7, warmup=None), GradientAccumulation(10), schedule
-    )
-    learn.fit(n_epoch)
-
-    model = net()
-    opt = AdamW(model.parameters(), lr=0.05)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    average.update_parameters(model)
-    for epoch in range(n_epoch):
-        for group in ((0, 1), (2, 3), (4,)):
-            for i in group:
-                opt.param_groups[0]['lr'] = one_cycle((epoch * 5 + i) / (5 * n_epoch))
-            x, y = (torch.cat([bs[i][k] for i in group]) for k in (0, 1))
-            F.mse_loss(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            opt.step()
-            opt.zero_grad()
-            average.update_parameters(model)
-    assert learn.opt.n_steps == 9
-    for p, q in zip(learn.model.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(p, q, 0, 1e-12)
-    with learn.ema.applied() as averaged:
-        for p, q in zip(averaged.parameters(), average.parameters(), strict=True):
-            assert torch.allclose(p, q, 0, 1e-12)

@@ -183,9 +183,6 @@ def test_train_loss_is_mean_or_smooth() -> None:
     learn.fit(2)
     expected = [learn.recorder.smooth_loss.smooth[i] for i in (1, 3)]
     assert [row['train_loss'] for row in learn.history] == expected
-    learn.recorder.train_loss = 'last'
-    with pytest.raises(OptionError, match="train_loss='last'"):
-        learn.fit(1)
 
 
 def test_label_smoothing_with_class_weights_is_warned_of() -> None:

@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnkit import (
     Callback,
     DataLoaders,
-    EarlyStoppingCallback,
     Learner,
     Metric,
-    MetricError,
     Recorder,
     TrainEvalCallback,
 )
@@ -184,25 +182,6 @@ def test_two_fits_are_counted() -> None:
     other.fit(2, resume=take.states[0])
     assert timeless(other.history) == timeless(straight.history)
     assert [(r['fit'], r['epoch']) for r in other.history] == [(0, 0), (1, 0), (1, 1)]
-
-
-def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> None:
-    def log(cb: Any) -> None:
-        cb.learn.log('extra', cb.loss)
-
-    def watch() -> Any:
-        return EarlyStoppingCallback(monitor='extra', comp='greater', patience=99)
-
-    straight = learner(Callback(after_loss=log))
-    other = learner(Callback(after_loss=log))
-    take = Take(2)
-    straight.fit(1)
-    straight.fit(2, cbs=[watch(), take])
-    other.fit(2, cbs=watch(), resume=take.states[0])
-    assert timeless(other.history) == timeless(straight.history)
-    with pytest.raises(MetricError, match='no such value is recorded'):
-        cbs = EarlyStoppingCallback(monitor='extr')
-        learner(Callback(after_loss=log)).fit(2, cbs=cbs, resume=take.states[0])
 
 
 # --------------------------------------------------------------------------- another set of metrics
