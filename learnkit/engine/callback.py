@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial, wraps
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -19,9 +19,16 @@ from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import is_number
+from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.counters import Every
-from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
+from learnkit.engine.events import (
+    ALIASES,
+    CONTEXTS,
+    EVENTS,
+    INNER_EVENTS,
+    canonical_event,
+    event_like,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,6 +67,10 @@ _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in na
 SET_BY_BASE = '_set_by_base'
 RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
+# attributes of the loop that callbacks read
+_LOOP_ATTRIBUTES = set(
+    'epoch iter n_epoch n_iter train_iter pct_train training phase xb yb pred loss loss_grad'.split()
+)
 # attributes that the Learner's handler tables depend on
 _DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 
@@ -486,6 +497,26 @@ def list_events(cls: type) -> frozenset[str]:
     "Return the events and contexts that a class of callbacks handles, by their own names."
     names = _HANDLER_NAMES & {name for base in cls.__mro__ for name in vars(base)}
     return frozenset(ALIASES.get(name, name) for name in names)
+
+
+def warn_of_names(cb: Any) -> None:
+    "Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop."
+    if type(cb).__module__.startswith('learnkit.'):
+        return
+    classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
+    members: dict[str, Any] = {}
+    for cls in classes[:-1]:  # without `object`
+        members = {**vars(cls), **members}
+    for name, member in members.items():
+        meant = None if name in _HANDLER_NAMES else event_like(name)
+        if meant and isinstance(member, FunctionType):
+            warn_user(
+                f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{meant}`?'
+            )
+    set_here = vars(cb).keys() - vars(cb).get(SET_BY_BASE, ())
+    for name in sorted(_LOOP_ATTRIBUTES & (members.keys() | set_here)):
+        if not isinstance(members.get(name), (FunctionType, property)):
+            warn_user(f'{SHADOWING.format(name)}, or choose another name')
 
 
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:

@@ -26,11 +26,11 @@ from learnkit.engine.callback import (
     get_own_handler,
     list_defined_events,
     list_events,
+    warn_of_names,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import get_fastai_handler, is_fastai_callback
-from learnkit.engine.lint import lint
 
 __all__ = [
     'CallbackSet',
@@ -177,7 +177,7 @@ class CallbackSet:
             for name in list_defined_events(cb):
                 get_own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_fastai_callback(cb):
-                lint(cb)
+                warn_of_names(cb)
         explicit: dict[str, Any] = {}
         for cb in [*remaining, *cbs]:
             key = getattr(cb, 'state_key', None)
