@@ -484,19 +484,13 @@ def _shorten_class_name(cls: str) -> str:
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
-def list_defined_events(cb: object) -> set[str]:
-    """Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling.
+def list_attributes(cb: object) -> set[str]:
+    """Return the names of all attributes of `cb` and its class, in the spelling of events.
 
     Classes of this package are left out: their handlers are known to be methods."""
     classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
     scopes = [*map(vars, classes), getattr(cb, '__dict__', {})]
-    return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
-
-
-def list_events(cls: type) -> frozenset[str]:
-    "Return the events and contexts that a class of callbacks handles, by their own names."
-    names = _HANDLER_NAMES & {name for base in cls.__mro__ for name in vars(base)}
-    return frozenset(ALIASES.get(name, name) for name in names)
+    return {ALIASES.get(name, name) for scope in scopes for name in scope}
 
 
 def warn_of_names(cb: Any) -> None:
