@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial, wraps
@@ -31,11 +32,7 @@ from learnkit.engine.events import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from learnkit.core.time import Timestamp
-    from learnkit.distributed.comm import Comm
-    from learnkit.optim.wrapper import OptimWrapper
+    from torch import Tensor
 
 __all__ = ['Callback', 'IntervalCallback', 'Periodic', 'MissingAttribute']
 
@@ -53,19 +50,15 @@ _FOREIGN_NAMES = {
     'opt': 'optim optimizer',
     "opt.hypers[-1]['lr']": 'learning_rate',
     'loss_func': 'criterion loss_fn',
-    'learn': 'learner trainer',
     'epoch': 'current_epoch epoch_idx',
     'iter': 'batch_idx step',
     'train_iter': 'global_step',
     'n_epoch': 'epochs max_epochs n_epochs num_epochs',
-    'find_batch_size()': 'bs_find scale_batch_size',
     'dls.train': 'train_dl train_loader',
-    'dls.valid': 'val_dl val_loader valid_dl valid_loader',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 # attribute with the names of the attributes that a constructor of this package has set
 SET_BY_BASE = '_set_by_base'
-RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
 # attributes of the loop that callbacks read
 _LOOP_ATTRIBUTES = set(
@@ -99,12 +92,6 @@ class MissingAttribute(AttributeError):
         name = str(self.name)
         if name in _SYNONYMS:
             return f' Here it is `{_SYNONYMS[name]}`.'
-        recorders = [vars(o)['recorder'] for o in self.owners if 'recorder' in vars(o)]
-        if any(name in recorder.metric_names for recorder in recorders):
-            return (
-                f" It is a column of the history: `history[-1]['{name}']` after an epoch, for a callback with an "
-                "`order` above the Recorder's 50."
-            )
         hidden_prefix = '__' if name.startswith('_') else '_'
         known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden_prefix)}
         close = get_close_matches(name, known - {name}, n=3, cutoff=0.6)
@@ -128,10 +115,8 @@ def declared(
     >>> declared(Quick(), 'remove_on_find'), declared(Callback(), 'remove_on_find', False)
     (True, False)
     """
-    own = getattr(cb, '__dict__', {})
-    if name in own:
-        return own[name]
-    return getattr(cb, name) if hasattr(type(cb), name) else default
+    is_own = name in getattr(cb, '__dict__', {}) or hasattr(type(cb), name)
+    return getattr(cb, name) if is_own else default
 
 
 def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
@@ -145,7 +130,15 @@ def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
     )
 
 
-class Callback:
+if TYPE_CHECKING:
+    Proxied = (
+        LearnerLike  # attributes that are read from the Learner, for editors and type checkers
+    )
+else:
+    Proxied = object
+
+
+class Callback(Proxied):
     """Change the training loop at its events: a method named after an event runs when the event fires.
 
     The events are listed in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in order. An attribute that
@@ -193,76 +186,9 @@ class Callback:
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     if TYPE_CHECKING:
-        # attributes that are read from the Learner, and events, for editors and type checkers
-        x: Any  # inputs of the batch: a tensor, or a tuple of several
-        y: Any  # targets of the batch: a tensor, or a tuple of several
-        xb: tuple[Any, ...]
-        yb: tuple[Any, ...]
-        pred: Any  # predictions, from after_pred on
-        loss: Tensor  # copy of the loss, with its graph until the batch ends
-        loss_grad: Tensor  # loss that backward runs from
-        epoch: int
-        n_epoch: int | None
-        iter: int  # number of the batch in its loader
-        n_iter: int | None
-        train_iter: int  # number of training batches of the fit so far
-        pct_train: float  # share of the fit that is done
-        training: bool  # False in an evaluation
-        fitting: bool  # False in validate() and get_preds()
-        time: Timestamp  # amounts finished so far, over all fits
-        world: Comm  # rank, size and collectives of the processes
-        model: nn.Module
-        opt: OptimWrapper
-        dls: Any
-        dl: Any
-        dl_name: str
-        loss_func: Callable[..., Any]
         recorder: Any
         history: list[dict[str, Any]]  # a row an epoch
         smooth_loss: Tensor
-
-        def after_create(self) -> Any: ...
-        def before_load(self) -> Any: ...
-        def after_load(self) -> Any: ...
-        def before_fit(self) -> Any: ...
-        def before_iteration(self) -> Any: ...
-        def before_epoch(self) -> Any: ...
-        def before_train(self) -> Any: ...
-        def before_draw(self) -> Any: ...
-        def after_draw(self) -> Any: ...
-        def before_batch(self) -> Any: ...
-        def before_pred(self) -> Any: ...
-        def after_pred(self) -> Any: ...
-        def after_loss(self) -> Any: ...
-        def before_backward(self) -> Any: ...
-        def after_cancel_backward(self) -> Any: ...
-        def after_backward(self) -> Any: ...
-        def before_step(self) -> Any: ...
-        def after_cancel_step(self) -> Any: ...
-        def after_step(self) -> Any: ...
-        def after_cancel_batch(self) -> Any: ...
-        def after_batch(self) -> Any: ...
-        def batch_checkpoint(self) -> Any: ...
-        def after_cancel_train(self) -> Any: ...
-        def after_train(self) -> Any: ...
-        def before_eval(self) -> Any: ...
-        def before_validate(self) -> Any: ...
-        def after_cancel_validate(self) -> Any: ...
-        def after_validate(self) -> Any: ...
-        def after_eval(self) -> Any: ...
-        def after_cancel_epoch(self) -> Any: ...
-        def after_epoch(self) -> Any: ...
-        def epoch_checkpoint(self) -> Any: ...
-        def after_iteration(self) -> Any: ...
-        def iteration_checkpoint(self) -> Any: ...
-        def after_cancel_fit(self) -> Any: ...
-        def after_fit(self) -> Any: ...
-        def before_predict(self) -> Any: ...
-        def after_predict(self) -> Any: ...
-        def after_error(self) -> Any: ...
-        def cleanup(self) -> Any: ...
-        def close(self) -> Any: ...
-        def post_close(self) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -278,7 +204,6 @@ class Callback:
         run_valid: bool | None = None,  # False: no batch events in evaluation; None: the class's
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
-        _check_options(order, run_in, run_train=run_train, run_valid=run_valid)
         options = {
             'order': order,
             'run_in': run_in,
@@ -287,14 +212,13 @@ class Callback:
         }
         for name, value in options.items():
             if value is not None:
+                _check_option(name, value)
                 setattr(self, name, value)
-        for name in handlers:
+        for name, f in handlers.items():
             canonical_event(name, where=type(self).__name__)
-        functions = {name: f for name, f in handlers.items() if f is not None}
-        for name, f in functions.items():
-            _check_takes_callback(name, f, self)
-        for name, f in functions.items():
-            setattr(self, name, MethodType(f, self))
+            if f is not None:
+                _check_takes_callback(name, f, self)
+                setattr(self, name, MethodType(f, self))
 
     def __call__(self, event_name: str) -> Any:
         "Run the handler of `event_name` and return its value, or None for an event without a handler."
@@ -428,9 +352,10 @@ def _list_changed_options(cb: Callback) -> Iterator[str]:
         if isinstance(value, _REPR_TYPES):
             displayed = str(value) if isinstance(value, (Enum, Time)) else value
             default_with_unit = f'{default}{getattr(value, "unit", "")}'
-            is_default = isinstance(default, _REPR_TYPES)
-            is_default = is_default and displayed in (default, default_with_unit)
-            if not is_default:
+            if not isinstance(default, _REPR_TYPES) or displayed not in (
+                default,
+                default_with_unit,
+            ):
                 yield f'{name}={displayed!r}'
         elif callable(value) and default is not None:
             yield f'{name}={_get_func_name(value)}'
@@ -447,32 +372,31 @@ def _has_attribute(learn: object, name: str) -> bool:
     return defined_on_class(learn, name) or hasattr(learn, name)
 
 
-def _check_options(order: object, run_in: object, **flags: object) -> None:
-    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and flags that are not bools."
-    if order is not None and not is_number(order):
-        raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
-    for name, flag in flags.items():
-        if flag is not None and not isinstance(flag, bool):
-            raise CallbackError(f'{name}={flag!r}: give True or False.')
-    if run_in not in (None, *RUN_KINDS):
-        raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
+def _check_option(name: str, value: object) -> None:
+    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and a flag that is not a bool."
+    if name == 'order':
+        is_valid, hint = is_number(value), 'a number; the Recorder has 50'
+    elif name == 'run_in':
+        is_valid, hint = value in ('any', 'fit', 'evaluation'), "'any', 'fit' or 'evaluation'"
+    else:
+        is_valid, hint = isinstance(value, bool), 'True or False'
+    if not is_valid:
+        raise CallbackError(f'{name}={value!r}: give {hint}.')
 
 
 def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
     "Raise `CallbackError` unless `f` can be called with one argument, the callback."
     if not callable(f):
         raise CallbackError(f'{event_name}={f!r}: give a function that takes the callback.')
-    try:
+    with suppress(ValueError):  # some builtins have no signature
         signature = inspect.signature(f)
-    except (TypeError, ValueError):
-        return  # some builtins have no signature
-    try:
-        signature.bind(cb)
-    except TypeError as e:
-        raise CallbackError(
-            f'{event_name}={getattr(f, "__name__", f)}{signature} cannot be called with the callback '
-            f'alone ({e}). Write it as `def {getattr(f, "__name__", "f")}(cb): ...`.'
-        ) from None
+        try:
+            signature.bind(cb)
+        except TypeError as e:
+            raise CallbackError(
+                f'{event_name}={_get_func_name(f)}{signature} cannot be called with the callback alone ({e}). '
+                'Write it as `def f(cb): ...`.'
+            ) from None
 
 
 @cache
@@ -484,23 +408,19 @@ def _shorten_class_name(cls: str) -> str:
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
-def list_attributes(cb: object) -> set[str]:
-    """Return the names of all attributes of `cb` and its class, in the spelling of events.
+def check_names(cb: Any) -> None:
+    """Raise `CallbackError` for a user's handler that cannot be called.
 
-    Classes of this package are left out: their handlers are known to be methods."""
-    classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
-    scopes = [*map(vars, classes), getattr(cb, '__dict__', {})]
-    return {ALIASES.get(name, name) for scope in scopes for name in scope}
-
-
-def warn_of_names(cb: Any) -> None:
-    "Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop."
+    Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop.
+    """
     if type(cb).__module__.startswith('learnkit.'):
         return
     classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
     members: dict[str, Any] = {}
     for cls in classes[:-1]:  # without `object`
         members = {**vars(cls), **members}
+    for name in _HANDLER_NAMES & {*members, *vars(cb)}:
+        get_own_handler(cb, name)
     for name, member in members.items():
         meant = None if name in _HANDLER_NAMES else event_like(name)
         if meant and isinstance(member, FunctionType):
@@ -613,8 +533,5 @@ class Periodic(IntervalCallback):
         "Run the subclass's handler of this event, and then `on_every` if it is due."
         if handler:
             handler()
-        self._run_if_due()
-
-    def _run_if_due(self) -> None:
         if self._interval.is_due(self.learn):
             self.on_every()

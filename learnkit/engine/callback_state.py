@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import IOBase
-from logging import Filterer
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -26,23 +25,7 @@ from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
-__all__ = [
-    'callback_states',
-    'load_callback_states',
-    'collect_nondeterministic_state',
-    'has_own_state',
-    'keeps_attributes',
-    'note_attributes',
-    'collect_attributes',
-    'put_attributes',
-    'lost_attributes',
-    'replaced_attributes',
-    'warn_of_lost_attributes',
-    'DataKind',
-    'data_kinds',
-    'encode',
-    'decode',
-]
+__all__ = ['callback_states', 'load_callback_states', 'collect_attributes', 'put_attributes']
 
 # keys of a callback's state that has two parts
 STATE = '__state__'
@@ -50,31 +33,10 @@ ATTRIBUTES = '__attributes__'
 
 # attribute of a callback with the attributes that no checkpoint holds, as they were when it was added
 _ADDED_KEY = '_as_added'
-_NOT_STATE = frozenset(
-    {
-        'learn',
-        'order',
-        'run',
-        'run_in',
-        'run_train',
-        'run_valid',
-        _ADDED_KEY,
-        SET_BY_BASE,
-        '_given_by_learnkit',
-    }
-)
-# types of objects that are created with the callback or the Learner, or that a callback opens itself
-_RECREATED_TYPES = (
-    ModuleType,
-    type,
-    nn.Module,
-    nn.Parameter,
-    torch.optim.Optimizer,
-    torch.device,
-    torch.dtype,
-    IOBase,
-    Filterer,
-)
+_NOT_STATE = {'learn', 'order', 'run', 'run_in', 'run_train', 'run_valid', '_given_by_learnkit'}
+_NOT_STATE |= {_ADDED_KEY, SET_BY_BASE}
+# types of objects, next to functions, that a run creates or opens itself
+_RECREATED_TYPES = (ModuleType, IOBase, torch.optim.Optimizer, torch.device, torch.dtype)
 
 
 # -- states by the callbacks' keys -----------------------------------------------------------------
@@ -294,7 +256,7 @@ def _encode_attribute(value: Any, cb: Any) -> Any:
     try:
         return encode(value)
     except _ENCODE_ERRORS:
-        if isinstance(value, (*_RECREATED_TYPES, Callback)) or not own_generators([value]):
+        if _is_recreated(value) or not own_generators([value]):
             raise
         return {_KIND: _GENERATORS, 'of': capture_own([value])}
 

@@ -18,25 +18,15 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
     Callback,
+    check_names,
     declared,
     defined_on_class,
     get_own_handler,
-    list_attributes,
-    warn_of_names,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, LEVELS, canonical_event
 
-__all__ = [
-    'CallbackSet',
-    'CallbackHost',
-    'ContextStack',
-    'HandlerTable',
-    'Entry',
-    'as_callback',
-    'as_list',
-    'list_running',
-]
+__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'as_callback', 'as_list', 'list_running']
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
 _CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
@@ -150,19 +140,17 @@ class CallbackSet:
         cbs: Iterable[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
-        """Check the handlers, keys and order of new callbacks.
+        """Check the names, keys and order of new callbacks.
 
-        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError` for
-        an impossible order.
+        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError`
+        for an impossible order.
         """
         cbs = list(cbs)
         removed = {id(cb) for cb in without}
         remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            for name in _HANDLED & list_attributes(cb):
-                get_own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_fastai_callback(cb):
-                warn_of_names(cb)
+                check_names(cb)
         explicit: dict[str, Any] = {}
         for cb in [*remaining, *cbs]:
             key = getattr(cb, 'state_key', None)
@@ -598,7 +586,10 @@ def as_callback(cb: Any) -> Callback:
     if isinstance(cb, Callback) or is_fastai_callback(cb):
         return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
-    if callable(cb) and hasattr(cb, '__name__'):
+    cls = cb if isinstance(cb, type) else type(cb)
+    if cls.__module__ == 'torch.optim.lr_scheduler':
+        hint = f'write `LRScheduler(scheduler)` or `LRScheduler(partial({cls.__name__}, ...))`'
+    elif callable(cb) and hasattr(cb, '__name__'):
         hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
 

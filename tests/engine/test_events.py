@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learnkit import Callback, UnknownEventError, event
+from learnkit import Callback, UnknownEventError
 from learnkit.engine.events import (
     EVENTS,
     LIFECYCLE,
@@ -38,11 +38,6 @@ def test_fastais_events_are_there_in_their_order() -> None:
 def test_every_composer_event_has_a_row() -> None:
     rows = {name for m in LIFECYCLE for name in m.composer.split(', ') if name}
     assert rows == {*COMPOSER, 'close', 'post_close'}
-
-
-def test_event_names_are_plain_strings_for_completion() -> None:
-    assert event.before_fit == 'before_fit'
-    assert vars(event) == {name: name for name in EVENTS}
 
 
 @pytest.mark.parametrize(
