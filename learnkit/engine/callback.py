@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
 from fastcore.basics import camel2snake
@@ -30,9 +30,6 @@ from learnkit.engine.events import (
     canonical_event,
     event_like,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ['Callback', 'IntervalCallback', 'Periodic', 'MissingAttribute']
 
@@ -123,22 +120,11 @@ def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
     "Return True if `obj` has no attribute `name`, False if the error was raised inside one of its properties."
     if isinstance(e, MissingAttribute):
         return e.name == name
-    return (
-        not getattr(obj, '_marks_misses', False)
-        and not defined_on_class(obj, name)
-        and e.name in (None, name)
-    )
+    is_learner = getattr(obj, '_marks_misses', False)
+    return not is_learner and not defined_on_class(obj, name) and e.name in (None, name)
 
 
-if TYPE_CHECKING:
-    Proxied = (
-        LearnerLike  # attributes that are read from the Learner, for editors and type checkers
-    )
-else:
-    Proxied = object
-
-
-class Callback(Proxied):
+class Callback:
     """Change the training loop at its events: a method named after an event runs when the event fires.
 
     The events are listed in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in order. An attribute that
@@ -184,11 +170,6 @@ class Callback(Proxied):
     observer: bool = False  # changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # key in checkpoints; None: the callback's name, made unique
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
-
-    if TYPE_CHECKING:
-        recorder: Any
-        history: list[dict[str, Any]]  # a row an epoch
-        smooth_loss: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

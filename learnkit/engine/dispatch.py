@@ -488,7 +488,8 @@ class HandlerTable(dict[str, list[Entry]]):
         alias = _ALIAS_OF.get(event, event)
         found: list[tuple[int, Entry]] = []
         for cb in self.callbacks.list_ordered():
-            cls, own = type(cb), vars(cb)
+            cls: Any = type(cb)
+            own = vars(cb)
             if event not in list_handled(cls) and event not in own and alias not in own:
                 continue
             handler = self._get_handler(cb, event)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ OWNER_TYPES = (
     Mean,
     L,
 )
+# parts of a Learner whose attributes are restored with it
+_PARTS = 'run counters evaluations passes modes advice microbatches closure own_loop seams'.split()
 _ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 
@@ -143,6 +146,8 @@ def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None
 
 
 def _refill(o: Any, items: list[Any]) -> None:
+    if len(o) == len(items) and all(map(is_, o, items)):
+        return  # a set that is filled again may have another order
     o.clear()
     if isinstance(o, set):
         o.update(items)
@@ -196,18 +201,7 @@ def restored(
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
-    parts = (
-        learn.run,
-        learn.counters,
-        learn.evaluations,
-        learn.passes,
-        learn.modes,
-        learn.advice,
-        learn.microbatches,
-        learn.closure,
-        learn.own_loop,
-        learn.seams,
-    )
+    parts = [getattr(learn, name) for name in _PARTS]
     reshard(learn.model)
     try:
         with restored_objects(

@@ -120,8 +120,8 @@ class TrainEvalCallback(Callback):
     def before_fit(self) -> None:
         _begin_run(self.learn)
         if self.learn.fitting and any(map(_is_of_user, self.learn.callbacks)):
-            self.after_loss = self._note_loss  # type: ignore[method-assign]
-            self.before_backward = self._check_loss  # type: ignore[method-assign]
+            self.after_loss = self._note_loss
+            self.before_backward = self._check_loss
 
     def before_train(self) -> None:
         self.learn.modes.train(self.learn)
