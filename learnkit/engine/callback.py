@@ -52,6 +52,7 @@ _FOREIGN_NAMES = {
     'train_iter': 'global_step',
     'n_epoch': 'epochs max_epochs n_epochs num_epochs',
     'dls.train': 'train_dl train_loader',
+    "history[-1]['valid_loss']": 'valid_loss val_loss',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 # attribute with the names of the attributes that a constructor of this package has set

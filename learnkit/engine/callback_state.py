@@ -71,18 +71,17 @@ def load_callback_states(
     keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key, state in states.items():
-        if key in keys or (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
-            continue  # attributes of a callback that is gone are no loss
-        warn(
-            f'There is a state for a callback `{key}`, and no such callback.'
-            f'{did_you_mean(key, keys)} It is left out; add the callback first to load it.',
-            stacklevel=3,
-        )
+        # attributes of a callback that is gone are no loss
+        if key not in keys and not (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
+            warn(
+                f'There is a state for a callback `{key}`, and no such callback.{did_you_mean(key, keys)} '
+                'It is left out; add the callback first to load it.',
+                stacklevel=3,
+            )
     for key in sorted(stateful - set(states)):
+        name = type(keys[key]).__name__
         warn(
-            f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it stays '
-            'as it is.',
-            stacklevel=3,
+            f'There is no state for the callback `{key}` ({name}): it stays as it is.', stacklevel=3
         )
     for key, cb in keys.items():
         try:

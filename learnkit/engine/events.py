@@ -131,17 +131,18 @@ def _parse_row(row: str) -> Moment:
 
 LIFECYCLE = tuple(_parse_row(row) for row in _TABLE.strip().splitlines())
 
+_CANCEL_EXCEPTIONS = (
+    CancelFitException,
+    CancelEpochException,
+    CancelTrainException,
+    CancelValidException,
+    CancelBatchException,
+    CancelBackwardException,
+    CancelStepException,
+)
 LEVELS = {
-    name: Level(f'before_{name}', f'after_cancel_{name}', f'after_{name}', exception)
-    for name, exception in (
-        ('fit', CancelFitException),
-        ('epoch', CancelEpochException),
-        ('train', CancelTrainException),
-        ('validate', CancelValidException),
-        ('batch', CancelBatchException),
-        ('backward', CancelBackwardException),
-        ('step', CancelStepException),
-    )
+    ex.level: Level(f'before_{ex.level}', f'after_cancel_{ex.level}', f'after_{ex.level}', ex)
+    for ex in _CANCEL_EXCEPTIONS
 }
 
 # each name once, in firing order
@@ -175,10 +176,7 @@ _EVENT_OF_METHOD = {
     'on_after_backward': 'after_backward',
     'on_before_backward': 'before_backward',
     'on_before_optimizer_step': 'before_step',
-    'on_before_zero_grad': 'after_step',
     'on_exception': 'after_error',
-    'on_save_checkpoint': 'state_dict',
-    'on_load_checkpoint': 'load_state_dict',
 }
 
 
@@ -234,20 +232,11 @@ def canonical_event(
             return name
     place = f' ({where})' if where else ''
     if isinstance(name, str):
-        hint = _suggest_event(name)
+        meant = event_like(name)
+        hint = f' Did you mean `{meant}`?' if meant else did_you_mean(name, EVENTS)
     else:
         hint = ' A Learner is called with events; the model with data: `learn.model(x)`.'
     raise UnknownEventError(
         f'There is no event {short_repr(name)}{place}.{hint} '
         'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.'
     )
-
-
-def _suggest_event(name: str) -> str:
-    "Return a hint for an unknown event, as a sentence after a space, or an empty string."
-    meant = event_like(name)
-    if meant is None:
-        return did_you_mean(name, EVENTS)
-    if meant in EVENTS:
-        return f' Did you mean `{meant}`?'
-    return f' Write a subclass of Callback with a method `{meant}`.'

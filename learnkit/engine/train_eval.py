@@ -108,6 +108,7 @@ class TrainEvalCallback(Callback):
     >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
     (20, 1, 1.0)
 
+    A callback that sets `learn.loss` instead of `loss_grad`, which is minimized, is warned of in the first batch.
     Checkpointed: the modules in evaluation mode.
     """
 

@@ -70,14 +70,6 @@ def test_what_cannot_be_called_with_the_callback_is_refused(f: Any) -> None:
         Callback(before_fit=f)
 
 
-def test_a_handler_that_is_not_a_method_is_an_error_that_names_it() -> None:
-    class Wrong(Callback):
-        before_fit = 3
-
-    with pytest.raises(CallbackError, match=r'Wrong\.before_fit is 3'):
-        quiet(Wrong()).fit(1)
-
-
 def test_a_subclass_needs_no_super_init() -> None:
     class Counter(Callback):
         def __init__(self, start: int) -> None:
@@ -159,11 +151,6 @@ def test_a_miss_names_both_owners_and_the_closest_names() -> None:
 def test_a_miss_before_the_callback_has_a_learner_names_the_reason() -> None:
     with pytest.raises(AttributeError, match='not part of a Learner yet'):
         _ = Callback().loss
-
-
-def test_hasattr_and_getattr_with_a_default_work() -> None:
-    quiet(cb := Callback())
-    assert not hasattr(cb, 'nothing_of_that_name') and getattr(cb, 'nothing_of_that_name', 3) == 3
 
 
 @pytest.mark.parametrize('name', ['pred', 'loss_grad'])
@@ -283,11 +270,6 @@ def test_periodic_by_epochs_and_iterations() -> None:
     assert fired(1, 2) == [4, 8]  # a plain number counts epochs
     assert fired('1iter', 5, iteration=2) == [8, 16]
     assert fired('2iter', 5, iteration=2) == [16]
-
-
-def test_periodic_counts_over_fits() -> None:
-    assert fired('3ba', 1, fits=3) == [3, 6, 9, 12]
-    assert fired('2ep', 1, fits=4) == [8, 16]
 
 
 def test_periodic_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

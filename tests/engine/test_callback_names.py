@@ -28,7 +28,6 @@ def warnings_of_callback(cb: Any) -> list[str]:
         ('epoch_start', 'before_epoch'),
         ('training_step', 'after_batch'),
         ('after_bach', 'after_batch'),
-        ('on_save_checkpoint', 'state_dict'),
     ],
 )
 def test_handlers_of_another_name(name: str, meant: str) -> None:

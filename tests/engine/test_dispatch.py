@@ -391,15 +391,6 @@ def test_cbs_can_be_assigned() -> None:
     assert len(learn.cbs) == 0
 
 
-def test_ordered_cbs_are_those_with_a_handler_in_this_phase() -> None:
-    learn = bare(late := Callback(after_loss=print), cb := Callback(after_loss=print))
-    cb.run_valid, late.order = False, 3
-    assert learn.ordered_cbs('after_loss', training=True) == [cb, late]
-    assert (
-        learn.ordered_cbs('after_loss', training=False) == [late] == learn.ordered_cbs('after_loss')
-    )
-
-
 def test_a_callback_added_to_another_learner_leaves_the_first() -> None:
     one, other = bare(cb := Callback()), bare()
     other.add_cb(cb)

@@ -45,7 +45,6 @@ def test_every_composer_event_has_a_row() -> None:
     [
         ('befor_fit', 'before_fit'),
         ('on_epoch_end', 'after_epoch'),
-        ('on_save_checkpoint', 'state_dict'),
         ('on_new_best', None),
         (3, None),
     ],

@@ -21,7 +21,6 @@ from learnkit.callbacks import (
 from learnkit.checkpoint.compare import differences
 from learnkit.core.errors import MetricError, WeightsError
 from learnkit.engine.portable_paths import from_portable_path
-from learnkit.loggers import JSONLinesLogger
 from learnkit.testing import synth_learner
 from tests.helpers.every_callback import learner
 from tests.helpers.resuming import check_every_place, through_a_file, train_without_stop
@@ -127,28 +126,6 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     assert loaded == [0, 4]  # and at the next epoch
     with pytest.raises(WeightsError, match='there is no file'):
         learner(tmp_path, LoadWeights('other', 'before_epoch')).fit(2, resume=kept[0])
-
-
-def test_what_is_logged_twice_in_a_step_is_averaged_over_a_stop(tmp_path: Path) -> None:
-    class Twice(Callback):
-        order, run_valid = 200, False
-
-        def after_batch(self) -> None:
-            self.learn.log('x', 1.0)
-
-        def after_train(self) -> None:
-            self.learn.log('x', 5.0)
-
-    def make(folder: str) -> Learner:
-        return learner(tmp_path / folder, Twice(), JSONLinesLogger(every='100ba'))
-
-    learn = make('a')
-    kept = saved(learn, 4)
-    learn.fit(1)
-    again = make('b')
-    again.fit(1, resume=kept[0])
-    last = [(tmp_path / folder / 'metrics.jsonl').read_text().splitlines()[-1] for folder in 'ab']
-    assert '"x": 3.0' in last[0] and '"x": 3.0' in last[1]
 
 
 def test_values_of_the_machine_are_not_compared() -> None:
