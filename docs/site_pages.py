@@ -1,7 +1,7 @@
-"""Copy the pages that are not in docs/ into it: guides from nbs/, the API, and the project's own documents.
+"""Copy the pages that are not in docs/ into it: guides from nbs/, the API, examples, and the project's own documents.
 
 The copies are written when a build starts, and git ignores them. A link to another file of the repository becomes a
-link to its page, or plain text if the site has no such page."""
+link to its page. A file without a page is an error, since the link would lead nowhere on the site."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from site_tasks import TASKS
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PAPERS = 'CHANGELOG', 'CONTRIBUTING', 'SECURITY'
+CODE = {'.py': 'python', '.sh': 'bash', '': 'text'}  # languages of the files that are shown as they are
+MADE = 'guides', 'project', 'api', 'code'  # folders of generated pages
 LINK = re.compile(r'(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)')
 
 
 def pages() -> dict[Path, str]:
     "Return the path of each page on the site, by its file in the repository."
-    found = {ROOT / 'README.md': 'index.md'}
+    found = {ROOT / 'README.md': 'index.md', DOCS / 'index.md': 'index.md'}
     found |= {path: path.name for path in sorted(DOCS.glob('*.md')) if path.stem != 'index'}
     found |= {path: f'howto/{path.name}' for path in sorted(DOCS.glob('howto/*.md'))}
     found |= {path: f'guides/{path.name}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))}
@@ -32,11 +34,19 @@ def pages() -> dict[Path, str]:
         for name in PAPERS
         if (path := ROOT / f'{name}.md').exists()
     }
+    files = [*sorted((ROOT / 'examples').glob('*.[ps][yh]')), ROOT / 'LICENSE']
+    found |= {path: f'code/{path.name}.md' for path in files}
+    for task in TASKS:
+        modules = [ROOT / 'learnkit' / f'{name.replace(".", "/")}.py' for name in task.modules]
+        found |= dict.fromkeys(modules, f'api/{task.slug}.rst')
     return found
 
 
 def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
-    "Return Markdown of a file in `folder`, with links to files of the repository replaced by links to pages."
+    """Return Markdown of a file in `folder`, with links to files of the repository replaced by links to pages.
+
+    Raises `LookupError` for a link to a file without a page, or to no file.
+    """
 
     def one(match: re.Match[str]) -> str:
         label = match[1]
@@ -45,7 +55,9 @@ def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
         path = (folder / target).resolve()
         if path in known:
             return f'[{label}](/{known[path]}{anchor})'
-        return label if ':' not in target and path.exists() else match[0]
+        if ':' in target:
+            return match[0]
+        raise LookupError(f'{folder}: [{label}]({target}) leads to no page of the site.')
 
     return LINK.sub(one, text)
 
@@ -59,6 +71,13 @@ def guide(path: Path, known: dict[Path, str]) -> str:
     return json.dumps(notebook, ensure_ascii=False, indent=1)
 
 
+def code_page(path: Path) -> str:
+    "Return a page that shows a file."
+    name = path.relative_to(ROOT).as_posix()
+    language = CODE[path.suffix]
+    return f'---\norphan: true\n---\n\n# {name}\n\n````{language}\n{path.read_text("utf-8")}````\n'
+
+
 def made() -> dict[str, str]:
     "Return every generated page, by its path on the site."
     known = pages()
@@ -69,6 +88,8 @@ def made() -> dict[str, str]:
             contents[page] = guide(path, known)
         if page.startswith('project/'):
             contents[page] = relinked(path.read_text('utf-8'), path.parent, known)
+        if page.startswith('code/'):
+            contents[page] = code_page(path)
     drawings = architecture_svg, lifecycle_svg
     return contents | {drawing.FILE.name: drawing.draw() for drawing in drawings}
 
@@ -81,7 +102,7 @@ def write_pages(app: Any, config: Any) -> None:
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text('utf-8') != text:
             path.write_text(text, 'utf-8')
-    for folder in ('guides', 'project', 'api'):
+    for folder in MADE:
         for path in (DOCS / folder).iterdir():
             if f'{folder}/{path.name}' not in contents:
                 path.unlink()
@@ -89,9 +110,9 @@ def write_pages(app: Any, config: Any) -> None:
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:
     "Replace the links of a page in docs/; on the first page, list the guide `index` before the others."
-    if '/' in docname:
+    if docname.split('/')[0] in MADE:
         return
-    content[0] = relinked(content[0], DOCS, pages())
+    content[0] = relinked(content[0], (DOCS / docname).parent, pages())
     if docname == 'index' and 'guides/index' in app.env.found_docs:
         content[0] = content[0].replace('\nguides/*', '\nguides/index\nguides/*')
 

@@ -65,7 +65,7 @@ class _EvalLoss(AvgLoss):
     "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
-class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides the Learner's
+class Recorder(Plots, Callback):
     """Record losses, metrics and hyperparameters, and pass one row an epoch to `learn.logger`.
 
     `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
@@ -158,7 +158,7 @@ class Recorder(Plots, Callback):  # type: ignore[misc]  # its own `loss` hides t
         self._train = [clone_metric(m, learn) for m in self.select_metrics('train')]
         self._clear_steps()
         if learn.metrics or contains_activation(learn.loss_func):
-            self.before_backward = self._check_once  # type: ignore[method-assign]
+            self.before_backward = self._check_once
         if self._train and learn.microbatch:
             self.after_loss = self._measure_microbatch  # type: ignore[method-assign]
 

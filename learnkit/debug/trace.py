@@ -22,9 +22,13 @@ from learnkit.core.batch import describe, tensors_in
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
+from learnkit.engine.dispatch import (
+    Entry,
+    HandlerTable,
+    is_fastai_callback,
+    takes_every_event,
+)
 from learnkit.engine.events import CONTEXTS, canonical_event
-from learnkit.engine.fastai_callbacks import is_fastai_callback
 
 __all__ = ['explain', 'list_metric_names', 'trace', 'Handler', 'Handlers', 'Change', 'Trace']
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.core.batch import count_samples, describe, has_certain_size, short_repr, slice_batch
+from learnkit.core.batch import count_samples, describe, has_certain_size, slice_batch
 from learnkit.core.errors import BatchError, CancelException, LossError, TimeError, add_note
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
@@ -83,9 +83,7 @@ def check_first_batch(learn: LearnerLike) -> None:
     if learn.size_func is None and not has_certain_size(learn.xb, learn.yb):
         warn_user(
             f'The batch {describe((*learn.xb, *learn.yb))} is counted as {n} samples, one for '
-            'each entry of a list. If the list holds several inputs instead, stacked over '
-            'samples, give `Learner(size_func=lambda xb, yb: len(xb[0][0]))`; otherwise '
-            '`lambda xb, yb: len(xb[0])`.'
+            'each entry of a list. If that is wrong, give `Learner(size_func=lambda xb, yb: ...)`.'
         )
 
 
@@ -134,15 +132,7 @@ def _explain_loss(learn: LearnerLike, e: Exception) -> Exception:
 
 def _explain_backward(learn: LearnerLike, e: Exception) -> Exception:
     loss = learn.loss_grad
-    if not isinstance(loss, Tensor):
-        if not isinstance(e, AttributeError):
-            return e
-        return LossError(
-            f'`learn.loss_grad` was set to {short_repr(loss)}, which is not a tensor, so there are no '
-            'gradients. Compute it from the tensor, as in `self.learn.loss_grad = 2 * self.loss_grad`; '
-            '`learn.trace()` shows which callback has set it.'
-        )
-    if not isinstance(e, RuntimeError):
+    if not isinstance(loss, Tensor) or not isinstance(e, RuntimeError):
         return e
     if loss.numel() != 1:
         return LossError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial, wraps
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -19,9 +20,16 @@ from learnkit.core.errors import CallbackError
 from learnkit.core.hints import check_keywords
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
-from learnkit.core.validation import is_number
+from learnkit.core.validation import is_number, warn_user
 from learnkit.engine.counters import Every
-from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
+from learnkit.engine.events import (
+    ALIASES,
+    CONTEXTS,
+    EVENTS,
+    INNER_EVENTS,
+    canonical_event,
+    event_like,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,20 +54,21 @@ _FOREIGN_NAMES = {
     'opt': 'optim optimizer',
     "opt.hypers[-1]['lr']": 'learning_rate',
     'loss_func': 'criterion loss_fn',
-    'learn': 'learner trainer',
     'epoch': 'current_epoch epoch_idx',
     'iter': 'batch_idx step',
     'train_iter': 'global_step',
     'n_epoch': 'epochs max_epochs n_epochs num_epochs',
-    'find_batch_size()': 'bs_find scale_batch_size',
     'dls.train': 'train_dl train_loader',
-    'dls.valid': 'val_dl val_loader valid_dl valid_loader',
+    "history[-1]['valid_loss']": 'valid_loss val_loss',
 }
 _SYNONYMS = {name: here for here, names in _FOREIGN_NAMES.items() for name in names.split()}
 # attribute with the names of the attributes that a constructor of this package has set
 SET_BY_BASE = '_set_by_base'
-RUN_KINDS = ('any', 'fit', 'evaluation')  # values of `run_in`
 _HANDLER_NAMES = frozenset([*EVENTS, *CONTEXTS.values(), *ALIASES])
+# attributes of the loop that callbacks read
+_LOOP_ATTRIBUTES = set(
+    'epoch iter n_epoch n_iter train_iter pct_train training phase xb yb pred loss loss_grad'.split()
+)
 # attributes that the Learner's handler tables depend on
 _DISPATCH_ATTRIBUTES = _HANDLER_NAMES | {'run', 'run_train', 'run_valid', 'order'}
 
@@ -88,12 +97,6 @@ class MissingAttribute(AttributeError):
         name = str(self.name)
         if name in _SYNONYMS:
             return f' Here it is `{_SYNONYMS[name]}`.'
-        recorders = [vars(o)['recorder'] for o in self.owners if 'recorder' in vars(o)]
-        if any(name in recorder.metric_names for recorder in recorders):
-            return (
-                f" It is a column of the history: `history[-1]['{name}']` after an epoch, for a callback with an "
-                "`order` above the Recorder's 50."
-            )
         hidden_prefix = '__' if name.startswith('_') else '_'
         known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden_prefix)}
         close = get_close_matches(name, known - {name}, n=3, cutoff=0.6)
@@ -117,21 +120,16 @@ def declared(
     >>> declared(Quick(), 'remove_on_find'), declared(Callback(), 'remove_on_find', False)
     (True, False)
     """
-    own = getattr(cb, '__dict__', {})
-    if name in own:
-        return own[name]
-    return getattr(cb, name) if hasattr(type(cb), name) else default
+    is_own = name in getattr(cb, '__dict__', {}) or hasattr(type(cb), name)
+    return getattr(cb, name) if is_own else default
 
 
 def _is_missing(e: AttributeError, obj: object, name: str) -> bool:
     "Return True if `obj` has no attribute `name`, False if the error was raised inside one of its properties."
     if isinstance(e, MissingAttribute):
         return e.name == name
-    return (
-        not getattr(obj, '_marks_misses', False)
-        and not defined_on_class(obj, name)
-        and e.name in (None, name)
-    )
+    is_learner = getattr(obj, '_marks_misses', False)
+    return not is_learner and not defined_on_class(obj, name) and e.name in (None, name)
 
 
 class Callback:
@@ -267,7 +265,6 @@ class Callback:
         run_valid: bool | None = None,  # False: no batch events in evaluation; None: the class's
         **handlers: Callable[..., Any] | None,  # event=function, called with the callback
     ) -> None:
-        _check_options(order, run_in, run_train=run_train, run_valid=run_valid)
         options = {
             'order': order,
             'run_in': run_in,
@@ -276,14 +273,13 @@ class Callback:
         }
         for name, value in options.items():
             if value is not None:
+                _check_option(name, value)
                 setattr(self, name, value)
-        for name in handlers:
+        for name, f in handlers.items():
             canonical_event(name, where=type(self).__name__)
-        functions = {name: f for name, f in handlers.items() if f is not None}
-        for name, f in functions.items():
-            _check_takes_callback(name, f, self)
-        for name, f in functions.items():
-            setattr(self, name, MethodType(f, self))
+            if f is not None:
+                _check_takes_callback(name, f, self)
+                setattr(self, name, MethodType(f, self))
 
     def __call__(self, event_name: str) -> Any:
         "Run the handler of `event_name` and return its value, or None for an event without a handler."
@@ -417,9 +413,10 @@ def _list_changed_options(cb: Callback) -> Iterator[str]:
         if isinstance(value, _REPR_TYPES):
             displayed = str(value) if isinstance(value, (Enum, Time)) else value
             default_with_unit = f'{default}{getattr(value, "unit", "")}'
-            is_default = isinstance(default, _REPR_TYPES)
-            is_default = is_default and displayed in (default, default_with_unit)
-            if not is_default:
+            if not isinstance(default, _REPR_TYPES) or displayed not in (
+                default,
+                default_with_unit,
+            ):
                 yield f'{name}={displayed!r}'
         elif callable(value) and default is not None:
             yield f'{name}={_get_func_name(value)}'
@@ -436,32 +433,31 @@ def _has_attribute(learn: object, name: str) -> bool:
     return defined_on_class(learn, name) or hasattr(learn, name)
 
 
-def _check_options(order: object, run_in: object, **flags: object) -> None:
-    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and flags that are not bools."
-    if order is not None and not is_number(order):
-        raise CallbackError(f'order={order!r}: give a number; the Recorder has 50.')
-    for name, flag in flags.items():
-        if flag is not None and not isinstance(flag, bool):
-            raise CallbackError(f'{name}={flag!r}: give True or False.')
-    if run_in not in (None, *RUN_KINDS):
-        raise CallbackError(f"run_in={run_in!r}: give 'any', 'fit' or 'evaluation'.")
+def _check_option(name: str, value: object) -> None:
+    "Raise `CallbackError` for an `order` that is not a number, an unknown `run_in`, and a flag that is not a bool."
+    if name == 'order':
+        is_valid, hint = is_number(value), 'a number; the Recorder has 50'
+    elif name == 'run_in':
+        is_valid, hint = value in ('any', 'fit', 'evaluation'), "'any', 'fit' or 'evaluation'"
+    else:
+        is_valid, hint = isinstance(value, bool), 'True or False'
+    if not is_valid:
+        raise CallbackError(f'{name}={value!r}: give {hint}.')
 
 
 def _check_takes_callback(event_name: str, f: object, cb: Callback) -> None:
     "Raise `CallbackError` unless `f` can be called with one argument, the callback."
     if not callable(f):
         raise CallbackError(f'{event_name}={f!r}: give a function that takes the callback.')
-    try:
+    with suppress(ValueError):  # some builtins have no signature
         signature = inspect.signature(f)
-    except (TypeError, ValueError):
-        return  # some builtins have no signature
-    try:
-        signature.bind(cb)
-    except TypeError as e:
-        raise CallbackError(
-            f'{event_name}={getattr(f, "__name__", f)}{signature} cannot be called with the callback '
-            f'alone ({e}). Write it as `def {getattr(f, "__name__", "f")}(cb): ...`.'
-        ) from None
+        try:
+            signature.bind(cb)
+        except TypeError as e:
+            raise CallbackError(
+                f'{event_name}={_get_func_name(f)}{signature} cannot be called with the callback alone ({e}). '
+                'Write it as `def f(cb): ...`.'
+            ) from None
 
 
 @cache
@@ -473,19 +469,29 @@ def _shorten_class_name(cls: str) -> str:
 _SPELLINGS = {name: (name, alias) for alias, name in ALIASES.items()}
 
 
-def list_defined_events(cb: object) -> set[str]:
-    """Return the names of the events and contexts that `cb` or its class has an attribute for, in either spelling.
+def check_names(cb: Any) -> None:
+    """Raise `CallbackError` for a user's handler that cannot be called.
 
-    Classes of this package are left out: their handlers are known to be methods."""
+    Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop.
+    """
+    if type(cb).__module__.startswith('learnkit.'):
+        return
     classes = [cls for cls in type(cb).__mro__ if not cls.__module__.startswith('learnkit.')]
-    scopes = [*map(vars, classes), getattr(cb, '__dict__', {})]
-    return {name for scope in scopes for name in _HANDLER_NAMES & scope.keys()}
-
-
-def list_events(cls: type) -> frozenset[str]:
-    "Return the events and contexts that a class of callbacks handles, by their own names."
-    names = _HANDLER_NAMES & {name for base in cls.__mro__ for name in vars(base)}
-    return frozenset(ALIASES.get(name, name) for name in names)
+    members: dict[str, Any] = {}
+    for cls in classes[:-1]:  # without `object`
+        members = {**vars(cls), **members}
+    for name in _HANDLER_NAMES & {*members, *vars(cb)}:
+        get_own_handler(cb, name)
+    for name, member in members.items():
+        meant = None if name in _HANDLER_NAMES else event_like(name)
+        if meant and isinstance(member, FunctionType):
+            warn_user(
+                f'{type(cb).__name__}.{name} is not an event, and no event calls it. Did you mean `{meant}`?'
+            )
+    set_here = vars(cb).keys() - vars(cb).get(SET_BY_BASE, ())
+    for name in sorted(_LOOP_ATTRIBUTES & (members.keys() | set_here)):
+        if not isinstance(members.get(name), (FunctionType, property)):
+            warn_user(f'{SHADOWING.format(name)}, or choose another name')
 
 
 def get_own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
@@ -588,8 +594,5 @@ class Periodic(IntervalCallback):
         "Run the subclass's handler of this event, and then `on_every` if it is due."
         if handler:
             handler()
-        self._run_if_due()
-
-    def _run_if_due(self) -> None:
         if self._interval.is_due(self.learn):
             self.on_every()

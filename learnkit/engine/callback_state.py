@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from enum import Enum
 from io import IOBase
-from logging import Filterer
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -23,28 +20,12 @@ from torch import Tensor, nn
 from learnkit.core.errors import CallbackError, OptionError, add_note, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
-from learnkit.core.plain import is_dense, to_plain
+from learnkit.core.plain import ATOMS, is_dense, to_plain
 from learnkit.core.random import capture_own, own_generators, restore_own
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SET_BY_BASE, Callback, declared
 
-__all__ = [
-    'callback_states',
-    'load_callback_states',
-    'collect_nondeterministic_state',
-    'has_own_state',
-    'keeps_attributes',
-    'note_attributes',
-    'collect_attributes',
-    'put_attributes',
-    'lost_attributes',
-    'replaced_attributes',
-    'warn_of_lost_attributes',
-    'DataKind',
-    'data_kinds',
-    'encode',
-    'decode',
-]
+__all__ = ['callback_states', 'load_callback_states', 'collect_attributes', 'put_attributes']
 
 # keys of a callback's state that has two parts
 STATE = '__state__'
@@ -52,31 +33,10 @@ ATTRIBUTES = '__attributes__'
 
 # attribute of a callback with the attributes that no checkpoint holds, as they were when it was added
 _ADDED_KEY = '_as_added'
-_NOT_STATE = frozenset(
-    {
-        'learn',
-        'order',
-        'run',
-        'run_in',
-        'run_train',
-        'run_valid',
-        _ADDED_KEY,
-        SET_BY_BASE,
-        '_given_by_learnkit',
-    }
-)
-# types of objects that are created with the callback or the Learner, or that a callback opens itself
-_RECREATED_TYPES = (
-    ModuleType,
-    type,
-    nn.Module,
-    nn.Parameter,
-    torch.optim.Optimizer,
-    torch.device,
-    torch.dtype,
-    IOBase,
-    Filterer,
-)
+_NOT_STATE = {'learn', 'order', 'run', 'run_in', 'run_train', 'run_valid', '_given_by_learnkit'}
+_NOT_STATE |= {_ADDED_KEY, SET_BY_BASE}
+# types of objects, next to functions, that a run creates or opens itself
+_RECREATED_TYPES = (ModuleType, IOBase, torch.optim.Optimizer, torch.device, torch.dtype)
 
 
 # -- states by the callbacks' keys -----------------------------------------------------------------
@@ -111,18 +71,17 @@ def load_callback_states(
     keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key, state in states.items():
-        if key in keys or (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
-            continue  # attributes of a callback that is gone are no loss
-        warn(
-            f'There is a state for a callback `{key}`, and no such callback.'
-            f'{did_you_mean(key, keys)} It is left out; add the callback first to load it.',
-            stacklevel=3,
-        )
+        # attributes of a callback that is gone are no loss
+        if key not in keys and not (isinstance(state, Mapping) and set(state) == {ATTRIBUTES}):
+            warn(
+                f'There is a state for a callback `{key}`, and no such callback.{did_you_mean(key, keys)} '
+                'It is left out; add the callback first to load it.',
+                stacklevel=3,
+            )
     for key in sorted(stateful - set(states)):
+        name = type(keys[key]).__name__
         warn(
-            f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it stays '
-            'as it is.',
-            stacklevel=3,
+            f'There is no state for the callback `{key}` ({name}): it stays as it is.', stacklevel=3
         )
     for key, cb in keys.items():
         try:
@@ -215,17 +174,20 @@ def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
     "Restore attributes that `collect_attributes` returned, without calling the callback's `__setattr__`."
     own = _get_attributes(cb)
     for name, value in attributes.items():
-        own[name] = decode(value, own.get(name), cb)
+        if isinstance(value, Mapping) and value.get(_KIND) == _GENERATORS:
+            restore_own([own.get(name)], value['of'])
+        else:
+            own[name] = decode(value, cb)
 
 
 def lost_attributes(cb: Any) -> dict[str, Any]:
-    "Return the attributes of a callback that no checkpoint holds."
+    "Return the attributes of a callback that no checkpoint holds, and that no new run creates itself."
     found = {}
     for name, value in _list_attributes(cb).items():
-        if not _is_recreated(value):
-            try:
-                _encode_attribute(value, cb)
-            except _ENCODE_ERRORS:
+        try:
+            _encode_attribute(value, cb)
+        except _ENCODE_ERRORS:
+            if not _is_recreated(value):
                 found[name] = value
     return found
 
@@ -236,15 +198,12 @@ def note_attributes(cb: Any) -> None:
 
 
 def replaced_attributes(cb: Any) -> dict[str, str]:
-    """Return the types of the attributes that no checkpoint holds and that are new since the callback was added.
-
-    A callback that the Learner does not have changes without being replaced.
-    """
+    "Return the types of the attributes that no checkpoint holds and that are new since the callback was added."
     added = _get_attributes(cb).get(_ADDED_KEY, {})
     return {
         name: type(value).__name__
         for name, value in lost_attributes(cb).items()
-        if added.get(name, added) is not value or isinstance(value, Callback)
+        if added.get(name, added) is not value
     }
 
 
@@ -271,30 +230,57 @@ def _list_attributes(cb: Any) -> dict[str, Any]:
 
 
 def _is_recreated(value: Any) -> bool:
-    "Return True if a value is created with the Learner, the callback or a class, or belongs to this package."
-    if isinstance(value, dict) and value:
-        return all(map(_is_recreated, value)) or all(map(_is_recreated, value.values()))
-    if isinstance(value, (list, tuple)) and value:
-        return all(map(_is_recreated, value))
+    "Return True for a value that a new run creates itself, or a list, tuple or dict of such values."
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return all(map(_is_part, value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _is_part(value: Any) -> bool:
+    "Return True for a part of a model, a function, a file, and an object of this package."
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, Callback):
-        return _is_added(value)
+        return value.learn is not None
     return isinstance(value, _RECREATED_TYPES) or _is_from_learnkit(type(value)) or callable(value)
 
 
-def _is_added(cb: Callback) -> bool:
-    "Return True if a Learner has this callback in `cbs`."
-    return any(cb is other for other in getattr(cb.learn, 'cbs', ()))
+def _encode_attribute(value: Any, cb: Any) -> Any:
+    """Encode a value. Of an object with random generators, the states of the generators are encoded.
+
+    Raises one of `_ENCODE_ERRORS` for other objects, and for a view of the model's weights.
+    """
+    if isinstance(value, Tensor) and _shares_weights(value, cb):
+        raise OptionError('The checkpoint holds the weights already.')
+    try:
+        return encode(value)
+    except _ENCODE_ERRORS:
+        if _is_recreated(value) or not own_generators([value]):
+            raise
+        return {_KIND: _GENERATORS, 'of': capture_own([value])}
+
+
+def _shares_weights(t: Tensor, cb: Any) -> bool:
+    "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
+    model = _find_model(cb)
+    weights = (t, *model.parameters(), *model.buffers())
+    address, *others = [w.untyped_storage().data_ptr() if is_dense(w) else 0 for w in weights]
+    return address != 0 and address in others
+
+
+def _find_model(cb: Any) -> nn.Module:
+    "Return the model of a callback's Learner, or an empty module."
+    model = getattr(getattr(cb, 'learn', None), 'model', None)
+    return nn.Module() if model is None else model
 
 
 # -- encoding as plain data ------------------------------------------------------------------------
 
-_ATOMS = (type(None), bool, int, float, complex, str)
 _KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
+_GENERATORS = 'generator'  # kind of the states of random generators
+_ON_DEVICE = 'on device'  # kind of a tensor that was not on the CPU
 # errors raised by `encode` for values that a checkpoint cannot hold
 _ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
-_FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float, str)}
 
 
 @dataclass(frozen=True)
@@ -306,81 +292,49 @@ class DataKind:
     decode: Callable[[Any, Any], Any]  # f(data, callback): the value
 
 
-def _is_numeric(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and value.dtype.kind in 'biufc'
+def _encode_array(array: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(array.copy())  # raises for strings, objects and the other byte order
 
 
-def _to_tensor(value: Any) -> Tensor:
-    return torch.from_numpy(np.array(value))
-
-
-def _sort(items: Any) -> list[Any]:
-    return sorted(items, key=repr)  # the order of a set differs from run to run
-
-
-def _is_type(cls: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is cls
-
-
-def _list_items(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(mapping.items())
-
-
-def _has_known_factory(value: Any) -> bool:
-    return type(value) is defaultdict and value.default_factory in _FACTORIES.values()
-
-
-def _decode_defaultdict(data: tuple[str, list[Any]], cb: Any) -> defaultdict[Any, Any]:
-    factory, items = data
-    return defaultdict(_FACTORIES[factory], items)
-
+_FACTORIES: dict[str, Any] = {f.__name__: f for f in (list, dict, set, int, float)}
 
 data_kinds: dict[str, DataKind] = {
-    'number': DataKind(
-        lambda v: _is_numeric(v, np.generic), _to_tensor, lambda t, cb: t.numpy()[()]
-    ),
     'array': DataKind(
-        lambda v: _is_numeric(v, np.ndarray), _to_tensor, lambda t, cb: t.numpy().copy()
+        lambda value: type(value) is np.ndarray, _encode_array, lambda t, cb: t.numpy().copy()
     ),
-    'Path': DataKind(lambda v: isinstance(v, PurePath), str, lambda name, cb: Path(name)),
-    'timedelta': DataKind(
-        _is_type(timedelta),
-        lambda v: (v.days, v.seconds, v.microseconds),
-        lambda parts, cb: timedelta(*parts),
+    'Path': DataKind(lambda value: isinstance(value, PurePath), str, lambda name, cb: Path(name)),
+    'L': DataKind(lambda value: type(value) is L, list, lambda items, cb: L(items)),
+    'set': DataKind(
+        lambda value: type(value) is set,
+        lambda value: sorted(value, key=repr),  # the order of a set differs from run to run
+        lambda items, cb: set(items),
     ),
-    'L': DataKind(_is_type(L), list, lambda items, cb: L(items)),
-    'set': DataKind(_is_type(set), _sort, lambda items, cb: set(items)),
-    'frozenset': DataKind(_is_type(frozenset), _sort, lambda items, cb: frozenset(items)),
-    'deque': DataKind(
-        _is_type(deque), lambda v: (list(v), v.maxlen), lambda data, cb: deque(*data)
-    ),
-    'dict': DataKind(_is_type(dict), _list_items, lambda items, cb: dict(items)),
-    'OrderedDict': DataKind(
-        _is_type(OrderedDict), _list_items, lambda items, cb: OrderedDict(items)
-    ),
-    'Counter': DataKind(_is_type(Counter), _list_items, lambda items, cb: Counter(dict(items))),
     'defaultdict': DataKind(
-        _has_known_factory,
-        lambda v: (v.default_factory.__name__, _list_items(v)),
-        _decode_defaultdict,
+        lambda value: type(value) is defaultdict and value.default_factory in _FACTORIES.values(),
+        lambda value: (value.default_factory.__name__, dict(value)),
+        lambda data, cb: defaultdict(_FACTORIES[data[0]], data[1]),
+    ),
+    'deque': DataKind(
+        lambda value: type(value) is deque,
+        lambda value: (list(value), value.maxlen),
+        lambda data, cb: deque(*data),
     ),
 }
-
-# kind of a tensor on another device than the CPU, which a checkpoint holds in host memory
-_ON_DEVICE = 'on device'
 
 
 def encode(value: Any) -> Any:
     "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
     kind = type(value)
-    if kind in _ATOMS or (kind is bytes and value):
+    if isinstance(value, np.generic):
+        return encode(value.item())
+    if kind in ATOMS:
         return value
     if kind in (list, tuple):
         return kind(map(encode, value))
+    if kind is dict and all(type(key) in ATOMS for key in value):
+        return {key: encode(v) for key, v in value.items()}
     if isinstance(value, Tensor):
         return _encode_tensor(value)
-    if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
-        return {encode(k): encode(v) for k, v in value.items()}
     for name, data_kind in data_kinds.items():
         if data_kind.accepts(value):
             return {_KIND: name, 'of': encode(data_kind.encode(value))}
@@ -388,54 +342,20 @@ def encode(value: Any) -> Any:
 
 
 def decode(
-    value: Any,  # result of `encode` or `_encode_attribute`
-    current: Any,  # present value of the attribute, an Enum or a generator for such a value
+    value: Any,  # result of `encode`
     cb: Any,  # callback that gets the value
 ) -> Any:
     "Return the value that was encoded."
     if isinstance(value, (list, tuple)):
-        return type(value)(decode(v, None, cb) for v in value)
+        return type(value)(decode(v, cb) for v in value)
     if not isinstance(value, Mapping):
         return value
     if _KIND not in value:
-        return {k: decode(v, None, cb) for k, v in value.items()}
-    kind = value[_KIND]
-    if kind in ('Enum', 'generator'):
-        return _restore_present(kind, value['of'], current)
-    content = decode(value['of'], None, cb)
-    if kind == _ON_DEVICE:
+        return {key: decode(v, cb) for key, v in value.items()}
+    content = decode(value['of'], cb)
+    if value[_KIND] == _ON_DEVICE:
         return content.to(model_device(_find_model(cb), None))
-    return data_kinds[kind].decode(content, cb)
-
-
-def _restore_present(
-    kind: str,  # 'Enum' or 'generator'
-    content: Any,  # saved name or state
-    current: Any,  # present value of the attribute
-) -> Any:
-    "Return the member of the present value's Enum, or the present value with a saved state."
-    if kind == 'generator':
-        restore_own([current], content)
-        return current
-    is_member = isinstance(current, Enum) and content in type(current).__members__
-    return type(current)[content] if is_member else current
-
-
-def _encode_attribute(value: Any, cb: Any) -> Any:
-    """Encode a value. An Enum, or an object with generators, is encoded as a state for the new callback's object.
-
-    Raises one of `_ENCODE_ERRORS` for other objects, and for a view of the model's weights.
-    """
-    if isinstance(value, Enum):
-        return {_KIND: 'Enum', 'of': value.name}
-    if isinstance(value, Tensor) and _shares_weights(value, cb):
-        raise OptionError('The checkpoint holds the weights already.')
-    try:
-        return encode(value)
-    except _ENCODE_ERRORS:
-        if isinstance(value, (*_RECREATED_TYPES, Callback)) or not own_generators([value]):
-            raise
-        return {_KIND: 'generator', 'of': capture_own([value])}
+    return data_kinds[value[_KIND]].decode(content, cb)
 
 
 def _encode_tensor(t: Tensor) -> Any:
@@ -444,22 +364,3 @@ def _encode_tensor(t: Tensor) -> Any:
             'This tensor is a part of the model or of a graph, or has a class of its own.'
         )
     return t if t.is_cpu else {_KIND: _ON_DEVICE, 'of': t}
-
-
-def _find_model(cb: Any) -> nn.Module:
-    "Return the model of a callback's Learner, or an empty module."
-    model = getattr(getattr(cb, 'learn', None), 'model', None)
-    return nn.Module() if model is None else model
-
-
-def _shares_weights(t: Tensor, cb: Any) -> bool:
-    "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
-    if not is_dense(t) or not t.numel():
-        return False
-    model = _find_model(cb)
-    address = t.untyped_storage().data_ptr()
-    return any(
-        weight.untyped_storage().data_ptr() == address
-        for weight in (*model.parameters(), *model.buffers())
-        if is_dense(weight)
-    )

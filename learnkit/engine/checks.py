@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from learnkit.core.batch import apply_model, form_of, map_tensors, short_repr, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
@@ -19,6 +16,8 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import (
     check_class_numbers,
     check_count,
+    check_pairing,
+    takes_alone,
     takes_class_numbers,
     warn_of_order,
     warn_user,
@@ -26,7 +25,7 @@ from learnkit.core.validation import (
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
-from learnkit.losses import BCELossFlat, BCEWithLogitsLossFlat, CrossEntropyLossFlat
+from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
 from learnkit.metrics.averages import AvgMetric, dry_run, warn_unless_mean
 from learnkit.metrics.base import Metric
 from learnkit.optim import optimizers
@@ -34,53 +33,32 @@ from learnkit.optim.wrapper import OptimWrapper
 
 _CROSS_ENTROPIES = torch.nn.CrossEntropyLoss, CrossEntropyLossFlat
 _BINARY = torch.nn.BCEWithLogitsLoss, BCEWithLogitsLossFlat
-_BINARY_OF_PROBABILITIES = torch.nn.BCELoss, BCELossFlat
-# functions of two tensors in which a metric would broadcast by mistake
-_COMPARISONS = {'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'sub', 'rsub'}
 LARGE_RATE = 8  # a whole number this large is probably not a learning rate
 
-__all__ = [
-    'check_model',
-    'check_loss',
-    'check_function',
-    'check_takes',
-    'check_mode',
-    'warn_of_rate',
-    'check_microbatch',
-    'contains_activation',
-    'warn_of_activation',
-    'check_metrics',
-    'first_validation_batches',
-]
+__all__ = ['check_model', 'check_loss', 'check_function', 'check_metrics', 'warn_of_activation']
 
 
 def check_model(model: object) -> None:
     "Raise `ModelError` if `model` is not a module, such as a class."
-    if isinstance(model, torch.nn.Module):
-        return
-    kind = type(model).__name__
-    hint = 'Learner(dls, model) takes the data first, then the model'
-    if isinstance(model, type):
-        kind = f'class {model.__name__}'
-        hint = f'write {model.__name__}(...)'
-    raise ModelError(f'model is a {kind}, no torch.nn.Module: {hint}.')
+    if not isinstance(model, torch.nn.Module):
+        name = f'{model.__name__}(...)' if isinstance(model, type) else 'MyModel()'
+        raise ModelError(
+            f'model={short_repr(model)} is no torch.nn.Module: give an instance, after the data, as in '
+            f'`Learner(dls, {name})`.'
+        )
 
 
 def check_loss(loss_func: object) -> None:
     "Raise `LossError` if `loss_func` cannot be called, or is a class or an optimizer."
     if _is_optimizer(loss_func):
         name = name_of(unwrap_partial(loss_func))
-        raise LossError(
-            f'loss_func={name} is an optimizer: write `opt_func={name}`. The third argument of a Learner is the '
-            'loss function, f(pred, *targets).'
-        )
+        raise LossError(f'loss_func={name} is an optimizer: write `opt_func={name}`.')
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
-    if isinstance(loss_func, str):
-        raise LossError(f'loss_func={loss_func!r} is a string: {_suggest_loss(loss_func)}.')
     if loss_func is not None and not callable(loss_func):
         raise LossError(
-            f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets).'
+            f'loss_func={short_repr(loss_func)} cannot be called: give a function f(pred, *targets), such as '
+            '`torch.nn.functional.mse_loss`.'
         )
 
 
@@ -90,15 +68,6 @@ def _is_optimizer(f: object) -> bool:
     cls = f if isinstance(f, type) else type(f)
     is_own = callable(f) and getattr(optimizers, name_of(f), None) is f
     return is_own or issubclass(cls, (torch.optim.Optimizer, OptimWrapper))
-
-
-def _suggest_loss(name: str) -> str:
-    "Return a hint for a loss function that was given by name, as part of a message."
-    words = name.lower().replace('_', '').replace('-', '').removesuffix('loss')
-    found = {f.lower().replace('_', '').removesuffix('loss'): f for f in dir(functional)}
-    if words in found:
-        return f'write `torch.nn.functional.{found[words]}`'
-    return 'give a function f(pred, *targets), such as `torch.nn.functional.mse_loss`'
 
 
 def check_function(name: str, f: object) -> None:
@@ -111,15 +80,10 @@ def check_function(name: str, f: object) -> None:
 
 def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
     "Raise `OptionError` for a function that cannot be called with one argument."
-    try:
-        inspect.signature(f).bind(None)
-    except TypeError as e:
+    if not takes_alone(f):
         raise OptionError(
-            f'{name}={getattr(f, "__name__", f)} cannot be called with `{what}` alone ({e}). Write it as '
-            f'`lambda {what}: ...`.'
-        ) from None
-    except ValueError:
-        return  # a C function without a signature
+            f'{name}={name_of(f)} cannot be called with `{what}` alone. Write it as `lambda {what}: ...`.'
+        )
 
 
 def check_mode(mode: object) -> None:
@@ -172,13 +136,12 @@ def warn_of_activation(learn: LearnerLike) -> None:
     if not kind:
         return
     is_last = isinstance(last, layers[kind])
-    if not is_last and not (kind == 'softmax' and _are_probabilities(learn.pred)):
-        return
-    warn_user(
-        f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, which '
-        f'makes gradients far too small. Leave the {kind} out of the model: `get_preds` returns '
-        'probabilities in any case.'
-    )
+    if is_last or (kind == 'softmax' and _are_probabilities(learn.pred)):
+        warn_user(
+            f'The model ends with a {kind}, and the loss function {name_of(learn.loss_func)} contains another one, '
+            f'which makes gradients far too small. Leave the {kind} out of the model: `get_preds` returns '
+            'probabilities in any case.'
+        )
 
 
 def _are_probabilities(pred: Any) -> bool:
@@ -221,54 +184,11 @@ def _try_metric(m: Metric, learn: LearnerLike) -> Any:
         check_class_numbers(m.name, yb)
     if isinstance(m, AvgMetric):
         warn_of_order(m.func)
-    with _MetricWatch() as watch:
-        value = dry_run(m, pred, yb)
-    loss = unwrap_partial(learn.loss_func)
-    takes_probabilities = isinstance(loss, _BINARY_OF_PROBABILITIES) or (
-        loss is functional.binary_cross_entropy
-    )
-    if watch.n_sigmoids and takes_probabilities and not is_torchmetrics_metric(m):
-        warn_user(
-            f'{m.name} applies a sigmoid to the predictions, which are probabilities already, as {name_of(loss)} takes '
-            'them. Pass `sigmoid=False` to the metric.'
-        )
-    if watch.broadcast and value is not None:
-        first, second = watch.broadcast
-        warn_user(
-            f'{m.name} compares tensors of the shapes {first} and {second}: each number of one with each number of the '
-            'other. If pairs are meant, give both one shape, as `pred.squeeze(1)` and `targ.squeeze(1)` have.'
-        )
-    return value
-
-
-def is_torchmetrics_metric(metric: Any) -> bool:
-    "Return True for a metric of torchmetrics, whose metrics apply a sigmoid to logits only."
-    while hasattr(metric, 'metric'):
-        metric = metric.metric
-    return type(metric).__module__.startswith('torchmetrics')
-
-
-class _MetricWatch(TorchFunctionMode):
-    "Record calls of sigmoid, and comparisons that broadcast a column against a row of the same length."
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_sigmoids = 0
-        self.broadcast: tuple[tuple[int, ...], ...] = ()  # shapes of a comparison
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, '__name__', '').strip('_')
-        self.n_sigmoids += name == 'sigmoid'
-        if name in _COMPARISONS and len(args) > 1 and all(isinstance(t, Tensor) for t in args[:2]):
-            a, b = args[:2]
-            shapes = tuple(a.shape), tuple(b.shape)
-            flat = min(shapes, key=len)
-            is_row_and_column = len(flat) == 1 and set(shapes) == {flat, (*flat, 1)}
-            if is_row_and_column and flat[0] > 1 and a.data_ptr() != b.data_ptr():
-                self.broadcast = shapes
-        return func(*args, **(kwargs or {}))
+        try:
+            check_pairing(m.func, pred, yb)
+        except LossError as e:
+            warn_user(str(e))
+    return dry_run(m, pred, yb)
 
 
 def first_validation_batches(learn: LearnerLike) -> Iterator[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from graphlib import CycleError, TopologicalSorter
+from functools import cache, partial
+from itertools import pairwise
 from operator import attrgetter, itemgetter
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -15,49 +13,27 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from fastcore.foundation import L
 
-from learnkit.core.errors import CallbackError, OrderError
+from learnkit.core.errors import CallbackError, CancelException, OrderError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import (
-    SET_BY_BASE,
     Callback,
+    check_names,
     declared,
     defined_on_class,
     get_own_handler,
-    list_defined_events,
-    list_events,
 )
 from learnkit.engine.callback_state import keeps_attributes, note_attributes
-from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, canonical_event
-from learnkit.engine.fastai_callbacks import get_fastai_handler, is_fastai_callback
-from learnkit.engine.lint import lint
+from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, LEVELS, canonical_event
 
-__all__ = [
-    'CallbackSet',
-    'CallbackHost',
-    'ContextStack',
-    'HandlerTable',
-    'Entry',
-    'as_callback',
-    'as_list',
-    'list_running',
-]
+__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'as_callback', 'as_list', 'list_running']
 
 _HANDLED = frozenset([*EVENTS, *CONTEXTS.values()])
-_HANDLER_NAMES = _HANDLED | ALIASES.keys()
-# callbacks that a Learner has by default
-_DEFAULT_NAMES = 'TrainEvalCallback', 'Recorder', 'ProgressCallback'
+_CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
+# attributes of fastai's callbacks
+_FASTAI_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    "What the handler tables know of a class of callbacks."
-
-    events: frozenset[str] | None  # events that it handles; None: to be asked for each
-    runs_first: tuple[str, ...]  # events in which it runs before all other callbacks
-    runs_last: tuple[str, ...]  # events in which it runs after all others
 
 
 class CallbackSet:
@@ -77,7 +53,6 @@ class CallbackSet:
         self._order: list[Any] | None = None  # sorted callbacks; None: to be sorted
         # callbacks that make the loss a mean over samples; None: to be searched
         self.averaging: list[Any] | None = None
-        self.kinds: dict[type, Kind] = {}  # what is known of each class of callbacks
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
@@ -98,7 +73,7 @@ class CallbackSet:
         "Clear the handler tables. The handlers of an event are collected again on its next access."
         self._order = self.averaging = None
         if classes:
-            self.kinds.clear()
+            list_handled.cache_clear()
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
@@ -165,30 +140,25 @@ class CallbackSet:
         cbs: Iterable[Any],  # callbacks to be added
         without: Iterable[Any] = (),  # callbacks to be removed
     ) -> None:
-        """Check the handlers, keys and order of new callbacks.
+        """Check the names, keys and order of new callbacks.
 
-        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError` for
-        an impossible order.
+        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError`
+        for an impossible order.
         """
         cbs = list(cbs)
         removed = {id(cb) for cb in without}
         remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
-            for name in list_defined_events(cb):
-                get_own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_fastai_callback(cb):
-                lint(cb)
+                check_names(cb)
         explicit: dict[str, Any] = {}
         for cb in [*remaining, *cbs]:
             key = getattr(cb, 'state_key', None)
-            if key is None:
-                continue
-            if key in explicit:
+            if key is not None and explicit.setdefault(key, cb) is not cb:
                 raise CallbackError(
                     f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
                     'a checkpoint could not hold both states. Give one of them another key.'
                 )
-            explicit[key] = cb
         sort_callbacks([*remaining, *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
@@ -214,15 +184,6 @@ class CallbackSet:
         if self.averaging is None:
             self.averaging = [cb for cb in self.items if declared(cb, 'averages_samples')]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
-
-    def describe(self, cls: type) -> Kind:
-        "Find the events that a class of callbacks handles."
-        kind = self.kinds[cls] = Kind(
-            None if not issubclass(cls, Callback) or takes_every_event(cls) else list_events(cls),
-            getattr(cls, 'runs_first', ()),
-            getattr(cls, 'runs_last', ()),
-        )
-        return kind
 
     def list_ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -293,9 +254,6 @@ class CallbackHost(Declared):
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
 
-    def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
-        "Add a note to an exception: the callback, the event, epoch and batch."
-
     def __getstate__(self) -> dict[str, Any]:
         "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
         excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_owner_pid')
@@ -311,16 +269,6 @@ class CallbackHost(Declared):
         for cb in cbs:
             object.__setattr__(cb, 'learn', self)
             self.callbacks.insert(cb)
-
-    def _is_in_use(self) -> bool:
-        "Return True during a run."
-        return False
-
-    def _end_streams(self) -> None:
-        "Close paused prediction streams before callbacks are removed or copied."
-
-    def _open_for_use(self) -> None:
-        "Register that `close` has to be called: callbacks were added or a run began."
 
     @property
     def cbs(self) -> L:
@@ -354,9 +302,10 @@ class CallbackHost(Declared):
         new = [as_callback(cb) for cb in as_list(cbs)]
         if not new:
             return self
-        outdated = [self._find_outdated(type(cb)) for cb in new]
+        outdated = [[old for old in self.callbacks if _is_redefined(old, cb)] for cb in new]
         for i, cb in enumerate(new):
-            self._check_new_cb(cb, new[:i])
+            if cb in self.callbacks or contains_object(new[:i], cb):
+                raise CallbackError(f'{cb!r} is already part of this Learner.')
         self.callbacks.check_new(new, [old for olds in outdated for old in olds])
         for cb, olds in zip(new, outdated, strict=True):
             places = [i for i, o in enumerate(self.callbacks) if contains_object(olds, o)]
@@ -369,9 +318,6 @@ class CallbackHost(Declared):
                 )
         return self
 
-    def _find_outdated(self, cls: type) -> list[Callback]:
-        return [cb for cb in self.callbacks if _is_redefined(type(cb), cls)]
-
     def add_cb(self, cb: Any) -> Self:
         """Add one callback, given as an instance or a class.
 
@@ -382,10 +328,6 @@ class CallbackHost(Declared):
         """
         return self.add_cbs([cb])
 
-    def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
-        if cb in self.callbacks or contains_object(before, cb):
-            raise CallbackError(f'{cb!r} is already part of this Learner.')
-
     def _has_own_attribute(self, name: str) -> bool:
         "Return True if the Learner has an attribute that a callback of this name would hide."
         is_attribute = name in self.__dict__ and self.__dict__[name] not in self.callbacks
@@ -394,7 +336,6 @@ class CallbackHost(Declared):
     def _insert_cb(
         self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
     ) -> None:
-        complete_attributes(cb)
         if keeps_attributes(cb):
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
@@ -416,8 +357,7 @@ class CallbackHost(Declared):
         """Remove a callback, or all instances of a class; it gets no further event.
 
         A callback or class that the Learner does not have is ignored. For `Callback` itself, the base of all, only
-        callbacks made from functions are removed. Warns if a callback of every Learner goes with its base class. Raises
-        `CallbackError` for a name.
+        callbacks made from functions are removed. Raises `CallbackError` for a name.
 
         >>> from learnkit import ProgressCallback
         >>> from learnkit.testing import synth_learner
@@ -436,30 +376,20 @@ class CallbackHost(Declared):
         self._end_streams()
         try:
             if self._is_in_use():
-                self.callbacks.call_one(
-                    cb, 'cleanup'
-                )  # the callback is not part of the Learner when the run ends
+                # the callback is not part of the Learner when the run ends
+                self.callbacks.call_one(cb, 'cleanup')
         finally:
             self._detach_cb(cb)
         return self
 
     def _select_cbs(self, selectors: list[Any]) -> list[Any]:
-        "Return the callbacks that are given as instances or classes; warn of default callbacks given by a base class."
+        "Return the callbacks that are given as instances or classes."
         classes = tuple(cb for cb in selectors if isinstance(cb, type) and cb is not Callback)
-        instances = [cb for cb in selectors if not isinstance(cb, type)]
-        found = []
-        for cb in self.callbacks:
-            is_given = type(cb) in selectors or contains_object(instances, cb)
-            if not is_given and isinstance(cb, classes):
-                if type(cb).__name__ in _DEFAULT_NAMES:
-                    warn_user(
-                        f'{type(cb).__name__}, which every Learner has, is removed with its base class: '
-                        'give the class of the callback that is to go.'
-                    )
-                is_given = True
-            if is_given:
-                found.append(cb)
-        return found
+        return [
+            cb
+            for cb in self.callbacks
+            if isinstance(cb, classes) or type(cb) in selectors or contains_object(selectors, cb)
+        ]
 
     def _detach_cb(self, cb: Any) -> None:
         self.callbacks.notify('on_removed', to=cb)
@@ -552,44 +482,31 @@ class HandlerTable(dict[str, list[Entry]]):
         super().__init__()
         self.callbacks = callbacks
         self.training = training
-        self._receivers: dict[str, list[Any]] = {}  # callbacks that may have a handler, by event
 
     def __missing__(self, name: str) -> list[Entry]:
         event = name if name in _HANDLED else canonical_event(name)
-        if not self._receivers:
-            self._find_receivers()
-        callbacks = self.callbacks
+        alias = _ALIAS_OF.get(event, event)
         found: list[tuple[int, Entry]] = []
-        for cb in self._receivers.get(event, ()):
+        for cb in self.callbacks.list_ordered():
+            cls: Any = type(cb)
+            own = vars(cb)
+            if event not in list_handled(cls) and event not in own and alias not in own:
+                continue
             handler = self._get_handler(cb, event)
             if handler:
-                kind = callbacks.kinds[type(cb)]
-                place = (event in kind.runs_last) - (event in kind.runs_first)
-                found.append((place, (handler, callbacks.switches[id(cb)], cb)))
-        if any(place for place, _ in found):
-            found.sort(key=itemgetter(0))
+                runs_last = event in getattr(cls, 'runs_last', ())
+                place = runs_last - (event in getattr(cls, 'runs_first', ()))
+                found.append((place, (handler, self.callbacks.switches[id(cb)], cb)))
+        found.sort(key=itemgetter(0))
         self[name] = [entry for _, entry in found]
         return self[name]
 
-    def clear(self) -> None:
-        "Forget all handlers."
-        super().clear()
-        self._receivers.clear()
-
-    def _find_receivers(self) -> None:
-        "Find the callbacks that may have a handler of each event, in order."
-        kinds = self.callbacks.kinds
-        for cb in self.callbacks.list_ordered():
-            kind = kinds.get(type(cb)) or self.callbacks.describe(type(cb))
-            own = (ALIASES.get(name, name) for name in vars(cb).keys() & _HANDLER_NAMES)
-            for event in _HANDLED if kind.events is None else {*kind.events, *own}:
-                self._receivers.setdefault(event, []).append(cb)
-
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
+        handler: Callable[[], Any] | None
         is_event = name not in CONTEXTS.values()
         if not isinstance(cb, Callback):  # a callback of fastai: `as_callback` accepts no other
-            return get_fastai_handler(cb, name) if is_event else None
-        handler: Callable[[], Any] | None
+            has_handler = is_event and get_own_handler(cb, name)
+            return partial(run_fastai_handler, cb, name) if has_handler else None
         if is_event and takes_every_event(type(cb)):
             handler = partial(cb, name)
         else:
@@ -600,6 +517,37 @@ class HandlerTable(dict[str, list[Entry]]):
             if handler is None or skips_rank or not cb.runs_at(name, self.training):
                 return None
         return torch.no_grad()(handler) if cb.observer else handler
+
+
+_ALIAS_OF = {event: alias for alias, event in ALIASES.items()}
+
+
+@cache
+def list_handled(cls: type) -> frozenset[str]:
+    "Return the events and contexts that callbacks of a class may have a handler for, by their own names."
+    if issubclass(cls, Callback) and takes_every_event(cls):
+        return _HANDLED
+    names = {name for base in cls.__mro__ for name in vars(base)}
+    return _HANDLED & {ALIASES.get(name, name) for name in names}
+
+
+def is_fastai_callback(cb: object) -> bool:
+    "Return True for a callback or class that follows fastai's protocol and does not inherit from `Callback`."
+    cls = cb if isinstance(cb, type) else type(cb)
+    if issubclass(cls, Callback) or '__call__' not in dir(cls):
+        return False
+    return all(hasattr(cls, name) for name in _FASTAI_PROTOCOL)
+
+
+def run_fastai_handler(cb: Any, event_name: str) -> Any:
+    "Run an event on a callback of fastai, and convert its Cancel exceptions to those of this package."
+    try:
+        return cb(event_name)
+    except Exception as e:
+        name = type(e).__name__
+        if name in _CANCEL_EXCEPTIONS and not isinstance(e, CancelException):
+            raise _CANCEL_EXCEPTIONS[name] from e
+        raise
 
 
 def list_running(learn: LearnerLike) -> list[tuple[Any, str]]:
@@ -624,27 +572,6 @@ def takes_every_event(
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
 
-def complete_attributes(cb: Any) -> None:
-    """Set what a constructor of this package sets by default, if a subclass has not called it.
-
-    Raises `CallbackError` if the constructor has no default for an argument.
-    """
-    cls = type(cb)
-    base: Any = next((c for c in cls.__mro__ if c.__module__.startswith('learnkit.')), cls)
-    if base in (cls, Callback) or '__init__' not in vars(cls) or SET_BY_BASE in vars(cb):
-        return
-    if base.__init__ is Callback.__init__:
-        return
-    own = dict(vars(cb))
-    try:
-        base.__init__(cb)
-    except TypeError as e:
-        raise CallbackError(
-            f'{cls.__name__}.__init__ has to call `super().__init__(...)` with the arguments of {base.__name__}: {e}.'
-        ) from e
-    vars(cb).update(own)
-
-
 def as_callback(cb: Any) -> Callback:
     """Return a callback unchanged, or an instance of a callback class.
 
@@ -662,17 +589,14 @@ def as_callback(cb: Any) -> Callback:
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     cls = cb if isinstance(cb, type) else type(cb)
     if cls.__module__ == 'torch.optim.lr_scheduler':
-        raise CallbackError(
-            f'{cls.__name__} is not a callback, but a scheduler of torch: write '
-            f'`LRScheduler(partial({cls.__name__}, ...))`.'
-        )
-    if callable(cb) and hasattr(cb, '__name__'):
+        hint = f'a scheduler of torch goes into `LRScheduler(partial({cls.__name__}, ...))`'
+    elif callable(cb) and hasattr(cb, '__name__'):
         hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is not a callback: {hint}.')
 
 
 def sort_callbacks(cbs: list[Any]) -> list[Any]:
-    """Sort callbacks by `order`; with equal `order`, by `run_before` and `run_after`, then by index.
+    """Sort callbacks by `order`; with equal `order`, by index. One that has to wait for others comes right after them.
 
     An `order` that neither the class nor the instance sets follows from `run_before` and `run_after`. Raises
     `OrderError` if these contradict `order` or form a cycle.
@@ -680,43 +604,50 @@ def sort_callbacks(cbs: list[Any]) -> list[Any]:
     if not any(getattr(cb, 'run_before', ()) or getattr(cb, 'run_after', ()) for cb in cbs):
         return sorted(cbs, key=attrgetter('order'))
     predecessors = _find_predecessors(cbs)
-    orders = _find_orders(cbs, predecessors)
-    for i, indices in predecessors.items():
-        for j in indices:
-            if orders[j] > orders[i]:
-                raise OrderError(
-                    f'{cbs[j]!r} (order {orders[j]}) must run before {cbs[i]!r} (order {orders[i]}) '
-                    'by run_before or run_after, but after it by `order`. Change one of the two.'
-                )
-    sorter = TopologicalSorter(predecessors)
-    sorter.prepare()
-    ready: list[tuple[int, int]] = []  # order and index of callbacks whose predecessors are sorted
-    res = []
-    while sorter.is_active():
-        for i in sorter.get_ready():
-            heapq.heappush(ready, (orders[i], i))
-        _, first = heapq.heappop(ready)
-        res.append(cbs[first])
-        sorter.done(first)
+    orders = [_find_order(i, cbs, predecessors) for i in range(len(cbs))]
+    waiting = sorted(range(len(cbs)), key=orders.__getitem__)
+    res: list[Any] = []
+    while waiting:
+        free = [i for i in waiting if predecessors[i].isdisjoint(waiting)]
+        if not free:
+            raise OrderError(
+                f'{", ".join(repr(cbs[i]) for i in sorted(waiting))} wait for each other by run_before and run_after. '
+                'Take one of the constraints away.'
+            )
+        waiting.remove(free[0])
+        res.append(cbs[free[0]])
+    _check_written_orders(res)
     return res
 
 
-def _find_orders(cbs: list[Any], predecessors: dict[int, set[int]]) -> list[int]:
-    "Return the `order` of each callback; one that nobody wrote is moved by its neighbors' order."
-    try:
-        indices = list(TopologicalSorter(predecessors).static_order())
-    except CycleError as e:
-        cycle = ', '.join(repr(cbs[i]) for i in sorted(set(e.args[1])))
-        raise OrderError(
-            f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
-        ) from None
-    orders = [cb.order for cb in cbs]
-    movable = [i for i in indices if not _has_written_order(cbs[i])]
-    for i in movable:
-        orders[i] = max([orders[i], *(orders[j] for j in predecessors[i])])
-    for i in reversed(movable):
-        orders[i] = min([orders[i], *(orders[j] for j in indices if i in predecessors[j])])
-    return orders
+def _find_predecessors(cbs: list[Any]) -> list[set[int]]:
+    "Return, for each callback, the indices of callbacks that `run_before` or `run_after` puts before it."
+    predecessors: list[set[int]] = [set() for _ in cbs]
+    for i, cb in enumerate(cbs):
+        before = as_list(getattr(cb, 'run_before', ()))
+        after = as_list(getattr(cb, 'run_after', ()))
+        for j, other in enumerate(cbs):
+            if other is not cb and any(_is_selected(other, selector) for selector in before):
+                predecessors[j].add(i)
+            if other is not cb and any(_is_selected(other, selector) for selector in after):
+                predecessors[i].add(j)
+    return predecessors
+
+
+def _is_selected(cb: Any, selector: Any) -> bool:
+    "Return True if `run_before` or `run_after` selects a callback, by class or by name."
+    if isinstance(selector, type):
+        return isinstance(cb, selector)
+    return selector in (cb.name, type(cb).__name__)
+
+
+def _find_order(i: int, cbs: list[Any], predecessors: list[set[int]]) -> float:
+    "Return the `order` of a callback; one that nobody wrote is moved by its neighbors' order."
+    order = cbs[i].order
+    if not _has_written_order(cbs[i]):
+        order = max([order, *(cbs[j].order for j in predecessors[i])])
+        order = min([order, *(cb.order for j, cb in enumerate(cbs) if i in predecessors[j])])
+    return order
 
 
 def _has_written_order(cb: Any) -> bool:
@@ -725,29 +656,15 @@ def _has_written_order(cb: Any) -> bool:
     return 'order' in getattr(cb, '__dict__', {}) or any('order' in vars(cls) for cls in classes)
 
 
-def _find_predecessors(cbs: list[Any]) -> dict[int, set[int]]:
-    "Return, by the index of each callback, the indices of callbacks that `run_before` or `run_after` puts before it."
-    predecessors: dict[int, set[int]] = {i: set() for i in range(len(cbs))}
-    for i, cb in enumerate(cbs):
-        for j in _find_indices(getattr(cb, 'run_before', ()), cbs, i):
-            predecessors[j].add(i)
-        for j in _find_indices(getattr(cb, 'run_after', ()), cbs, i):
-            predecessors[i].add(j)
-    return predecessors
-
-
-def _find_indices(selectors: Any, cbs: list[Any], own_index: int) -> Iterator[int]:
-    "Yield the indices of the other callbacks that `run_before` or `run_after` selects, by class or by name."
-    selectors = selectors if isinstance(selectors, (list, tuple, set)) else [selectors]
-
-    def matches(cb: Any, selector: Any) -> bool:
-        if isinstance(selector, type):
-            return isinstance(cb, selector)
-        return selector in (cb.name, type(cb).__name__)
-
-    for i, cb in enumerate(cbs):
-        if i != own_index and any(matches(cb, selector) for selector in selectors):
-            yield i
+def _check_written_orders(cbs: list[Any]) -> None:
+    "Raise `OrderError` if sorted callbacks are not sorted by the `order` that they set."
+    written = [cb for cb in cbs if _has_written_order(cb)]
+    for cb, later in pairwise(written):
+        if cb.order > later.order:
+            raise OrderError(
+                f'{cb!r} (order {cb.order}) must run before {later!r} (order {later.order}) '
+                'by run_before or run_after, but after it by `order`. Change one of the two.'
+            )
 
 
 def as_list(o: Any) -> list[Any]:
@@ -758,14 +675,18 @@ def as_list(o: Any) -> list[Any]:
     return list(o) if is_many else [o]
 
 
-def _is_redefined(old: type, new: type) -> bool:
-    """Return True if `new` is a later definition of the class `old`, as in a notebook cell that runs again.
+def _is_redefined(old: Any, new: Any) -> bool:
+    """Return True if the class of `new` is a later definition of the class of `old`, as in a notebook cell run again.
 
     Classes that a function defines may be several of one name.
     """
-    is_local = '<locals>' in new.__qualname__
-    is_same_name = (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
-    return old is not new and is_same_name and not is_local
+    before, after = type(old), type(new)
+    is_local = '<locals>' in after.__qualname__
+    is_same_name = (before.__module__, before.__qualname__) == (
+        after.__module__,
+        after.__qualname__,
+    )
+    return before is not after and is_same_name and not is_local
 
 
 def format_place(learn: LearnerLike) -> str:

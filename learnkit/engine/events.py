@@ -63,174 +63,86 @@ class Level:
     exception: type[CancelException]
 
 
-LIFECYCLE = tuple(
-    Moment(*row)
-    for row in (
-        (
-            0,
-            'after_create',
-            'INIT',
-            'the Learner is complete; fires once, for the callbacks given to its constructor',
-        ),
-        (
-            0,
-            'before_load',
-            'BEFORE_LOAD',
-            'a file of weights or a checkpoint was verified; nothing is loaded yet',
-        ),
-        (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are loaded'),
-        (
-            0,
-            'before_fit',
-            'FIT_START',
-            'counters are zero, the model is on its device; `fitting` is False in validate()',
-        ),
-        (
-            1,
-            '[for each iteration, when set]',
-            '',
-            'an iteration is a number of whole epochs; one that is not finished has no end',
-        ),
-        (
-            1,
-            'before_iteration',
-            'ITERATION_START',
-            'the first epoch of an iteration is about to start',
-        ),
-        (1, '[for each epoch]', '', ''),
-        (2, 'before_epoch', 'EPOCH_START', '`epoch` is set'),
-        (
-            3,
-            'before_train',
-            '',
-            'model and learner are in training mode; `dl` is the training loader',
-        ),
-        (4, '[for each batch]', '', ''),
-        (
-            4,
-            'before_draw',
-            'BEFORE_DATALOADER',
-            'before every `next()`, also the one that finds the end',
-        ),
-        (4, 'after_draw', 'AFTER_DATALOADER', '`batch` is as the loader gave it'),
-        (
-            4,
-            'before_batch',
-            'BATCH_START, BEFORE_TRAIN_BATCH',
-            '`xb`, `yb` are on the device; `pred` is not set',
-        ),
-        (
-            5,
-            '[for each microbatch]',
-            '',
-            '`xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch',
-        ),
-        (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
-        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is what the model returned'),
-        (
-            5,
-            'after_loss',
-            'AFTER_LOSS',
-            '`loss_grad` and `loss`, its copy, are set, with their graph until the batch ends',
-        ),
-        (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
-        (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),
-        (5, 'after_backward', 'AFTER_BACKWARD', 'gradients are computed'),
-        (
-            5,
-            '[after the last microbatch]',
-            '',
-            '`xb` and `yb` are the whole batch again, `loss` is the weighted mean',
-        ),
-        (
-            5,
-            'before_step',
-            'AFTER_TRAIN_BATCH',
-            'a step is due; its gradients are unscaled from order 10 on (MixedPrecision), clipped from 11 on',
-        ),
-        (6, 'after_cancel_step', '', 'CancelStepException was raised'),
-        (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
-        (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-        (4, 'after_batch', 'BATCH_END', 'counters are advanced'),
-        (
-            4,
-            'batch_checkpoint',
-            'BATCH_CHECKPOINT',
-            'a checkpoint can be written, after any evaluation that was due',
-        ),
-        (3, 'after_cancel_train', '', 'CancelTrainException was raised'),
-        (3, 'after_train', 'EPOCH_END', "this epoch's training is over"),
-        (3, 'before_eval', 'EVAL_BEFORE_ALL, EVAL_STANDALONE_START', 'evaluation is next'),
-        (4, '[for each validation loader]', '', '`dl_name` is its name'),
-        (
-            4,
-            'before_validate',
-            'EVAL_START',
-            'model and learner are in evaluation mode; `dl` is the validation loader',
-        ),
-        (5, '[for each batch: before_draw, after_draw]', '', ''),
-        (5, 'before_batch', 'EVAL_BATCH_START, PREDICT_BATCH_START', 'as in training'),
-        (6, 'before_pred', 'EVAL_BEFORE_FORWARD, PREDICT_BEFORE_FORWARD', 'as in training'),
-        (6, 'after_pred', 'EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD', 'as in training'),
-        (6, 'after_loss', '', 'as in training'),
-        (5, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-        (5, 'after_batch', 'EVAL_BATCH_END, PREDICT_BATCH_END', 'as in training'),
-        (4, 'after_cancel_validate', '', 'CancelValidException was raised'),
-        (4, 'after_validate', 'EVAL_END', 'metrics are computed'),
-        (3, 'after_eval', 'EVAL_AFTER_ALL, EVAL_STANDALONE_END', 'evaluation is over'),
-        (2, 'after_cancel_epoch', '', 'CancelEpochException was raised'),
-        (
-            2,
-            'after_epoch',
-            '',
-            'the epoch is over; the Recorder (order 50) adds its row, if it has trained, evaluated or logged anything',
-        ),
-        (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a checkpoint can be written'),
-        (1, 'after_iteration', 'ITERATION_END', 'the last epoch of an iteration is over'),
-        (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a checkpoint can be written'),
-        (0, 'after_cancel_fit', '', 'CancelFitException was raised'),
-        (0, 'after_fit', 'FIT_END', 'after the last evaluation and checkpoint'),
-        (
-            0,
-            'before_predict',
-            'PREDICT_START',
-            'get_preds is about to run the validate events; `phase` is "predict"',
-        ),
-        (0, 'after_predict', 'PREDICT_END', 'all predictions are made'),
-        (
-            0,
-            'after_error',
-            '',
-            '`error` is the exception (none of the Cancel ones) that ended the run',
-        ),
-        (
-            0,
-            'cleanup',
-            '',
-            'always, once per outermost run: undo what was changed, flush what was buffered',
-        ),
-        (
-            0,
-            'close',
-            'close',
-            'once per Learner: `learn.close()`, the end of `with learn:`, or interpreter exit',
-        ),
-        (0, 'post_close', 'post_close', 'after every `close`'),
-    )
-)
+# a row a moment, nested by indentation: event | Composer's events | state of the run
+_TABLE = """
+after_create | INIT | the Learner is complete; fires once, for the callbacks given to its constructor
+before_load | BEFORE_LOAD | a file of weights or a checkpoint was verified; nothing is loaded yet
+after_load | AFTER_LOAD | weights and optimizers of the file are loaded
+before_fit | FIT_START | counters are zero, the model is on its device; `fitting` is False in validate()
+  [for each iteration, when set] | | an iteration is a number of whole epochs
+  before_iteration | ITERATION_START | the first epoch of an iteration is about to start
+  [for each epoch] | |
+    before_epoch | EPOCH_START | `epoch` is set
+      before_train | | model and learner are in training mode; `dl` is the training loader
+        [for each batch] | |
+        before_draw | BEFORE_DATALOADER | before every `next()`, also the one that finds the end
+        after_draw | AFTER_DATALOADER | `batch` is as the loader gave it
+        before_batch | BATCH_START, BEFORE_TRAIN_BATCH | `xb`, `yb` are on the device; `pred` is not set
+          [for each microbatch] | | `xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch
+          before_pred | BEFORE_FORWARD | the forward pass is next
+          after_pred | AFTER_FORWARD, BEFORE_LOSS | `pred` is what the model returned
+          after_loss | AFTER_LOSS | `loss_grad` and `loss`, its copy, are set, with their graph until the batch ends
+          before_backward | BEFORE_BACKWARD | training only
+            after_cancel_backward | | CancelBackwardException was raised
+          after_backward | AFTER_BACKWARD | gradients are computed
+          [after the last microbatch] | | `xb` and `yb` are the whole batch again, `loss` is the weighted mean
+          before_step | AFTER_TRAIN_BATCH | a step is due; gradients are unscaled from order 10 on, clipped from 11 on
+            after_cancel_step | | CancelStepException was raised
+          after_step | | weights are updated; gradients are cleared next
+        after_cancel_batch | | CancelBatchException was raised
+        after_batch | BATCH_END | counters are advanced
+        batch_checkpoint | BATCH_CHECKPOINT | a checkpoint can be written, after any evaluation that was due
+      after_cancel_train | | CancelTrainException was raised
+      after_train | EPOCH_END | this epoch's training is over
+      before_eval | EVAL_BEFORE_ALL, EVAL_STANDALONE_START | evaluation is next
+        [for each validation loader] | | `dl_name` is its name
+        before_validate | EVAL_START | model and learner are in evaluation mode; `dl` is the validation loader
+          [for each batch: before_draw, after_draw] | |
+          before_batch | EVAL_BATCH_START, PREDICT_BATCH_START | as in training
+            before_pred | EVAL_BEFORE_FORWARD, PREDICT_BEFORE_FORWARD | as in training
+            after_pred | EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD | as in training
+            after_loss | | as in training
+          after_cancel_batch | | CancelBatchException was raised
+          after_batch | EVAL_BATCH_END, PREDICT_BATCH_END | as in training
+        after_cancel_validate | | CancelValidException was raised
+        after_validate | EVAL_END | metrics are computed
+      after_eval | EVAL_AFTER_ALL, EVAL_STANDALONE_END | evaluation is over
+    after_cancel_epoch | | CancelEpochException was raised
+    after_epoch | | the Recorder (order 50) adds its row, if it has trained, evaluated or logged anything
+    epoch_checkpoint | EPOCH_CHECKPOINT | a checkpoint can be written
+  after_iteration | ITERATION_END | the last epoch of an iteration is over
+  iteration_checkpoint | ITERATION_CHECKPOINT | a checkpoint can be written
+after_cancel_fit | | CancelFitException was raised
+after_fit | FIT_END | after the last evaluation and checkpoint
+before_predict | PREDICT_START | get_preds is about to run the validate events; `phase` is "predict"
+after_predict | PREDICT_END | all predictions are made
+after_error | | `error` is the exception (none of the Cancel ones) that ended the run
+cleanup | | always, once per outermost run: undo what was changed, flush what was buffered
+close | close | once per Learner: `learn.close()`, the end of `with learn:`, or interpreter exit
+post_close | post_close | after every `close`
+"""
 
+
+def _parse_row(row: str) -> Moment:
+    event_name, composer, doc = (cell.strip() for cell in row.split('|'))
+    depth = (len(row) - len(row.lstrip())) // 2
+    return Moment(depth, event_name, composer, doc)
+
+
+LIFECYCLE = tuple(_parse_row(row) for row in _TABLE.strip().splitlines())
+
+_CANCEL_EXCEPTIONS = (
+    CancelFitException,
+    CancelEpochException,
+    CancelTrainException,
+    CancelValidException,
+    CancelBatchException,
+    CancelBackwardException,
+    CancelStepException,
+)
 LEVELS = {
-    'fit': Level('before_fit', 'after_cancel_fit', 'after_fit', CancelFitException),
-    'epoch': Level('before_epoch', 'after_cancel_epoch', 'after_epoch', CancelEpochException),
-    'train': Level('before_train', 'after_cancel_train', 'after_train', CancelTrainException),
-    'validate': Level(
-        'before_validate', 'after_cancel_validate', 'after_validate', CancelValidException
-    ),
-    'batch': Level('before_batch', 'after_cancel_batch', 'after_batch', CancelBatchException),
-    'backward': Level(
-        'before_backward', 'after_cancel_backward', 'after_backward', CancelBackwardException
-    ),
-    'step': Level('before_step', 'after_cancel_step', 'after_step', CancelStepException),
+    ex.level: Level(f'before_{ex.level}', f'after_cancel_{ex.level}', f'after_{ex.level}', ex)
+    for ex in _CANCEL_EXCEPTIONS
 }
 
 # each name once, in firing order
@@ -246,66 +158,30 @@ INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # accepted spellings
 
 # names of handlers in other libraries: their endings, their levels, and names without either
-_PREFIX_OF_ENDING = {
-    **dict.fromkeys(('start', 'begin', 'started'), 'before'),
-    **dict.fromkeys(('end', 'finish', 'finished'), 'after'),
-}
-_LEVEL_OF_NAME = {
+_PREFIX_OF_ENDING = {'start': 'before', 'begin': 'before', 'end': 'after', 'finish': 'after'}
+_NAMES_OF_LEVEL = {
+    'fit': 'fit train training',
     'epoch': 'epoch',
-    'train': 'fit',
-    'training': 'fit',
-    'fit': 'fit',
-    'train_epoch': 'train',
-    'training_epoch': 'train',
-    'batch': 'batch',
-    'train_batch': 'batch',
-    'training_batch': 'batch',
-    'validation_batch': 'batch',
-    'val_batch': 'batch',
-    'test_batch': 'batch',
-    'predict_batch': 'batch',
-    'train_step': 'batch',
-    'training_step': 'batch',
-    'step': 'batch',
-    'eval_batch': 'batch',
-    'iteration': 'batch',
-    'validation': 'validate',
-    'val': 'validate',
-    'test': 'validate',
-    'validation_epoch': 'validate',
-    'val_epoch': 'validate',
-    'test_epoch': 'validate',
-    'eval': 'eval',
-    'evaluate': 'eval',
-    'evaluation': 'eval',
+    'train': 'train_epoch training_epoch',
+    'batch': 'batch train_batch training_batch validation_batch val_batch test_batch step train_step training_step',
+    'validate': 'validation val test validation_epoch val_epoch test_epoch',
+    'eval': 'eval evaluate evaluation',
     'predict': 'predict',
-    'backward': 'backward',
-    'optimizer_step': 'step',
+    'step': 'optimizer_step',
 }
+_LEVEL_OF_NAME = {name: level for level, names in _NAMES_OF_LEVEL.items() for name in names.split()}
 _EVENT_OF_METHOD = {
     'training_step': 'after_batch',
     'validation_step': 'after_batch',
     'on_after_backward': 'after_backward',
     'on_before_backward': 'before_backward',
     'on_before_optimizer_step': 'before_step',
-    'on_before_zero_grad': 'after_step',
     'on_exception': 'after_error',
-    'on_init_end': 'after_create',
-    'on_evaluate': 'after_eval',
-    'on_save_checkpoint': 'state_dict',
-    'on_load_checkpoint': 'load_state_dict',
 }
 
 
-class EventNames(SimpleNamespace):
-    "Namespace with every event as an attribute, so that editors can complete the names."
-
-    def __getattr__(self, name: str) -> str:
-        message = f'There is no event `{name}`.{did_you_mean(name, EVENTS)}'
-        raise AttributeError(message, name=name)
-
-
-event = EventNames(**{name: name for name in EVENTS})
+# every event as an attribute, so that editors can complete the names
+event = SimpleNamespace(**{name: name for name in EVENTS})
 
 
 def lifecycle_markdown() -> str:
@@ -356,20 +232,11 @@ def canonical_event(
             return name
     place = f' ({where})' if where else ''
     if isinstance(name, str):
-        hint = _suggest_event(name)
+        meant = event_like(name)
+        hint = f' Did you mean `{meant}`?' if meant else did_you_mean(name, EVENTS)
     else:
         hint = ' A Learner is called with events; the model with data: `learn.model(x)`.'
     raise UnknownEventError(
         f'There is no event {short_repr(name)}{place}.{hint} '
         'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.'
     )
-
-
-def _suggest_event(name: str) -> str:
-    "Return a hint for an unknown event, as a sentence after a space, or an empty string."
-    meant = event_like(name)
-    if meant is None:
-        return did_you_mean(name, EVENTS)
-    if meant in EVENTS:
-        return f' Did you mean `{meant}`?'
-    return f' Write a subclass of Callback with a method `{meant}`.'

@@ -4,7 +4,6 @@ No object is replaced by its copy, so all references to a list, a tensor or a pa
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 
+from learnkit.core.errors import ModelError
 from learnkit.core.interrupts import run_all
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.model import bare_model, has_lazy_tensors
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
@@ -41,6 +40,8 @@ OWNER_TYPES = (
     Mean,
     L,
 )
+# parts of a Learner whose attributes are restored with it
+_PARTS = 'run counters evaluations passes modes advice microbatches closure own_loop seams'.split()
 _ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 
@@ -91,20 +92,18 @@ class Snapshot:
         self._visited[id(o)] = o
         if isinstance(o, OWNER_TYPES):
             self._enqueue([vars(o)])
-            if isinstance(o, LazyModuleMixin):  # its first forward pass changes the class
-                self._undo_steps.append(partial(setattr, o, '__class__', type(o)))
         elif isinstance(o, Tensor):
             self._copy_tensor(o)
         elif isinstance(o, dict):
-            self._copy_items(o, dict(o), refill_dict)
+            self._undo_steps.append(partial(refill_dict, o, dict(o)))
+            self._enqueue(o.values())
         elif isinstance(o, (list, deque, set)):
-            self._copy_items(o, list(o), _refill)
+            self._undo_steps.append(partial(_refill, o, list(o)))
+            self._enqueue(o)
         elif isinstance(o, (tuple, frozenset)):
             self._enqueue(o)
         elif isinstance(o, np.ndarray):
             self._undo_steps.append(partial(_rewrite_array, o, o.copy()))
-        elif isinstance(o, (bytearray, array)):
-            self._undo_steps.append(partial(o.__setitem__, slice(None), o[:]))
         else:
             setter = state_setter(o)
             if setter is not None:
@@ -113,14 +112,7 @@ class Snapshot:
     def _enqueue(self, items: Iterable[Any]) -> None:
         self._queue += [v for v in items if type(v) not in _ATOMS]
 
-    def _copy_items(self, o: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
-        self._undo_steps.append(partial(refill, o, items))
-        self._enqueue(items.values() if isinstance(items, dict) else items)
-
     def _copy_tensor(self, t: Tensor) -> None:
-        if is_lazy(t):
-            self._undo_steps.append(partial(_make_lazy_again, t, type(t)))
-            return
         grad = t.grad if t.is_leaf else None
         self._enqueue([grad, *vars(t).values()])
         value = t.detach()
@@ -148,15 +140,6 @@ def _rewrite_tensor(
     t.grad = grad
 
 
-def _make_lazy_again(t: Tensor, cls: type) -> None:
-    "Turn a tensor that a forward pass has initialized into an uninitialized one of the class `cls`."
-    if is_lazy(t):
-        return
-    t.grad = None
-    t.data = torch.empty(0, device=t.device, dtype=t.dtype)
-    t.__class__ = cls
-
-
 def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None:
     if o.flags.writeable and o.shape == value.shape:
         o[...] = value
@@ -164,16 +147,12 @@ def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None
 
 def _refill(o: Any, items: list[Any]) -> None:
     if len(o) == len(items) and all(map(is_, o, items)):
-        return
-    # in one step, so that no interrupt leaves it empty
-    if isinstance(o, list):
-        o[:] = items
-    elif isinstance(o, set):
-        o ^= o.symmetric_difference(items)
+        return  # a set that is filled again may have another order
+    o.clear()
+    if isinstance(o, set):
+        o.update(items)
     else:
         o.extend(items)
-        for _ in range(len(o) - len(items)):
-            o.popleft()
 
 
 def preserve_dataloaders(dls: Any) -> AbstractContextManager[None]:
@@ -196,6 +175,11 @@ def restored_objects(
     on_host: bool = False,  # whether copies of tensors are on the CPU
 ) -> Iterator[None]:
     "Restore the model, these objects, the loaders and the random generators at the end of a context."
+    if has_lazy_tensors(learn.model):
+        raise ModelError(
+            f'{type(bare_model(learn.model)).__name__} has parameters without values, which cannot be restored: pass '
+            'a batch through it first, as in `learn.model(x)`.'
+        )
     # listed here because the attributes of a scripted model do not contain its tensors
     tensors = [*learn.model.parameters(), *learn.model.buffers()]
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
@@ -217,18 +201,7 @@ def restored(
     "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
     cbs = list(learn.cbs)
     callbacks = learn.callbacks
-    parts = (
-        learn.run,
-        learn.counters,
-        learn.evaluations,
-        learn.passes,
-        learn.modes,
-        learn.advice,
-        learn.microbatches,
-        learn.closure,
-        learn.own_loop,
-        learn.seams,
-    )
+    parts = [getattr(learn, name) for name in _PARTS]
     reshard(learn.model)
     try:
         with restored_objects(

@@ -97,9 +97,6 @@ def _begin_run(learn: LearnerLike) -> None:
         reset()
 
 
-WATCHED_CHECKS = 8  # checks of a fit's first batches: one or two in each batch, or microbatch
-
-
 class TrainEvalCallback(Callback):
     """Update the counters, and set the model's device and its training or evaluation mode.
 
@@ -111,7 +108,7 @@ class TrainEvalCallback(Callback):
     >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
     (20, 1, 1.0)
 
-    A warning is issued once if a callback sets `learn.loss` in training instead of `loss_grad`, which is minimized.
+    A callback that sets `learn.loss` instead of `loss_grad`, which is minimized, is warned of in the first batch.
     Checkpointed: the modules in evaluation mode.
     """
 
@@ -119,15 +116,13 @@ class TrainEvalCallback(Callback):
     run_valid = False
     needs_events = False
     runs_last = ('before_backward',)
-    _has_warned = False  # the warning about `learn.loss` was issued
-    _checks_left = 0  # number of checks until the end of the watch
-    _loss_before: Any = None  # `loss` and `loss_grad` with their versions
+    _nodes: Any = None  # nodes of `loss` and `loss_grad` in the graph, before users' handlers
 
     def before_fit(self) -> None:
-        learn = self.learn
-        _begin_run(learn)
-        if learn.fitting and not self._has_warned:
-            self._watch_loss()
+        _begin_run(self.learn)
+        if self.learn.fitting and any(map(_is_of_user, self.learn.callbacks)):
+            self.after_loss = self._note_loss
+            self.before_backward = self._check_loss
 
     def before_train(self) -> None:
         self.learn.modes.train(self.learn)
@@ -146,6 +141,31 @@ class TrainEvalCallback(Callback):
         self.learn.modes.saved = []
         self._stop_watching()
 
+    def _note_loss(self) -> None:
+        self._nodes = self._get_nodes()
+
+    def _check_loss(self) -> None:
+        "Warn if a callback has changed `loss` but not `loss_grad` in the first batch."
+        before = self._nodes or self._get_nodes()
+        loss, loss_grad = self._get_nodes()
+        self._stop_watching()
+        if loss is not before[0] and loss_grad is before[1]:
+            warn_user(
+                'A callback has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`: to '
+                'train on another loss, set `self.learn.loss_grad`, and then `self.learn.loss` to record it.'
+            )
+
+    def _get_nodes(self) -> tuple[Any, Any]:
+        "Return the nodes of `loss` and `loss_grad` in the graph, which any operation replaces, also in-place."
+        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
+        loss, loss_grad = (getattr(value, 'grad_fn', None) for value in values)
+        return loss, loss_grad
+
+    def _stop_watching(self) -> None:
+        for name in ('after_loss', 'before_backward', '_nodes'):
+            if name in self.__dict__:
+                delattr(self, name)
+
     @override
     def state_dict(self) -> dict[str, Any] | None:
         "Return the names of modules in evaluation mode, now and in training."
@@ -157,54 +177,6 @@ class TrainEvalCallback(Callback):
         if self.learn is not None:
             self.learn.modes.load_state_dict(self.learn.model, sd)
 
-    # -- warning about callbacks that set `learn.loss` without effect ------------------------------
-
-    def _watch_loss(self) -> None:
-        "In the first batches, check the loss before and after the handlers of users' callbacks, if there are any."
-        if self._list_user_callbacks():
-            self._checks_left = WATCHED_CHECKS
-            self.after_loss = self._record_loss  # type: ignore[method-assign]
-            self.before_backward = self._check_loss  # type: ignore[method-assign]
-
-    def _list_user_callbacks(self) -> list[str]:
-        "Return the class names of users' callbacks that may change the loss in training."
-        table = self.learn.callbacks.tables[True]
-        cbs = [cb for event in ('after_loss', 'before_backward') for _, _, cb in table[event]]
-        return list(dict.fromkeys(type(cb).__name__ for cb in cbs if is_user_callback(cb)))
-
-    def _record_loss(self) -> None:
-        values = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        # the version of a tensor counts its in-place changes
-        self._loss_before = [(value, getattr(value, '_version', 0)) for value in values]
-
-    def _check_loss(self) -> None:
-        "Warn if a callback has replaced `loss` but not `loss_grad`."
-        before = self._loss_before
-        self._record_loss()
-        now = self._loss_before
-        self._loss_before = None
-        self._checks_left -= 1
-        changed = [
-            a[0] is not b[0] or a[1] != b[1] for a, b in zip(before or now, now, strict=True)
-        ]
-        has_no_effect = changed == [True, False]
-        if has_no_effect or not self._checks_left:
-            self._stop_watching()
-        if not has_no_effect:
-            return
-        self._has_warned = True
-        warn_user(
-            f'{" or ".join(self._list_user_callbacks())} has set `learn.loss`, which is only what is recorded. '
-            'Gradients are of `loss_grad`, which was left as it was: to train on another loss set '
-            '`self.learn.loss_grad`, and to record it, `self.learn.loss = self.loss_grad.detach()`.'
-        )
-
-    def _stop_watching(self) -> None:
-        for name in ('after_loss', 'before_backward'):
-            if name in self.__dict__:
-                delattr(self, name)
-        self._loss_before = None
-
 
 def missing_train_eval(learn: LearnerLike) -> list[Callback]:
     "Return a TrainEvalCallback for a run of a Learner that has none."
@@ -212,9 +184,9 @@ def missing_train_eval(learn: LearnerLike) -> list[Callback]:
     return [] if has_one else [TrainEvalCallback()]
 
 
-def is_user_callback(cb: Any) -> bool:
+def _is_of_user(cb: Any) -> bool:
     "Return True for a callback whose handlers are from outside the package."
-    return type(cb) is Callback or type(cb).__module__.partition('.')[0] != 'learnkit'
+    return type(cb) is Callback or not type(cb).__module__.startswith('learnkit.')
 
 
 class SkipToEpoch(Callback):

@@ -99,7 +99,7 @@ def load_state(
     elif set_state is None:
         _load_attributes(cb, sd)
     else:
-        state = decode(sd, None, cb)
+        state = decode(sd, cb)
         if state is not None:
             set_state(state)
 

@@ -115,7 +115,7 @@ def test_accumulation_and_microbatches_do_not_act(tmp_path: Path) -> None:
 
 def test_where_it_cannot_be_called() -> None:
     learn = synth_learner()
-    with pytest.raises(AttributeError, match=r'`find_batch_size\(\)`'):
+    with pytest.raises(AttributeError, match='`find_batch_size`'):
         learn.scale_batch_size(mode='power')
     with pytest.raises(OptionError, match='max_size=0'):
         learn.find_batch_size(0)

@@ -86,8 +86,3 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
         CallbackError, match=r"Odd: state_dict\(\)\['inner'\]\['f'\] .*builtin_function"
     ):
         learner(Odd()).callback_states()
-
-
-def test_a_stateless_callback_saves_nothing() -> None:
-    expected = {'recorder', 'train_eval'}
-    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,10 +246,6 @@ def scale_in_place(cb: Any) -> None:
     cb.learn.loss *= 2
 
 
-def only_loss(cb: Any) -> None:
-    cb.learn.loss *= 2
-
-
 def for_the_record(cb: Any) -> None:
     cb.learn.loss = cb.loss * 2
 
@@ -260,15 +255,6 @@ def for_the_record(cb: Any) -> None:
 def test_who_sets_what_is_minimized_is_not_warned(act: Any, event: str) -> None:
     learn = make_learner(F.cross_entropy, Callback(**{event: act}), microbatch=4)
     learn.fit(1)
-    assert 'after_loss' not in vars(learn.train_eval)
-
-
-@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
-def test_a_loss_that_is_changed_in_place_is_seen(event: str) -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        make_learner(F.cross_entropy, Callback(**{event: only_loss}), microbatch=4).fit(2)
-    assert [w.filename == __file__ and 'loss_grad' in str(w.message) for w in seen] == [True]
 
 
 def test_after_the_backward_pass_the_loss_is_for_the_record() -> None:

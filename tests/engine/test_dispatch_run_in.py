@@ -56,20 +56,6 @@ def test_handlers_run_in_their_kind_of_run(
     assert cb.run
 
 
-def test_an_evaluation_inside_a_fit_runs_no_callback_of_fits() -> None:
-    inner = Notes('fit')
-
-    def evaluate(cb: Callback) -> None:
-        inner.seen.append('begin')
-        cb.learn.validate()
-        inner.seen.append('end')
-
-    learn = synth_learner(n_train=2, n_valid=1, cbs=[inner, Callback(after_train=evaluate)])
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1)
-    assert inner.seen == [FIT[0], 'begin', 'end', *FIT[1:]]
-
-
 def test_a_fit_in_a_with_block_has_the_callbacks_of_fits() -> None:
     cb = Notes('fit')
     learn = synth_learner(n_train=2, n_valid=1, cbs=[cb, FixedStopper('1ep')])

@@ -106,19 +106,6 @@ def test_a_handler_of_a_loss_is_checked_in_the_first_batches_only(event: str) ->
     assert 0.5 <= extra <= 3  # the call, and the share of timed steps
 
 
-@pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
-def test_a_loss_set_without_effect_is_a_warning(event: str) -> None:
-    def double(cb: Callback) -> None:
-        cb.learn.loss = 2 * torch.ones(())
-
-    learn = Learner(
-        ([(torch.ones(4, 1), torch.ones(4, 1))] * 3, None), nn.Linear(1, 1), nn.MSELoss()
-    )
-    with learn.no_bar(), pytest.warns(UserWarning, match=r'`learn\.loss`.*`loss_grad`') as warned:
-        learn.fit(2, cbs=Callback(**{event: double}))
-    assert len(warned) == 1
-
-
 # ------------------------------------------------------------------------------------- tensors held
 
 

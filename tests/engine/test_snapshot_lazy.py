@@ -1,4 +1,4 @@
-"""Lazy modules, which have no values before the first forward pass, in fits and in trainings that are undone."""
+"""Lazy modules, which have no values before the first forward pass, in fits and in searches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import DataLoaders, Learner
 from learnkit.callbacks import EMA, SAM, ChannelsLast, GuardNonFinite
-from learnkit.core.model import has_lazy_tensors
-from learnkit.engine.snapshot import Snapshot
+from learnkit.core.errors import ModelError
 
 BS = 16
 
@@ -38,22 +37,6 @@ def check_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(weights[name], value, msg=name)
 
 
-def test_a_snapshot_makes_a_model_lazy_again() -> None:
-    model = nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(affine=False), nn.Flatten())
-    types = [type(m) for m in model.modules()]
-    tensors = [*model.parameters(), *model.buffers()]
-    snapshot = Snapshot([model, tensors])
-    for size in (5, 6):
-        model(torch.ones(2, 3, size, size)).sum().backward()
-        assert not has_lazy_tensors(model)
-        snapshot.undo()
-        assert [type(m) for m in model.modules()] == types
-        assert all(
-            a is b for a, b in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
-        )
-        assert has_lazy_tensors(model) and all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     'search',
     [
@@ -62,21 +45,18 @@ def test_a_snapshot_makes_a_model_lazy_again() -> None:
     ],
     ids=['lr_find', 'find_batch_size'],
 )
-def test_a_search_leaves_a_lazy_model_as_it_was(search: Callable[[Learner], Any]) -> None:
-    expected = fit(make())
+def test_a_search_refuses_a_lazy_model(search: Callable[[Learner], Any]) -> None:
     learn = make()
-    with learn.no_bar():
+    with (
+        learn.no_bar(),
+        pytest.raises(ModelError, match='Sequential has parameters without values'),
+    ):
         search(learn)
-    assert type(learn.model[0]) is nn.LazyLinear and has_lazy_tensors(learn.model)
-    check_equal(fit(learn), expected)
+    assert type(learn.model[0]) is nn.LazyLinear
+    check_equal(fit(learn), fit(make()))
 
 
-@pytest.mark.parametrize('policy', ['raise', 'skip', 'stop'])
-def test_the_guard_trains_a_lazy_model(policy: str) -> None:
-    check_equal(fit(make(cbs=GuardNonFinite(policy))), fit(make()))
-
-
-@pytest.mark.parametrize('make_cb', [EMA, ChannelsLast])
+@pytest.mark.parametrize('make_cb', [EMA, ChannelsLast, GuardNonFinite])
 def test_callbacks_that_copy_weights_train_a_lazy_model(make_cb: Callable[[], Any]) -> None:
     check_equal(fit(make(cbs=make_cb())), fit(make()))
 

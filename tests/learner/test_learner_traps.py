@@ -155,15 +155,7 @@ def test_a_column_of_the_history_is_not_an_attribute() -> None:
         assert cb.history[-1]['valid_loss'] > 0  # works, as the message says it does
 
     learner(cbs=Callback(after_epoch=read, order=60)).fit(1)
-    assert "`history[-1]['valid_loss']`" in seen[0] and '`order` above' in seen[0]
-
-
-def test_a_loss_that_was_set_to_a_number() -> None:
-    def set_number(cb: Callback) -> None:
-        cb.learn.loss_grad = cb.loss.item()
-
-    with pytest.raises(LossError, match=r'`learn.loss_grad` was set to [\d.]+, .*learn.trace\(\)'):
-        learner(cbs=Callback(after_loss=set_number)).fit(1)
+    assert "`history[-1]['valid_loss']`" in seen[0]
 
 
 def test_torchs_name_of_the_batch_size_is_taken_where_torch_makes_the_loader() -> None:
@@ -244,12 +236,6 @@ def test_other_models_are_not_doubted(f: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     ('make', 'error', 'expected_text'),
     [
-        (
-            lambda: learner(loss_func='cross_entropy'),
-            LossError,
-            'torch.nn.functional.cross_entropy`',
-        ),
-        (lambda: learner(loss_func='bad'), LossError, r'f\(pred, \*targets\)'),
         (lambda: learner(loss_func=torch.optim.Adam), LossError, '`opt_func=Adam`'),
         (lambda: learner(loss_func=nn.MSELoss), LossError, r'write MSELoss\(\)'),
         (lambda: learner(opt_func='adam').create_opt(), OptimizerError, r'`torch.optim.Adam`'),
