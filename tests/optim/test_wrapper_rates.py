@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import SGD, Callback, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit import SGD, Callback, Recorder, TrainEvalCallback
 from learnkit.testing import synth_learner
 
 
@@ -17,21 +17,6 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     )
     learn.logger = lambda row: None
     return learn
-
-
-def test_hyper_parameters_that_live_in_a_pair_are_nan_for_the_steps_of_an_optimizer_without() -> (
-    None
-):
-    def replace(cb: Any) -> None:
-        if cb.train_iter == 1:
-            cb.learn.opt = OptimWrapper(opt=torch.optim.Adam(cb.learn.model.parameters(), lr=0.5))
-
-    learn = learner(Callback(before_draw=replace), opt_func=torch.optim.SGD)
-    learn.fit(1)
-    hps = learn.recorder.hps
-    assert hps['lr'] == [1e-3, 0.5, 0.5]
-    for name, value in (('mom', 0.9), ('sqr_mom', 0.999), ('eps', 1e-8)):
-        assert hps[name][0] != hps[name][0] and hps[name][1:] == [value] * 2
 
 
 def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
