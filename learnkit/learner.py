@@ -59,7 +59,6 @@ from learnkit.engine.checks import (
     check_model,
     warn_of_rate,
 )
-from learnkit.engine.closure import ClosureStep
 from learnkit.engine.counters import COUNTER_OF_UNIT
 from learnkit.engine.denominator import LossWeights, check_weight_func
 from learnkit.engine.dispatch import ContextStack, as_list
@@ -67,7 +66,7 @@ from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import Microbatches
 from learnkit.engine.optimizer import find_default_lr, prepare_opt, training_weights
-from learnkit.engine.own_loop import EventCheck, OwnLoop, list_overrides
+from learnkit.engine.own_loop import ClosureStep, EventCheck, OwnLoop, list_overrides
 from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import call_each, is_in_use, note_error, open_level, raise_first

@@ -331,13 +331,7 @@ class LabelSmoothingCrossEntropy(_UnflattenedLoss):
     @override
     def loss_denominator(self) -> Denominator:
         "Return the denominator of the mean: the number of targets not ignored; unknown with class weights."
-        if self.weight is None:
-            return ClassTargets({'reduction': self.reduction})
-        return Unknown(
-            'LabelSmoothingCrossEntropy',
-            'LabelSmoothingCrossEntropy(weight=) adds a mean by class weights '
-            'and one over all targets; CrossEntropyLossFlat(weight, label_smoothing=) has one mean',
-        )
+        return ClassTargets(self) if self.weight is None else Unknown('LabelSmoothingCrossEntropy')
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
         targ = self._convert_targets(inp, targ)

@@ -95,8 +95,7 @@ class SAM(Callback):
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
-            with learn.closure.repeated():
-                learn.closure.repeat(learn)
+            learn.closure.repeat(learn)
         finally:
             self._restore()
         learn.__dict__.update(recorded)

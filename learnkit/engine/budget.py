@@ -24,21 +24,15 @@ def parse_length(
     epochs_per_iteration: int | None = None,  # number of epochs of an iteration, if set
 ) -> tuple[int | None, Time | None]:  # number of epochs (None: unknown), budget (None: no budget)
     "Return the number of epochs, or the budget, of a fit; raise `FitError` or `TimeError` for an invalid length."
-    n = length
-    budget = None
-    if isinstance(length, str) and length.strip().isdecimal():
-        number = length.strip()
-        raise TimeError(
-            f"fit({length!r}): write {number} or '{number}ep' for {number} epochs. A string has a unit."
-        )
+    n, budget = length, None
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
+    elif hasattr(length, '__iter__') and not is_count(length, 0):  # a tensor may hold a number
+        raise FitError(
+            f'n_epoch={short_repr(n)}: give a whole number, 0 or more. Data goes into the Learner: '
+            '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
+        )
     if budget is None:
-        if hasattr(n, '__iter__') and not is_count(n, 0):  # a tensor may hold a number
-            raise FitError(
-                f'n_epoch={short_repr(n)}: give a whole number, 0 or more. Data goes into the Learner: '
-                '`Learner(DataLoaders.from_tensors((x, y)), model, ...)`.'
-            )
         n = check_count('n_epoch', n, 0, FitError)
     start = check_count('start_epoch', start_epoch, 0, FitError)
     if n is None and start:
@@ -52,6 +46,15 @@ def parse_length(
         )
     check_not_running(learn)
     return n, budget
+
+
+def check_not_running(learn: LearnerLike) -> None:
+    "Raise `FitError` if the Learner is running already."
+    if learn.run.kind:
+        raise FitError(
+            f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
+            'end it with `learn.stop()`, or use another Learner.'
+        )
 
 
 def _parse_time(
@@ -75,15 +78,6 @@ def parse_iteration(every: Any) -> int:
     if every.unit != 'ep':
         raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
     return int(every.value)
-
-
-def check_not_running(learn: LearnerLike) -> None:
-    "Raise `FitError` if the Learner is running already."
-    if learn.run.kind:
-        raise FitError(
-            f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
-            'end it with `learn.stop()`, or use another Learner.'
-        )
 
 
 class Budget(Callback):

@@ -77,9 +77,8 @@ class Counters:
 
     def elapsed(self) -> float:
         "Return the seconds spent in fits, including the running fit, by this process's clock."
-        if self.fit_began is None:
-            return self.seconds
-        return self.seconds + perf_counter() - self.fit_began
+        running = 0.0 if self.fit_began is None else perf_counter() - self.fit_began
+        return self.seconds + running
 
     def by_unit(self) -> dict[str, int]:
         "Return the counters by the units of `Time`, for checkpoints."

@@ -21,7 +21,7 @@ from torch import nn
 from learnkit.core.batch import short_repr
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, unwrap_partial
+from learnkit.core.model import bare_model, has_weights, unwrap_partial
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
     SPLIT,
@@ -37,7 +37,6 @@ __all__ = [
     'cover_params',
     'create_opt',
     'find_default_lr',
-    'warn_of_late_params',
     'freeze',
     'freeze_to',
     'has_foreign_opt',
@@ -70,8 +69,7 @@ def prepare_opt(
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
             )
     else:
-        if not isinstance(learn.opt, OptimWrapper):
-            learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand
+        wrap_opt(learn)
         cover_params(learn)
     if not any(p.requires_grad for p in learn.opt.parameters()):
         raise no_params_error(learn.model)
@@ -89,6 +87,12 @@ def has_foreign_opt(learn: LearnerLike) -> bool:
     "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
     optimized = {p for group in learn.opt.param_groups for p in group['params']}
     return optimized.isdisjoint(learn.model.parameters())
+
+
+def wrap_opt(learn: LearnerLike) -> None:
+    "Wrap an optimizer of torch that was assigned to `learn.opt`."
+    if not isinstance(learn.opt, OptimWrapper):
+        learn.opt = OptimWrapper(opt=learn.opt)
 
 
 def find_initial_lrs(learn: LearnerLike) -> Any:
@@ -129,13 +133,13 @@ def create_opt(learn: LearnerLike) -> None:
     "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
     if isinstance(learn.opt_func, partial) and 'lr' in learn.opt_func.keywords:
         learn.lr = learn.opt_func.keywords['lr']
+    last = learn.opt
     opt = make_optimizer(learn)
     is_instance = not callable(learn.opt_func)
-    if learn.opt is not None:
-        if opt is not learn.opt:
-            learn.counters.steps += getattr(learn.opt, 'n_steps', 0)
-        if is_instance:
-            opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
+    if last is not None and opt is not last:
+        learn.counters.steps += getattr(last, 'n_steps', 0)
+    if last is not None and is_instance:
+        opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
     learn.opt = opt
     lrs = learn.last_lrs = opt.lrs
     ignores_lr = isinstance(learn.lr, (int, float)) and any(lr != learn.lr for lr in lrs)
@@ -166,8 +170,7 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
         opt = opt_func if is_ready else call_opt_func(learn)
     if not isinstance(opt, OptimWrapper):
         opt = OptimWrapper(opt=opt)
-    modules = list_modules(learn)
-    if len(modules) > 1 and not is_ready:
+    if not is_ready:
         add_loss_params(learn, opt)
     if isinstance(learn.lr, Mapping):
         opt.set_hyper('lr', learn.lr)
@@ -180,7 +183,7 @@ def make_optimizer(learn: LearnerLike) -> OptimWrapper:
     if last is not opt and frozen & own:
         opt.frozen = frozen & own
         opt.frozen_idx = last.frozen_idx
-    params = {p for m in modules for p in m.parameters()}
+    params = list_all_params(learn)
     opt.seen = None if is_ready else params
     opt.waiting = {p for p in params - own if not p.requires_grad}
     opt.warned = set()
@@ -238,9 +241,6 @@ def call_opt_func(learn: LearnerLike) -> Any:
 
 def takes_model(opt_func: Callable[..., Any]) -> bool:
     "Return True if a function that makes an optimizer has a parameter `model`."
-    maker = unwrap_partial(opt_func)
-    if str(getattr(maker, '__module__', '')).startswith(('torch.optim.', 'learnkit.optim.')):
-        return 'model' in maker.__annotations__  # reading a signature takes longer than the call
     try:
         return 'model' in inspect.signature(opt_func).parameters
     except (TypeError, ValueError):
@@ -264,36 +264,12 @@ def check_opt_func(
         )
     try:
         inspect.signature(opt_func).bind(groups, lr=0.0, **options)
-    except ValueError:
-        check_options(opt_func)  # a partial has an option that the function does not take
-    except TypeError as e:
-        fix = (
-            f'Metrics are given by name, `metrics={name}`; a function of your own is '
-            '`lambda params, lr: ...`.'
-        )
-        if isinstance(maker, type) and issubclass(maker, OptimWrapper):
-            fix = f'{name} goes around a ready one: `opt_func=lambda p, lr: {name}(Adam(p, lr))`.'
+    except (TypeError, ValueError) as e:  # ValueError: a partial has an option that does not exist
+        given = ', '.join(getattr(opt_func, 'keywords', {}))
         raise OptimizerError(
-            f'opt_func={name} cannot be called with the parameters and `lr=` ({e}), so it makes no '
-            f'optimizer. {fix}'
+            f'opt_func={name} cannot be called with the parameters, `lr=`{given and f" and {given}"} ({e}): it is '
+            f'{name}{inspect.signature(maker)}. A function of your own is `lambda params, lr: ...`.'
         ) from None
-
-
-def check_options(opt_func: Any) -> None:
-    "Raise `OptimizerError` for an option of a partial that its function does not take."
-    maker = unwrap_partial(opt_func)
-    try:
-        parameters = inspect.signature(maker).parameters
-    except (TypeError, ValueError):
-        return
-    for option in getattr(opt_func, 'keywords', {}):
-        if option not in parameters:
-            names = ', '.join(list(parameters)[1:])
-            raise OptimizerError(
-                f'{maker.__name__} does not take `{option}`: it takes {names}. '
-                "Names are fastai's; torch's go with torch's own classes, "
-                'for example `partial(torch.optim.SGD, momentum=0.9)`.'
-            )
 
 
 def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
@@ -321,42 +297,22 @@ def split_params(learn: LearnerLike) -> list[dict[str, Any]]:
 def list_modules(learn: LearnerLike) -> list[nn.Module]:
     "Return the modules that are trained: the model, and a loss function that has parameters."
     loss_func = learn.loss_func
-    if isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None:
-        return [learn.model, loss_func]
-    return [learn.model]
+    return [learn.model, loss_func] if has_weights(loss_func) else [learn.model]
 
 
-def list_loss_params(learn: LearnerLike) -> list[nn.Parameter]:
-    "Return the parameters of a loss function that are not parameters of the model."
-    own = set(learn.model.parameters())
-    return [p for m in list_modules(learn)[1:] for p in m.parameters() if p not in own]
+def list_all_params(learn: LearnerLike) -> set[nn.Parameter]:
+    "Return the parameters of the model and of the loss function."
+    return {p for m in list_modules(learn) for p in m.parameters()}
 
 
 def add_loss_params(learn: LearnerLike, opt: OptimWrapper) -> None:
     "Add the parameters of a loss function to the last group of a new optimizer."
-    own = set(opt.parameters())
-    new = [p for p in list_loss_params(learn) if p not in own and p.requires_grad]
+    own = {*opt.parameters(), *learn.model.parameters()}
+    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters()]
+    new = [p for p in loss_params if p not in own and p.requires_grad]
     if new and len(opt.optimizers) == 1:
         opt.last_group['params'].extend(new)  # extend the list, because LBFGS holds a reference
         opt.begin_states()
-        update_names(learn, opt)
-
-
-def name_params(learn: LearnerLike) -> dict[nn.Parameter, str]:
-    "Return the names of the parameters of the model, and of a loss function that is a module."
-    names = {p: name for name, p in bare_model(learn.model).named_parameters()}
-    for loss_func in list_modules(learn)[1:]:
-        for name, p in loss_func.named_parameters():
-            names.setdefault(p, f'loss_func.{name}')
-    return names
-
-
-def update_names(learn: LearnerLike, opt: OptimWrapper) -> None:
-    "Update the names in the parameter groups that keep names."
-    groups = [group for group in opt.param_groups if 'param_names' in group]
-    names = name_params(learn) if groups else {}
-    for group in groups:
-        group['param_names'] = [names.get(p, '') for p in group['params']]
 
 
 def no_params_error(model: nn.Module) -> ModelError:
@@ -395,7 +351,7 @@ def cover_params(learn: LearnerLike) -> None:
     opt = learn.opt
     if not isinstance(opt, OptimWrapper):
         return  # assigned by hand during a fit
-    current = {p for m in list_modules(learn) for p in m.parameters()}
+    current = list_all_params(learn)
     if opt.seen is not None and (opt.waiting or opt.seen != current):
         update_groups(learn, current)
         opt = learn.opt
@@ -412,8 +368,10 @@ def cover_params(learn: LearnerLike) -> None:
 def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
     "Drop parameters that are no longer in `current` from the optimizer, and add new ones."
     opt = learn.opt
-    removed = opt.seen.intersection(opt.parameters()) - current
-    candidates = find_candidates(opt, current)
+    own = set(opt.parameters())
+    removed = opt.seen & own - current
+    # parameters that required gradients before and are in no group were left out on purpose
+    candidates = {p for p in current - own if p not in opt.seen or p in opt.waiting}
     new = {p for p in candidates if p.requires_grad}
     if (removed or new) and opt.needs_closure:
         # the state may hold all parameters as one vector, as LBFGS's does
@@ -426,38 +384,26 @@ def update_groups(learn: LearnerLike, current: set[nn.Parameter]) -> None:
     opt.waiting = candidates - new
 
 
-def find_candidates(opt: OptimWrapper, current: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the parameters that join the optimizer, or will once they require gradients.
-
-    Parameters that required gradients before and are in no group were left out on purpose.
-    """
-    seen = opt.seen or set()
-    others = current.difference(opt.parameters())
-    return {p for p in others if p not in seen or p in opt.waiting}
-
-
 def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
-    "Add new parameters to the splitter's groups, if the optimizer has the same groups."
+    "Add new parameters to the splitter's groups, if the optimizer is one with the same groups."
     opt = learn.opt
-    groups = split_all_params(learn)
-    if len(groups) != len(opt.param_lists):
+    wanted = new.union(opt.parameters())
+    with requiring_grad(opt.parameters()):
+        groups = split_params(learn)
+    lists = [[p for p in iterate_params([group]) if p in wanted] for group in groups]
+    known = {p for params in lists for p in params}
+    loss_params = [p for m in list_modules(learn)[1:] for p in m.parameters()]
+    lists[-1] += [p for p in loss_params if p in wanted and p not in known]
+    if len(opt.optimizers) > 1 or len(lists) != len(opt.param_lists):
         return
-    for own, params in zip(opt.param_lists, groups, strict=True):
+    for own, params in zip(opt.param_lists, lists, strict=True):
         if not set(own) <= set(params):
             return  # `opt_func` made other groups
 
-    if opt.spares_norms:
-        opt.spare_from_decay(p for m in list_modules(learn) for p in norm_bias_params(m))
-    if learn.train_bn:
-        opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
-    wanted = new.union(opt.parameters())
-    for i, params in enumerate(groups):
-        groups[i] = [p for p in params if p in wanted]
-    if not opt.set_params(groups):
-        return
+    set_exemptions(learn, opt, is_ready=False)
+    opt.set_params(lists)
     opt.begin_states()
-    update_names(learn, opt)
-    in_frozen_groups = {p for params in groups[: opt.frozen_idx] for p in params}
+    in_frozen_groups = {p for params in lists[: opt.frozen_idx] for p in params}
     frozen = in_frozen_groups & new - opt.seen - opt.always_trained
     if not frozen:
         return
@@ -470,36 +416,12 @@ def add_params(learn: LearnerLike, new: set[nn.Parameter]) -> None:
     )
 
 
-def split_all_params(learn: LearnerLike) -> list[list[Any]]:
-    """Return the splitter's groups, computed as if all of the optimizer's parameters required gradients.
-
-    The last group also has the parameters of the loss function.
-    """
-    with requiring_grad(learn.opt.parameters()):
-        groups = split_params(learn)
-    lists = [list(iterate_params([group])) for group in groups]
-    known = {p for params in lists for p in params}
-    lists[-1] += [p for p in list_loss_params(learn) if p not in known]
-    return lists
-
-
-def warn_of_late_params(learn: LearnerLike) -> None:
-    "Warn of parameters that were unfrozen or replaced within an epoch, and were not trained in the rest of it."
-    opt = learn.opt
-    if not isinstance(opt, OptimWrapper) or opt.seen is None:
-        return
-    current = {p for m in list_modules(learn) for p in m.parameters()}
-    late = {p for p in find_candidates(opt, current) if p.requires_grad}
-    if late:
-        warn_user(
-            'These parameters were unfrozen or replaced within the epoch, and are trained from the next epoch on: '
-            f'{join_names(learn, late)}. To train them at once, change them in `before_epoch` or `before_train`.'
-        )
-
-
 def join_names(learn: LearnerLike, params: set[nn.Parameter]) -> str:
     "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
-    names = [name for p, name in name_params(learn).items() if p in params]
+    named = [*bare_model(learn.model).named_parameters()]
+    for loss_func in list_modules(learn)[1:]:
+        named += [(f'loss_func.{name}', p) for name, p in loss_func.named_parameters()]
+    names = [name for name, p in named if p in params]
     rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
     return ', '.join(names[:MAX_NAMES]) + rest
 
@@ -511,8 +433,7 @@ def freeze_to(learn: LearnerLike, n: int) -> None:
     "Freeze the groups before group `n`, and train the others."
     if learn.opt is None or has_foreign_opt(learn):
         learn.create_opt()
-    elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
-        learn.opt = OptimWrapper(opt=learn.opt)
+    wrap_opt(learn)
     norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else ()
     learn.opt.always_trained = set(norms)
     learn.opt.freeze_to(n)

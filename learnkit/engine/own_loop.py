@@ -17,19 +17,23 @@ clipping and accumulation apply to the parameters of the optimizer that steps (`
 
 Callbacks work in such a loop as in the default loop. A loop that calls the model and `backward`
 itself is checked in its first batches, and a warning names the callbacks that have no effect in it.
+
+Steps that evaluate the loss again (LBFGS, SAM) repeat the passes of the batch: `ClosureStep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from learnkit.core.batch import describe
+from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelBackwardException,
     CancelStepException,
@@ -43,17 +47,18 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
 from learnkit.engine.callback import Callback, declared
-from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
-from learnkit.engine.events import CONTEXTS
+from learnkit.engine.dispatch import takes_every_event
 from learnkit.engine.loop import Loop
 from learnkit.engine.loss import loss_of, total_loss
 from learnkit.engine.run import clear_pass
+from learnkit.optim.wrapper import Closure
 
 __all__ = [
     'forward',
     'compute_loss',
     'optimize',
     'report_loss',
+    'ClosureStep',
     'OptimizeCall',
     'OwnLoop',
     'list_overrides',
@@ -72,7 +77,7 @@ BATCH_METHODS = (
     '_step',
     '_with_events',
 )
-# events and contexts of a training batch, each with the event that proves that this part of the batch ran
+# events and contexts of a training batch, each with the one that proves that this part of the batch ran
 PROVING_EVENT = {
     'before_pred': 'before_pred',
     'after_pred': 'after_pred',
@@ -81,7 +86,8 @@ PROVING_EVENT = {
     'after_backward': 'before_backward',
     'before_step': 'before_step',
     'after_step': 'before_step',
-    **{name: name for name in CONTEXTS.values()},
+    'forward_context': 'forward_context',
+    'backward_context': 'backward_context',
 }
 
 
@@ -100,7 +106,7 @@ class OwnLoop:
     def __init__(self) -> None:
         self.call: OptimizeCall | None = None  # current call of `optimize`
         self.calls_modules = False  # `forward` calls modules directly, without their wrapper
-        self.loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
+        self.loss_sum: Any = 0  # sum of this batch's losses passed to `optimize`
         self.n_losses = 0  # number of these losses
 
     @contextmanager
@@ -114,26 +120,12 @@ class OwnLoop:
         finally:
             self.call, learn.turn = before
 
-    def count_loss(self, loss: Tensor) -> None:
-        "Add a loss to the sum of the losses of the batch."
-        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-        self.n_losses += 1
-
-    def repeat(self, learn: LearnerLike) -> None:
-        "Compute the loss of the current `optimize` call again, with the backward pass."
-        assert self.call is not None  # checked by the caller
-        if self.call.compute is None:
-            raise make_repeat_error('A second pass')
-        clear_pass(learn)
-        learn.report_loss(self.call.compute())
-        learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
-
 
 def forward(learn: LearnerLike, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     "Call `f(*args, **kwargs)` as a forward pass, and return its output."
     __tracebackhide__ = True
     learn('before_pred')
-    with _bypass_wrappers(learn), learn.contexts('forward'):
+    with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
         try:
             learn.pred = f(*args, **kwargs)
         except Exception as e:
@@ -152,7 +144,7 @@ def compute_loss(learn: LearnerLike, pred: Any, *targets: Any) -> Any:
             'compute_loss() calls the `loss_func` of the Learner, and there is none: pass '
             '`loss_func=`, or compute the loss yourself.'
         )
-    with _bypass_wrappers(learn), learn.contexts('forward'):
+    with replacing_yield(learn.own_loop, 'calls_modules', True), learn.contexts('forward'):
         return learn.loss_func(pred, *targets) if targets else loss_of(learn, pred)
 
 
@@ -179,11 +171,11 @@ def optimize(
         )
     own = learn.own_loop
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
-        own.loss_sum = None
-        own.n_losses = 0
+        own.loss_sum = own.n_losses = 0
     with own.opened(learn, call):
         learn.report_loss(value if compute is None else compute())
-        own.count_loss(learn.loss.detach())
+        own.loss_sum = own.loss_sum + learn.loss.detach()
+        own.n_losses += 1
         stepped = _backward_and_step(learn)
     if own.n_losses > 1:
         learn.loss = own.loss_sum / own.n_losses
@@ -196,17 +188,6 @@ def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None
     learn.loss_grad = total
     learn.loss = total.clone()
     learn('after_loss')
-
-
-@contextmanager
-def _bypass_wrappers(learn: LearnerLike) -> Iterator[None]:
-    "Return a context in which modules are called directly, without a wrapper around the model."
-    outer = learn.own_loop.calls_modules
-    learn.own_loop.calls_modules = True
-    try:
-        yield
-    finally:
-        learn.own_loop.calls_modules = outer
 
 
 def _backward_and_step(learn: LearnerLike) -> bool:
@@ -229,14 +210,6 @@ def _backward_of_call(learn: LearnerLike) -> None:
         learn._backward(**options)
 
 
-def make_repeat_error(caller: str) -> LossError:
-    "Return the error for a loss that must be computed again but was passed as a tensor."
-    return LossError(
-        f'{caller} computes the loss again, and optimize() was given a tensor: give it a function '
-        'that computes it, `self.optimize(lambda: ...)`.'
-    )
-
-
 @contextmanager
 def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
     "Return a context that preserves the gradients of all optimizers except one."
@@ -249,6 +222,67 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
     finally:
         for p, grad in preserved:
             p.grad = grad
+
+
+# -- steps that evaluate the loss of the batch again: LBFGS, SAM -----------------------------------
+
+
+class ClosureStep:
+    """Step of an optimizer that evaluates the batch again; the loop has evaluated it once already.
+
+    Takes the seam `step` in a fit whose optimizer needs a closure.
+    """
+
+    def __init__(self) -> None:
+        self.repeating = (
+            False  # True while the batch is evaluated again; callbacks do not record it
+        )
+
+    def __call__(self, learn: LearnerLike) -> None:
+        "Take the step with a closure. What is recorded is the evaluation before the step."
+
+        def evaluate() -> Tensor:
+            learn.opt.zero_grad(only=learn.turn)
+            self.repeat(learn)
+            return learn.strategy.batch_loss(learn)
+
+        closure = Closure(evaluate, lambda: learn.strategy.batch_loss(learn))
+        before = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
+        try:
+            learn.opt.step(closure, only=learn.turn)
+        except BaseException:
+            learn.opt.clear_state(closures=True)  # an unfinished line search cannot be continued
+            raise
+        learn.__dict__.update(before)
+
+    def repeat(self, learn: LearnerLike) -> None:
+        "Run the forward and backward passes of the batch again, without the step."
+        with replacing_yield(self, 'repeating', True):
+            if learn.own_loop.call is not None:
+                repeat_call(learn, learn.own_loop.call)
+            elif learn.microbatch:
+                learn.microbatches.run(learn, learn.microbatch)
+            else:
+                clear_pass(learn)
+                learn._do_pred_loss()
+                learn._with_events(learn._backward, 'backward', CancelBackwardException)
+
+
+def repeat_call(learn: LearnerLike, call: OptimizeCall) -> None:
+    "Compute the loss of the current `optimize` call again, with the backward pass."
+    if call.compute is None:
+        raise make_repeat_error('A second pass')
+    clear_pass(learn)
+    learn.report_loss(call.compute())
+    learn._with_events(partial(_backward_of_call, learn), 'backward', CancelBackwardException)
+
+
+def make_repeat_error(caller: str) -> LossError:
+    "Return the error for a loss that must be computed again but was passed as a tensor."
+    return LossError(
+        f'{caller} computes the loss again, and optimize() was given a tensor: give it a function '
+        'that computes it, `self.optimize(lambda: ...)`.'
+    )
 
 
 # -- callbacks that have no effect in a custom loop ------------------------------------------------
@@ -264,116 +298,81 @@ def replaces_batch(learn: LearnerLike) -> bool:
     return type(learn)._do_one_batch is not Loop._do_one_batch
 
 
-class RecordingTable(HandlerTable):
-    "Handler table that records which events are looked up."
-
-    def __init__(self, table: HandlerTable) -> None:
-        super().__init__(table.callbacks, table.training)
-        self.table = table
-        self.seen: set[str] = set()
-
-    def __getitem__(self, name: str) -> list[Entry]:
-        self.seen.add(name)
-        return self.table[name]
-
-
 class EventCheck(Callback):
     """Warn of callbacks whose events or contexts a custom loop does not fire.
 
-    `fit` adds this callback for a Learner that overrides a method of the batch. The check covers
-    the batches up to the first step, or one epoch if no step is counted; later batches have no
-    overhead. No state is checkpointed.
+    `fit` adds this callback for a Learner that overrides a method of the batch. It notes the events
+    that it gets itself, up to the first step, or to the end of an epoch if no step is counted; then it
+    switches itself off for the rest of the fit. No state is checkpointed.
     """
 
-    order = 10_000
+    order = -10_000
+    run_in = 'fit'
     run_valid = False
     remove_on_find = True
+    runs_first = ('before_step',)
 
     def __init__(self) -> None:
-        self._table: RecordingTable | None = None
-        self._has_checked = False  # True once this fit was checked
-        self._n_steps = 0  # number of optimizer steps before the recording
-        self._n_complete = 0  # number of batches that were not cancelled
+        self.seen: set[str] = set()
+        self.n_steps = 0  # number of optimizer steps before the fit
 
     def before_fit(self) -> None:
         "Raise `OptimizerError` for an optimizer with a closure, if the loop cannot repeat its passes."
         learn = self.learn
         can_repeat = type(learn)._step is not Loop._step
-        if learn.fitting and learn.opt.needs_closure and replaces_batch(learn) and not can_repeat:
+        if learn.opt.needs_closure and replaces_batch(learn) and not can_repeat:
             raise OptimizerError(
                 f'{learn.opt!r} evaluates the loss several times a step, and the `_do_one_batch` '
                 f'of {type(learn).__name__} computes it by itself. Write it as `train_batch`, with '
                 '`self.optimize(f)`, where f() computes the loss.'
             )
+        self.n_steps = learn.opt.n_steps
 
-    def before_train(self) -> None:
-        "Start recording in the first epoch of a fit."
-        learn = self.learn
-        if self._has_checked or not learn.fitting or learn.tables is not learn.callbacks.tables:
-            return
-        self._table = RecordingTable(learn.tables[True])
-        self._n_steps = learn.opt.n_steps
-        self._n_complete = 0
-        learn.tables = learn.tables[False], self._table
+    @override
+    def run_event(self, event_name: str) -> Any:
+        "Note the event, and run its method."
+        self.seen.add(event_name)
+        return super().run_event(event_name)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        self.seen.add('forward_context')
+        return nullcontext()
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        self.seen.add('backward_context')
+        return nullcontext()
 
     def after_batch(self) -> None:
         "Warn after the first step."
-        if self._table is None:
-            return
-        self._n_complete += 'after_cancel_batch' not in self._table.seen
-        self._table.seen.discard('after_cancel_batch')
-        if self.learn.opt.n_steps > self._n_steps:
-            self._warn_of_missing_events()
+        if 'after_cancel_batch' in self.seen:
+            self.seen -= {'after_cancel_batch', 'after_batch'}
+        if self.learn.opt.n_steps > self.n_steps:
+            self.warn_of_missing_events()
 
     def after_train(self) -> None:
-        "Warn at the end of an epoch, if no step was counted."
-        if self._n_complete:
-            self._warn_of_missing_events()
-        else:
-            self._stop_recording()
+        "Warn at the end of an epoch that has ended a batch, if no step was counted."
+        if 'after_batch' in self.seen:
+            self.warn_of_missing_events()
 
-    def _warn_of_missing_events(self) -> None:
-        "Stop recording, and warn of callbacks that handle events that did not fire."
-        if self._table is None:
-            return
-        seen = self._stop_recording()
-        self._has_checked = True
+    def warn_of_missing_events(self) -> None:
+        "Warn of callbacks that handle events that did not fire, and switch the check off."
+        self.run = False
+        learn = self.learn
         waiting: dict[str, list[str]] = {}
         for event, shown_by in PROVING_EVENT.items():
-            if seen & {event, shown_by}:
-                continue
-            for _, switch, cb in self.learn.callbacks.tables[True][event]:
-                if switch and waits_for_events(cb):
+            for _, switch, cb in learn.callbacks.tables[True][event]:
+                if shown_by not in self.seen and switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if not waiting:
             return
         summary = '; '.join(
             f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
         )
-        learn = self.learn
-        overrides = list_overrides(learn)
-        method = overrides[0] if overrides else 'loop'
         warn_user(
-            f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event '
-            f'of a batch, so that callbacks do not act as they should: {summary}. Write the batch as '
+            f'{type(learn).__name__} trains by its own `{list_overrides(learn)[0]}`, which does not fire every '
+            f'event of a batch, so that callbacks do not act as they should: {summary}. Write the batch as '
             '`train_batch`, with `self.forward(...)` and `self.optimize(...)`.'
         )
-
-    def _stop_recording(self) -> set[str]:
-        "Restore the loop's own tables, and return the events that were looked up."
-        learn = self.learn
-        table = self._table
-        self._table = None
-        if table is None:
-            return set()
-        if learn.tables[True] is table:
-            learn.tables = learn.callbacks.tables
-        return table.seen
-
-    def cleanup(self) -> None:
-        "Stop recording."
-        self._stop_recording()
-        self._has_checked = False
 
 
 def waits_for_events(cb: Any) -> bool:

@@ -18,7 +18,7 @@ from learnkit.data.position import LoaderPosition
 from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
 from learnkit.engine.dispatch import format_place
-from learnkit.engine.optimizer import cover_params, warn_of_late_params
+from learnkit.engine.optimizer import cover_params
 
 __all__ = ['Source', 'TrainingPasses', 'Stream', 'end_iteration', 'ends_iteration']
 
@@ -28,9 +28,9 @@ _END = object()  # marks the end of a loader, as the default of `next`
 class Source:
     "Epochs of a fit, and batches of a loader from its first one on: the loop's own `source`."
 
-    def epochs(self, learn: LearnerLike) -> Iterator[int]:
-        "Yield the numbers of the epochs, until the fit is stopped."
-        epochs = count() if learn.n_epoch is None else range(learn.n_epoch)
+    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
+        "Yield the numbers of the epochs from `first` on, until the fit is stopped."
+        epochs = count(first) if learn.n_epoch is None else range(first, learn.n_epoch)
         for epoch in epochs:
             yield epoch
             if learn.run.stopping:
@@ -140,23 +140,16 @@ class TrainingPasses(Source):
         return {**self.__dict__, 'position': None, 'stream': None, 'rest': None, '_current': None}
 
     @override
-    def epochs(self, learn: LearnerLike) -> Iterator[int]:
+    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
         "Yield the numbers of the epochs, and fire the events of iterations around them."
-        epochs = count() if learn.n_epoch is None else range(learn.n_epoch)
-        return self.iterate(learn, epochs)
-
-    def iterate(self, learn: LearnerLike, epochs: Iterable[int]) -> Iterator[int]:
-        "Yield the given epochs, until the fit is stopped."
         per_iteration = learn.epochs_per_iteration
-        for epoch in epochs:
+        for epoch in super().epochs(learn, first):
             learn.epoch = epoch
             if per_iteration and (epoch % per_iteration == 0 or learn.resumed):
                 learn('before_iteration')
             yield epoch
             if ends_iteration(learn):
                 end_iteration(learn)
-            if learn.run.stopping:
-                return
 
     @override
     def batches(self, learn: LearnerLike) -> tuple[Iterable[int], Iterator[Any]]:
@@ -164,24 +157,19 @@ class TrainingPasses(Source):
         if not (learn.training and learn.fitting):
             return super().batches(learn)
         self.prepare(learn)
-        first, batches = self._begin(learn)
-        return set_length(learn, first), draw(learn, batches)
-
-    def _begin(self, learn: LearnerLike) -> tuple[int, Iterator[Any]]:
-        "Return the number of the next batch, and the batches of the next epoch or of the pass that a budget has cut."
-        rest = self._take_rest(learn)
-        if rest is not None:
-            self._current = rest
-            return self.n_drawn, rest
-        return 0, self.open(learn)
-
-    def _take_rest(self, learn: LearnerLike) -> Iterator[Any] | None:
-        "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
         rest = self.rest
         self.rest = None
-        if rest is None or self.position is None:
-            return None
+        batches = None if rest is None else self._continue(learn, rest)
+        if batches is None:
+            return set_length(learn), draw(learn, self.open(learn))
+        self._current = batches
+        return set_length(learn, self.n_drawn), draw(learn, batches)
+
+    def _continue(self, learn: LearnerLike, rest: Iterator[Any]) -> Iterator[Any] | None:
+        "Return the rest of a pass that a budget has cut, if this fit has a budget too and a batch is left."
         dl = learn.dl
+        if self.position is None:
+            return None
         if learn.n_epoch is not None or self.position.dl is not dl:
             self.position = None
             return None
@@ -208,8 +196,6 @@ class TrainingPasses(Source):
             self.is_cut = stopping and self.n_drawn != learn.n_iter
             self.rest = batches if stopping and learn.n_epoch is None else None
             learn.timings.stop(learn)
-        if learn.training and learn.fitting:
-            warn_of_late_params(learn)
 
     def close(self) -> None:
         "Release the position of the last pass, unless a budget has cut the pass."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ class ResumedRun(Source):
         self.passes = passes
 
     @override
-    def epochs(self, learn: LearnerLike) -> Iterator[int]:
+    def epochs(self, learn: LearnerLike, first: int = 0) -> Iterator[int]:
         "Return the epochs that remain. A checkpoint taken after an epoch is restored here."
         r = learn.resuming
         epoch: int = r.loop['epoch']
@@ -113,8 +112,7 @@ class ResumedRun(Source):
             if learn.run.stopping:
                 return iter(())  # the checkpoint is of a fit that was stopped
             epoch += 1
-        n = learn.n_epoch
-        return self.passes.iterate(learn, count(epoch) if n is None else range(epoch, n))
+        return self.passes.epochs(learn, epoch)
 
     def _restore_after_epoch(self, learn: LearnerLike) -> None:
         r = learn.resuming

@@ -12,7 +12,7 @@ import torch
 from learnkit.core.errors import OptionError
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.plotting import axes_or_new, color
+from learnkit.core.plotting import axes_or_new
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
 
@@ -31,8 +31,8 @@ PARTS = {
     ('before_step', 'after_step'): 'step',
     ('before_batch', 'after_batch'): 'compiled step',
 }
-MODEL = 'data and model'  # legend of these parts in a plot
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')  # parts that run on a GPU
+NOTHING = 'No step has been measured yet: one in 32 is.'
 
 
 class Timings:
@@ -160,32 +160,29 @@ class Timings:
         means = {part: s / max(self.n, 1) for part, s in self._sums.items()}
         return dict(sorted(means.items(), key=lambda kv: -kv[1]))
 
-    def __repr__(self) -> str:
+    def _list_rows(self) -> list[tuple[str, str, str]]:
+        "Return name, time and share of the whole step and of its parts."
         seconds = self.seconds
-        if not seconds:
-            return 'No step has been measured yet: one in 32 is.'
         total = sum(seconds.values())
-        width = max(map(len, seconds))
-        rows = [
-            f'{part:<{width}}  {s * 1e6:>10,.1f} us  {s / total:>5.1%}'
-            for part, s in seconds.items()
-        ]
-        head = f'{"a step":<{width}}  {total * 1e6:>10,.1f} us  ({self.n} measured)'
-        return '\n'.join([head, *rows])
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        seconds = self.seconds
-        if not seconds:
-            return repr(self)
-        total = sum(seconds.values())
-        rows = [
+        return [
             (part, f'{s * 1e6:,.1f} us', f'{s / total:.1%}')
             for part, s in {'a step': total, **seconds}.items()
         ]
-        return table(
-            ['part', 'time', 'share'], rows, f'where the time of a step goes ({self.n} measured)'
-        )
+
+    def __repr__(self) -> str:
+        if not self.n:
+            return NOTHING
+        rows = self._list_rows()
+        width = max(len(part) for part, _, _ in rows)
+        rows[0] = *rows[0][:2], f'({self.n} measured)'
+        return '\n'.join(f'{part:<{width}}  {time:>13}  {share:>6}' for part, time, share in rows)
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        if not self.n:
+            return NOTHING
+        caption = f'where the time of a step goes ({self.n} measured)'
+        return table(['part', 'time', 'share'], self._list_rows(), caption)
 
     def plot(
         self,
@@ -195,48 +192,18 @@ class Timings:
 
         Raises `OptionError` before the first measured step.
         """
-        seconds = self.seconds
-        if not seconds:
-            raise OptionError(
-                'No step has been measured yet: one in 32 is. Call `learn.fit(1)` first.'
-            )
-        ax = axes_or_new(ax, (7, 0.28 * len(seconds) + 1.2))
-        total = sum(seconds.values())
-        units = ((1e6, 'us'), (1e3, 'ms'), (1, 's'))
-        scale, unit = next((f, u) for f, u in units if total * f < 1e4 or f == 1)
-        kinds = [_get_kind(part) for part in seconds]
-        colors = {MODEL: color(0), 'callbacks': color(1), 'loop': 'grey'}
-        bars = ax.barh(
-            list(seconds),
-            [s * scale for s in seconds.values()],
-            color=[colors[kind] for kind in kinds],
-            # matplotlib leaves labels that start with an underscore out of the legend
-            label=['_' * (kind in kinds[:i]) + kind for i, kind in enumerate(kinds)],
-        )
-        ax.bar_label(
-            bars,
-            [f'{_format_number(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()],
-            padding=3,
-            fontsize='small',
-        )
+        if not self.n:
+            raise OptionError(f'{NOTHING} Call `learn.fit(1)` first.')
+        times = {part: s * 1e3 for part, s in self.seconds.items()}
+        total = sum(times.values())
+        ax = axes_or_new(ax, (7, 0.28 * len(times) + 1.2))
+        bars = ax.barh(list(times), list(times.values()))
+        labels = [f'{t:.3g} ms, {t / total:.1%}' for t in times.values()]
+        ax.bar_label(bars, labels, padding=3, fontsize='small')
         ax.invert_yaxis()
         ax.margins(x=0.3)
-        ax.set(
-            xlabel=f'{unit} a step',
-            title=f'a step takes {_format_number(total * scale)} {unit} ({self.n} measured)',
-        )
-        ax.legend(loc='lower right')
+        ax.set(xlabel='ms a step', title=f'a step takes {total:.3g} ms ({self.n} measured)')
         return ax
-
-
-def _format_number(number: float) -> str:
-    return f'{number:,.0f}' if number >= 100 else f'{number:.3g}'
-
-
-def _get_kind(part: str) -> str:
-    if part in PARTS.values():
-        return MODEL
-    return 'loop' if part == 'loop' else 'callbacks'
 
 
 class TimedTable(HandlerTable):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -23,7 +22,6 @@ __all__ = [
     'OPTIONS',
     'UPPER_BOUNDS',
     'Hypers',
-    'Split',
     'find_group_key',
     'set_value',
     'torch_names',
@@ -102,12 +100,10 @@ class Hypers(MutableMapping[str, Any]):
             group_key = find_group_key(name, group)
             if group_key is None:
                 continue
-            if with_exempt or group_key[0] != 'weight_decay' or not self._is_exempt(group):
+            is_exempt = group['params'] and self._exempt.issuperset(group['params'])
+            if with_exempt or group_key[0] != 'weight_decay' or not is_exempt:
                 found.append((group, *group_key))
         return found
-
-    def _is_exempt(self, group: dict[str, Any]) -> bool:
-        return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
     def __getitem__(self, name: str) -> Any:
         found = self.find(name) or self.find(name, with_exempt=True)
@@ -192,7 +188,8 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
         values = list(value)
     else:
         values = [value] * n
-    values = [as_plain_number(v) for v in values]
+    # checkpoints hold Python's numbers
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
     is_known = name in HYPERS or name in OPTIONS
     for v in values:
         if not isinstance(v, (Real, torch.Tensor)):
@@ -202,16 +199,6 @@ def list_values(name: str, value: Any, n: int) -> list[Any]:
                 f'{name}={v!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
             )
     return values
-
-
-def as_plain_number(value: Any) -> Any:
-    "Convert NumPy's numbers, and numbers as text (YAML's 1e-3), to Python's, which checkpoints hold."
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -277,7 +264,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     "Convert parameters, lists of parameters, or torch's dicts to torch's param groups."
     if not isinstance(params, Iterable):
         raise OptimizerError(f'{params!r} is not a list of parameters or groups.{SPLIT}')
-    groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = [params] if isinstance(params, torch.Tensor) else list(params)
     if not groups:
         raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
     first = groups[0]
@@ -288,8 +275,9 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     for group in groups:
         options = group if isinstance(group, dict) else {'params': group}
         own = options['params']
-        is_several = isinstance(own, Iterable) and not isinstance(own, torch.Tensor)
-        own = list(own) if is_several else [own]
+        if isinstance(own, torch.Tensor) or not isinstance(own, Iterable):
+            own = [own]
+        own = list(own)
         wrong = [p for p in own if not isinstance(p, (torch.Tensor, tuple))]
         if wrong:
             what = type(wrong[0]).__name__
@@ -313,16 +301,6 @@ def iterate_params(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
     for group in groups:
         for p in group['params']:
             yield p[1] if isinstance(p, tuple) else p
-
-
-@dataclass(eq=False)
-class Split:
-    "A param group whose parameters exempt from weight decay were moved to another param group."
-
-    opt: torch.optim.Optimizer
-    index: int  # index of the param group
-    exempt_index: int  # index of the param group of the exempt parameters
-    params: list[Any]  # all parameters, in the order before the split
 
 
 # -- fused optimizers ------------------------------------------------------------------------------

@@ -357,7 +357,7 @@ def MuonAdamW(
         adamw = torch.optim.AdamW(parts['adamw'], betas=(adam_mom, sqr_mom), **options)
         opt = {'adamw': adamw, 'muon': muon}
     res = _wrap(opt)
-    res.share_groups(*slots)
+    res.positions = [[(opt[name], i) for name, i in group] for group in slots]
     return res
 
 

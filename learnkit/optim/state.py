@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.batch import map_tensors
 from learnkit.distributed.dtensor import distribute_like, is_dtensor
-from learnkit.optim.hyperparams import OPTIONS, Split
+from learnkit.optim.hyperparams import OPTIONS
+
+if TYPE_CHECKING:
+    from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
@@ -24,18 +27,6 @@ PARAM_SHAPED = frozenset(
     'exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg sum acc_delta prev step_size ax '
     'slow_weights'.split()
 )
-
-
-class Optimizers(Protocol):
-    "Attributes and methods of `OptimWrapper` that are needed to load a state."
-
-    optimizers: dict[str, torch.optim.Optimizer]
-    exempt: set[nn.Parameter]
-    splits: list[Split]
-
-    def split_groups(self, o: torch.optim.Optimizer) -> None: ...
-    def join_groups(self, o: torch.optim.Optimizer) -> None: ...
-    def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
@@ -50,7 +41,7 @@ def is_single(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
+def key_by_name(opt: OptimWrapper, state: Any) -> dict[str, Any]:
     "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
     if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
@@ -60,7 +51,7 @@ def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
+def differences(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state does not come from torch's optimizers"]
@@ -70,106 +61,72 @@ def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> 
             f'optimizer: there are {sorted(opt.optimizers)}, in the file {sorted(map(str, states))}'
         ]
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    lines = []
     try:
-        return [
-            line
-            for name, o in opt.optimizers.items()
-            for line in compare_state(opt, o, states[name], name, names)
-        ]
+        for name, o in opt.optimizers.items():
+            label = f'optimizer {name or opt.class_names()}'
+            lines += [f'{label}: {line}' for line in compare_state(opt, o, states[name], names)]
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         return [f'optimizer: the saved state cannot be read ({e!r})']
-
-
-def compare_state(
-    opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
-) -> list[str]:
-    "Return a line for each reason why one optimizer cannot load a state."
-    label = f'optimizer {name or opt.class_names()}'
-    groups = state['param_groups']
-    _, params = find_layout(opt, o, groups)
-    if params is None:
-        here = [len(g['params']) for g in o.param_groups]
-        sizes = [len(g['params']) for g in groups]
-        return [
-            f'{label}: param groups of {here} parameters, in the file {sizes}: another model, splitter or '
-            '`wd_bn_bias`'
-        ]
-    lines = []
-    for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
-        lines += [f'{label}: group {i} has {line}' for line in _compare_options(own, saved)]
-    for group_params, group in zip(params, groups, strict=True):
-        for p, i in zip(group_params, group['params'], strict=True):
-            param_name = names.get(p, f'parameter {i}')
-            shapes = _find_wrong_shapes(p, state['state'].get(i, {}))
-            lines += [
-                f'{label}: {k} of {param_name} is {[*p.shape]}, in the file {[*shape]}'
-                for k, shape in shapes.items()
-            ]
     return lines
 
 
-def _compare_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    "Return a line for the options that only one of two param groups has."
-    unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
-    if not unshared:
-        return []
-    side = 'here' if unshared[0] in own else 'in the file'
-    return [f'{", ".join(unshared)} only {side}']
+def compare_state(
+    opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, names: Mapping[Any, str]
+) -> list[str]:
+    "Return a line for each reason why one optimizer cannot load a state."
+    groups = state['param_groups']
+    here, there = ([len(g['params']) for g in gs] for gs in (o.param_groups, groups))
+    lists = find_lists(opt, o, there)
+    if lists is None:
+        return [
+            f'param groups of {here} parameters, in the file {there}: another model, splitter or `wd_bn_bias`, or '
+            'weight decay was set after the file was saved'
+        ]
+    lines = []
+    for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
+        unshared = sorted((set(own) ^ set(saved)) & set(OPTIONS))
+        if unshared:
+            side = 'here' if unshared[0] in own else 'in the file'
+            lines.append(f'group {i} has {", ".join(unshared)} only {side}')
+    for params, group in zip(lists, groups, strict=True):
+        for p, i in zip(params, group['params'], strict=True):
+            for key, value in state['state'].get(i, {}).items():
+                is_wrong = key in PARAM_SHAPED and isinstance(value, Tensor) and not is_lazy(p)
+                if is_wrong and value.shape != p.shape:
+                    name = names.get(p, f'parameter {i}')
+                    lines.append(f'{key} of {name} is {[*p.shape]}, in the file {[*value.shape]}')
+    return lines
 
 
-def _find_wrong_shapes(p: Any, state: Mapping[str, Any]) -> dict[str, torch.Size]:
-    "Return the shapes of the saved tensors that differ from their parameter's shape."
-    if is_lazy(p):
-        return {}
-    tensors = {k: v for k, v in state.items() if k in PARAM_SHAPED and isinstance(v, Tensor)}
-    return {k: t.shape for k, t in tensors.items() if t.shape != p.shape}
-
-
-def find_layout(
-    opt: Optimizers, o: torch.optim.Optimizer, groups: list[Any]
-) -> tuple[str, list[list[Any]] | None]:
-    "Return the name and the parameters of the layout with the sizes of saved param groups, or ('', None)."
-    sizes = [len(g['params']) for g in groups]
-    for name, params in layouts(opt, o).items():
-        if [*map(len, params)] == sizes:
-            return name, params
-    return '', None
-
-
-def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
-    "Return the parameters by group: 'now', after `split_groups` ('split') and after `join_groups` ('joined')."
-    now = [list(g['params']) for g in o.param_groups]
-    decayed: list[list[Any]] = []
-    exempt: list[list[Any]] = []
+def find_lists(
+    opt: OptimWrapper, o: torch.optim.Optimizer, sizes: list[int]
+) -> list[list[Any]] | None:
+    "Return the parameters of the groups of these sizes, now or after `split_groups`; None if there are none."
+    now = [g['params'] for g in o.param_groups]
+    decayed = []
+    exempt = []
     for group in o.param_groups:
-        params = group['params']
-        spared = [p for p in params if p in opt.exempt]
-        if 'weight_decay' in group and 0 < len(spared) < len(params):
-            params = [p for p in params if p not in opt.exempt]
-            exempt.append(spared)
-        decayed.append(params)
-    joined = list(now)
-    for split in [split for split in reversed(opt.splits) if split.opt is o]:
-        if split.exempt_index != len(joined) - 1:
-            break
-        joined[split.index] = split.params
-        joined.pop()
-    return {'now': now, 'split': decayed + exempt, 'joined': joined}
+        rest = [p for p in group['params'] if p not in opt.exempt]
+        is_split = 'weight_decay' in group and 0 < len(rest) < len(group['params'])
+        decayed.append(rest if is_split else group['params'])
+        exempt += [[p for p in group['params'] if p in opt.exempt]] if is_split else []
+    for lists in (now, decayed + exempt):
+        if [*map(len, lists)] == sizes:
+            return lists
+    return None
 
 
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_state(opt: Optimizers, state: Any) -> None:
+def load_state(opt: OptimWrapper, state: Any) -> None:
     "Load a copy of a state, for which `differences` is empty, into the optimizers."
     states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
-        layout, _ = find_layout(opt, o, groups)
-        if layout == 'split':
+        if len(groups) > len(o.param_groups):
             opt.split_groups(o)
-        if layout == 'joined':
-            opt.join_groups(o)
         own = o.param_groups
         params: dict[Any, Any] = {}
         for group, saved in zip(own, groups, strict=True):

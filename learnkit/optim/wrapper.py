@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -24,7 +23,6 @@ from learnkit.optim.hyperparams import (
     SPLIT,
     FusedGuard,
     Hypers,
-    Split,
     as_groups,
     check_maker,
     find_group_key,
@@ -71,9 +69,9 @@ class OptimWrapper(torch.optim.Optimizer):
     unchanged. Groups come from the Learner's splitter. In each group, the parameters that are exempt from weight decay
     are in a separate param group of torch.
 
-    An optimizer that evaluates the loss inside its step gets a closure: LBFGS, an optimizer whose class has an
-    attribute `needs_closure = True`, and one whose `step` requires a closure. Others say so here:
-    `OptimWrapper(params, SAM, needs_closure=True)`. `GradientAccumulation` and fp16 raise an error for them, since the
+    An optimizer that evaluates the loss inside its step gets a closure: LBFGS, and an optimizer whose class has an
+    attribute `needs_closure = True`. Others say so here: `OptimWrapper(params, SAM, needs_closure=True)`.
+    `GradientAccumulation` and fp16 raise an error for them, since the
     batches before cannot be evaluated again.
 
     An optimizer with methods `train` and `eval` (ScheduleFree) has separate weights for training and evaluation: a fit
@@ -110,7 +108,6 @@ class OptimWrapper(torch.optim.Optimizer):
         self.positions: list[list[Slot]] = [[slot] for slot in self._list_slots()]
         if len(self.positions) > 1:
             unshare_options(self.optimizers.values())
-        self.splits: list[Split] = []  # param groups split by `split_groups`
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
         self.frozen_idx = 0  # number of frozen groups
@@ -215,8 +212,6 @@ class OptimWrapper(torch.optim.Optimizer):
             params = getattr(self, name)
             if params is not None:
                 setattr(self, name, {new.get(p, p) for p in params})
-        for split in self.splits:
-            split.params = [new.get(p, p) for p in split.params]
         self._fused = [FusedGuard(guard.opt) for guard in self._fused]
 
     def __getattr__(self, name: str) -> Any:
@@ -329,18 +324,6 @@ class OptimWrapper(torch.optim.Optimizer):
             for i, groups in enumerate(self._find_groups())
         )
 
-    @hypers.setter
-    def hypers(self, values: Iterable[Mapping[str, Any]]) -> None:
-        "Set hyperparameters by a mapping for each group."
-        rows = list(values)
-        n = len(self.hypers)
-        if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
-            raise OptimizerError(
-                f'hypers={rows!r}: give a dict for each of the {n} param group{"s" * (n > 1)}.'
-            )
-        for own, row in zip(self.hypers, rows, strict=True):
-            own.update(row)
-
     def _split_group(self, i: int) -> list[dict[str, Any]]:
         "Split off exempt parameters, and return the param groups of group `i`."
         self.split_groups()
@@ -406,65 +389,39 @@ class OptimWrapper(torch.optim.Optimizer):
         if self.exempt and any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
-    def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
-        "Move the exempt parameters of each group to a param group without weight decay; by default in all optimizers."
-        for o in optimizers or self.optimizers.values():
-            for i, group in enumerate(list(o.param_groups)):
+    def split_groups(self, only: torch.optim.Optimizer | None = None) -> None:
+        "Move the exempt parameters of each group, of one optimizer or all, to a param group without weight decay."
+        self._find_groups()
+        for slots in self.positions:
+            for o, i in list(slots):
+                group = o.param_groups[i]
+                rest = [p for p in group['params'] if p not in self.exempt]
                 exempt = [p for p in group['params'] if p in self.exempt]
-                if not exempt or 'weight_decay' not in group:
+                if not exempt or 'weight_decay' not in group or only not in (None, o):
                     continue
-                if len(exempt) == len(group['params']):
+                if not rest:
                     group['weight_decay'] = 0.0
                     continue
-                split = Split(o, i, len(o.param_groups), group['params'])
-                self.splits.append(split)
-                group['params'] = [p for p in group['params'] if p not in self.exempt]
+                group['params'] = rest
                 o.add_param_group({**group, 'params': exempt, 'weight_decay': 0.0})
-                slots = next(slots for slots in self.positions if (o, i) in slots)
-                slots.append((o, split.exempt_index))
-
-    def join_groups(self, opt: torch.optim.Optimizer) -> None:
-        "Undo `split_groups` for an optimizer; stop at a param group that other code has added."
-        for split in [split for split in reversed(self.splits) if split.opt is opt]:
-            if split.exempt_index != len(opt.param_groups) - 1:
-                return
-            opt.param_groups.pop()
-            opt.param_groups[split.index]['params'] = split.params
-            for slots in self.positions:
-                slots[:] = [slot for slot in slots if slot != (opt, split.exempt_index)]
-            self.splits.remove(split)
-
-    def share_groups(self, *groups: list[tuple[str, int]]) -> None:
-        """Combine param groups of several optimizers to groups with shared hyperparameters.
-
-        A group is a list of (name of the optimizer, index of its param group).
-        """
-        self.positions = []
-        for group in groups:
-            self.positions.append([(self.optimizers[name], i) for name, i in group])
+                slots.append((o, len(o.param_groups) - 1))
 
     # -- parameters --------------------------------------------------------------------------------
 
     def set_params(
         self,
-        groups: list[list[nn.Parameter]],  # parameters of each group, in the order of a state dict
-    ) -> bool:
-        """Replace the parameters of the groups; remaining parameters keep their states.
-
-        Returns False and changes nothing if there are several optimizers, or if groups were added after
-        `split_groups`: torch's param groups cannot be derived from `groups` then.
-        """
-        if len(self.optimizers) > 1 or len(groups) != len(self._find_groups()):
-            return False
-        opt = self[0]
-        self.join_groups(opt)
-        is_whole = all(len(slots) == 1 for slots in self.positions)
-        if is_whole:
-            for [(_, i)], params in zip(self.positions, groups, strict=True):
-                opt.param_groups[i]['params'] = list(params)
-            self._drop_orphan_states()
+        groups: list[list[nn.Parameter]],  # parameters of each group
+    ) -> None:
+        "Replace the parameters of the groups of a single optimizer; remaining parameters keep their states."
+        for slots, params in zip(self.positions, groups, strict=True):
+            parts = [params]
+            if len(slots) > 1:
+                rest = [p for p in params if p not in self.exempt]
+                parts = [rest, [p for p in params if p in self.exempt]]
+            for (o, i), part in zip(slots, parts, strict=True):
+                o.param_groups[i]['params'] = part
+        self._drop_orphan_states()
         self.spare_from_decay()
-        return is_whole
 
     def begin_states(self) -> None:
         "Create the states of new parameters for Adagrad, which creates states only in its constructor."
@@ -477,16 +434,8 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def drop_params(self, dropped: set[nn.Parameter]) -> None:
         "Drop parameters and their states from every group of every optimizer."
-
-        def keep(params: list[nn.Parameter]) -> list[nn.Parameter]:
-            return [p for p in params if p not in dropped]
-
-        if self.set_params([keep(params) for params in self.param_lists]):
-            return
         for group in self.param_groups:
-            group['params'] = keep(group['params'])
-        for split in self.splits:
-            split.params = keep(split.params)
+            group['params'] = [p for p in group['params'] if p not in dropped]
         self._drop_orphan_states()
 
     def _drop_orphan_states(self) -> None:
@@ -690,14 +639,8 @@ class Closure:
 
 
 def detect_closure(opt: torch.optim.Optimizer) -> bool:
-    "Return True for LBFGS, for `needs_closure = True`, and if `step` has a closure without a default."
-    if isinstance(opt, OptimWrapper) or hasattr(opt, 'needs_closure'):
-        return bool(opt.needs_closure)
-    if type(opt).__module__.startswith(OWN_MODULES):  # reading a signature takes longer
-        return isinstance(opt, torch.optim.LBFGS)
-    closure = inspect.signature(opt.step).parameters.get('closure')
-    has_no_default = closure is not None and closure.default is inspect.Parameter.empty
-    return has_no_default or isinstance(opt, torch.optim.LBFGS)
+    "Return True for LBFGS, and for an optimizer with an attribute `needs_closure = True`."
+    return isinstance(opt, torch.optim.LBFGS) or bool(getattr(opt, 'needs_closure', False))
 
 
 def name_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:

@@ -85,9 +85,9 @@ def no_lr(params: Any) -> Any:
         ([torch.optim.SGD], 'opt_func[0] is or returned SGD, not a ready optimizer'),
         ([partial(SGD, mom=0.9)], 'opt_func[0] is or returned SGD'),
         ([accuracy], 'opt_func[0] is or returned accuracy, not a ready optimizer'),
-        (Lookahead, '`opt_func=lambda p, lr: Lookahead(Adam(p, lr))`'),
-        (accuracy, '`metrics=accuracy`'),
-        (no_lr, 'opt_func=no_lr cannot be called with the parameters and `lr=`'),
+        (Lookahead, 'opt_func=Lookahead cannot be called'),
+        (accuracy, 'opt_func=accuracy cannot be called'),
+        (no_lr, 'opt_func=no_lr cannot be called with the parameters, `lr=`'),
     ],
 )
 def test_what_makes_no_optimizer(opt_func: Any, expected_text: str) -> None:

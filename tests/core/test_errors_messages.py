@@ -67,9 +67,13 @@ def no_optimizers(params: Any, lr: float) -> list[Any]:
         (
             fit_by(partial(SGD, momentum=0.9)),
             OptimizerError,
-            'SGD does not take `momentum`: it takes lr, mom, wd,',
+            'opt_func=SGD cannot be called with the parameters, `lr=` and momentum',
         ),
-        (fit_by(partial(Adam, betas=(0.9, 0.99))), OptimizerError, 'Adam does not take `betas`'),
+        (
+            fit_by(partial(Adam, betas=(0.9, 0.99))),
+            OptimizerError,
+            'opt_func=Adam cannot be called',
+        ),
         (fit_by(no_optimizers), OptimizerError, 'which has no optimizer'),
         (
             lambda: OptimWrapper([nn.Parameter(torch.zeros(1))]),

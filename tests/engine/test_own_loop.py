@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
 
 from learnkit import (
     EMA,
@@ -23,14 +21,13 @@ from learnkit import (
     GradientAccumulation,
     GradientClip,
     Learner,
-    LRScheduler,
     MixedPrecision,
     MixUp,
     OptimWrapper,
     Recorder,
     TrainEvalCallback,
 )
-from learnkit.callbacks import SAM, GradientValueClip, GuardNonFinite, OptimizerMonitor
+from learnkit.callbacks import SAM, GuardNonFinite, OptimizerMonitor
 from learnkit.core.errors import FitError, LossError, OptimizerError, OptionError
 from tests.helpers.own_loops import (
     Bare,
@@ -75,27 +72,6 @@ def test_a_user_evaluation_reports_its_loss() -> None:
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_bfloat16_is_autocast_by_hand() -> None:
-    learn = fit(make_duel(MixedPrecision('bf16'), dtype=torch.float32))
-    expected, single = (
-        weights(train_by_hand(dtype=torch.float32, half=half)) for half in (True, False)
-    )
-    assert torch.equal(weights(learn.model), expected) and not torch.equal(expected, single)
-
-
-@pytest.mark.parametrize(
-    ('make', 'clip'),
-    [
-        (lambda: GradientClip(0.05), partial(nn.utils.clip_grad_norm_, max_norm=0.05)),
-        (lambda: GradientValueClip(0.01), partial(nn.utils.clip_grad_value_, clip_value=0.01)),
-    ],
-    ids=['norm', 'value'],
-)
-def test_clipping_acts_on_the_parameters_that_step(make: Any, clip: Any) -> None:
-    learn = fit(make_duel(make()))
-    assert torch.equal(weights(learn.model), weights(train_by_hand(before_step=clip)))
-
-
 def test_fp16_unscales_each_optimizer_and_skips_its_step_alone() -> None:
     def overflow(cb: Any) -> None:
         if cb.turn == 'generator' and cb.train_iter == 2:
@@ -136,55 +112,6 @@ def test_fp16_unscales_each_optimizer_and_skips_its_step_alone() -> None:
     assert learn.mixed_precision.scaler.get_scale() == scaler.get_scale() != 2.0**8
 
 
-def test_gradients_that_wait_follow_the_scale() -> None:
-    "The critic steps with each batch and overflows once; the generator accumulates over four batches."
-
-    class Uneven(Duel):
-        def train_batch(self) -> None:
-            model = self.model
-            self.optimize(model.critic(self.x).square().mean(), only='critic')
-            self.optimize(model.generator(self.x).square().mean(), only='generator')
-
-    class EachFour(Callback):
-        order = 6
-
-        def before_step(self) -> None:
-            if self.turn == 'generator' and self.train_iter % 4 != 3:
-                from learnkit.core.errors import StepPutOff
-
-                raise StepPutOff
-
-    def overflow(cb: Any) -> None:
-        if cb.turn == 'critic' and cb.train_iter == 2:
-            cb.learn.loss_grad = cb.loss_grad * float('inf')
-
-    learn = make_duel(
-        MixedPrecision('fp16', init_scale=2.0**8),
-        EachFour(),
-        Callback(before_backward=overflow),
-        cls=Uneven,
-        dtype=torch.float32,
-        n=4,
-    )
-    grads: list[Tensor] = []
-
-    def keep(cb: Any) -> None:
-        if cb.turn == 'generator':
-            grads.append(torch.cat([p.grad.flatten() for p in cb.step_parameters]))
-
-    learn.add_cb(Callback(before_step=keep))
-    learn.callback.order = 20
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # this loop calls the model itself
-        fit(learn)
-    model = Pair(torch.float32)
-    for (real,) in points(4, dtype=torch.float32):
-        model.generator(real).square().mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in model.generator.parameters()])
-    assert len(grads) == 1 and torch.allclose(grads[0], expected, rtol=1e-5, atol=1e-6)
-    assert learn.mixed_precision.scaler.get_scale() == 2.0**7
-
-
 def test_ema_averages_after_each_step() -> None:
     learn = fit(make_duel(EMA(0.9, warmup=None)))
     averages = weights(Pair())
@@ -195,11 +122,6 @@ def test_ema_averages_after_each_step() -> None:
     train_by_hand(after_step=average)
     got = torch.cat([a.flatten() for a in learn.ema.state_dict()['averages'].values()])
     assert torch.allclose(got, averages, atol=1e-12)
-
-
-def test_a_schedule_of_torch_moves_once_a_batch() -> None:
-    learn = fit(make_duel(LRScheduler(partial(ExponentialLR, gamma=0.5), by='batch')))
-    assert [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-2 / 2**6, 1e-1 / 2**6])
 
 
 def test_monitors_and_guards_look_at_the_optimizer_whose_turn_it_is() -> None:
@@ -307,15 +229,10 @@ def test_gradients_of_all_and_of_one_do_not_mix() -> None:
         fit(make_duel(GradientAccumulation(8), cls=Mixed))
 
 
-@pytest.mark.parametrize('precision', [None, 'fp16'])
-def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
-    tmp_path: Path, precision: str | None
-) -> None:
-    dtype = torch.float32 if precision else torch.float64
-
+def test_a_resume_in_the_middle_of_an_accumulation_is_exact(tmp_path: Path) -> None:
     def make(*cbs: Any) -> Any:
-        half = [MixedPrecision(precision, init_scale=2.0**8)] if precision else []
-        return make_duel(GradientAccumulation(12), *half, *cbs, dtype=dtype, n=7, path=tmp_path)
+        cbs = GradientAccumulation(12), MixedPrecision('fp16', init_scale=2.0**8), *cbs
+        return make_duel(*cbs, dtype=torch.float32, n=7, path=tmp_path)
 
     straight = fit(make(), 2)
     states: list[Any] = []
@@ -326,62 +243,6 @@ def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
         fit(again, 2, resume=state)
         assert torch.equal(weights(again.model), weights(straight.model))
         assert again.time.st == straight.time.st
-
-
-# --------------------------------------------------------------------------- several steps, one net
-
-
-def sequences() -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(2)
-    return [
-        (
-            torch.randn(3, 8, 2, generator=gen, dtype=torch.float64),
-            torch.randn(3, 8, 4, generator=gen, dtype=torch.float64),
-        )
-        for _ in range(3)
-    ]
-
-
-def rnn() -> nn.RNN:
-    torch.manual_seed(0)
-    return nn.RNN(2, 4, batch_first=True).double()
-
-
-def test_truncated_backpropagation_through_time() -> None:
-    class Truncated(Learner):
-        def train_batch(self) -> None:
-            hidden = None
-            for x, y in zip(self.x.split(4, 1), self.y.split(4, 1), strict=True):
-                out, hidden = self.forward(self.model, x, hidden)
-                self.optimize(self.compute_loss(out, y))
-                hidden = hidden.detach()
-
-    learn = fit(
-        Truncated(
-            sequences(),
-            rnn(),
-            nn.MSELoss(),
-            opt_func=partial(torch.optim.SGD, momentum=0.9),
-            lr=0.1,
-            cbs=[TrainEvalCallback, Recorder],
-            default_cbs=False,
-        )
-    )
-    model, losses = rnn(), []
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, y in sequences():
-        hidden = None
-        for a, b in ((x[:, :4], y[:, :4]), (x[:, 4:], y[:, 4:])):
-            out, hidden = model(a, hidden)
-            loss = F.mse_loss(out, b)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            hidden = hidden.detach()
-            losses.append(loss.item())
-    assert torch.equal(weights(learn.model), weights(model)) and learn.time.st == 6
-    expected = torch.tensor(losses).view(-1, 2).mean(1)
-    assert torch.allclose(torch.tensor(learn.recorder.smooth_loss.raw), expected)
 
 
 def test_adversarial_training_and_distillation() -> None:
@@ -544,17 +405,6 @@ def test_two_losses_share_a_part_of_their_graph() -> None:
     assert torch.allclose(weights(learn.model), weights(model), atol=1e-14)
 
 
-def test_a_graph_whose_weights_have_stepped_is_an_error_of_torch() -> None:
-    class Shared(Duel):
-        def train_batch(self) -> None:
-            out = self.forward(self.model.critic, self.forward(self.model.generator, self.x))
-            self.optimize(out.mean(), only='generator', retain_graph=True)
-            self.optimize(out.mean(), only='generator')
-
-    with pytest.raises(RuntimeError, match='inplace operation'):
-        fit(make_duel(cls=Shared, n=1))
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 
@@ -619,7 +469,6 @@ def test_the_loop_is_usable_after_an_error() -> None:
 WAITS = {
     'MixedPrecision': (lambda: MixedPrecision('bf16'), 'forward_context'),
     'GradientAccumulation': (lambda: GradientAccumulation(8), 'before_backward'),
-    'GradientClip': (GradientClip, 'before_step'),
     'EMA': (EMA, 'after_step'),
     'SAM-like': (
         lambda: type('Own', (Callback,), {'after_pred': lambda self: None})(),
@@ -703,14 +552,6 @@ def test_canceled_batches_raise_no_warning() -> None:
     fit(make_classifier_learner(Bare, GradientClip(), Callback(before_batch=cancel)))
 
 
-def test_later_batches_read_the_loops_own_tables() -> None:
-    kinds: list[str] = []
-    watcher = Callback(after_batch=lambda cb: kinds.append(type(cb.learn.tables[True]).__name__))
-    learn = make_classifier_learner(Ordinary, watcher)
-    fit(learn)
-    assert kinds == ['RecordingTable', *['HandlerTable'] * 3]
-
-
 class Direct(Learner):
     "A loop that calls its loss function itself."
 
@@ -748,8 +589,8 @@ def test_one_cycle_by_optimizer() -> None:
     assert seen[0] == pytest.approx([0.1 / 25, 0.4 / 25])
 
 
-@pytest.mark.parametrize('rates', [{'critik': 0.1}, {'critic': -1.0}, {'critic': 'fast'}])
-def test_wrong_rates_by_optimizer_change_nothing(rates: Any) -> None:
+def test_wrong_rates_by_optimizer_change_nothing() -> None:
+    rates = {'critik': 0.1}
     learn = make_duel()
     before = weights(learn.model)
     with pytest.raises(OptimizerError, match='lr='):

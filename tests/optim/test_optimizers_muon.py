@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from learnkit import Callback, Learner, OptimizerError, Recorder, TrainEvalCallback
 from learnkit.optim.hyperparams import norm_bias_params, params
-from learnkit.optim.optimizers import Lookahead, MuonAdamW, hidden_matrices
+from learnkit.optim.optimizers import MuonAdamW, hidden_matrices
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this torch has no Muon')
 
@@ -128,14 +128,6 @@ def test_hypers_are_one_set_for_both() -> None:
     assert decayed == [['embed.weight', 'conv.weight', 'head.weight']]
 
 
-def test_options_of_the_partial_and_of_fit() -> None:
-    learn = learner(model := Net(), opt_func=partial(MuonAdamW, lr=0.02, wd=0.2))
-    learn.fit(2)
-    assert learn.lr == 0.02 and same(model, by_hand(Net(), 2, wd=0.2, lr=0.02))
-    learn.fit(1, lr=0.003, wd=0.0)
-    assert {(g['lr'], g['weight_decay']) for g in learn.opt.param_groups} == {(0.003, 0.0)}
-
-
 def split(m: Any) -> list[list[nn.Parameter]]:
     return [[*params(m.embed), *params(m.body)], params(m.conv), params(m.head)]
 
@@ -156,29 +148,6 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
     learn.fit(1)
     expected = ['head.weight', 'head.bias']
     assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == expected
-
-
-def test_lookahead_around_it_keeps_its_groups() -> None:
-    model = Net()
-    opt_func = lambda ps, lr, model=None: Lookahead(MuonAdamW(ps, lr, model=learn.model), k=2)
-    learn = learner(model, opt_func=opt_func)
-    learn.fit(1)
-    assert len(learn.opt.hypers) == len(MuonAdamW(model.parameters(), model=model).hypers) == 1
-    slow = [s['slow_weights'] for o in learn.opt.optimizers.values() for s in o.state.values()]
-    assert len(slow) == len(list(model.parameters()))
-
-    fast, by_hand = Net(), Net()
-    opt = Lookahead(MuonAdamW(fast.parameters(), model=fast), k=1, alpha=0.5)
-    plain = MuonAdamW(by_hand.parameters(), model=by_hand)
-    start = [p.detach().clone() for p in fast.parameters()]
-    for net in (fast, by_hand):
-        for p in net.parameters():
-            p.grad = torch.ones_like(p)
-    opt.step(only='muon')
-    plain['muon'].step()
-    assert opt.n_steps == 1
-    for p, q, s in zip(fast.parameters(), by_hand.parameters(), start, strict=True):
-        torch.testing.assert_close(p.detach(), (s + q.detach()) / 2)
 
 
 def test_training_resumes_from_a_state_as_if_it_had_not_stopped() -> None:
@@ -213,12 +182,6 @@ def test_what_adamw_shall_train_can_be_named() -> None:
     learn = learner(model, opt_func=partial(MuonAdamW, but=[model.head, model.body[3]]))
     learn.fit(1)
     assert names(model, learn.opt['muon'].param_groups[0]['params']) == ['body.0.weight']
-
-
-def test_without_a_bias_or_table_there_is_muon_alone() -> None:
-    model = nn.Linear(3, 3, bias=False)
-    opt = MuonAdamW(model.parameters(), model=model, but=())
-    assert list(opt.optimizers) == ['muon'] and [len(ps) for ps in opt.param_lists] == [1]
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

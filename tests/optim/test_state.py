@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit import SGD
 from learnkit.core.errors import WeightsError
@@ -26,51 +26,6 @@ def test_weight_decay_set_by_the_first_fit_does_not_stand_in_the_way(tmp_path: P
     for it in (learn, other):
         it.fit(1, wd=0.1)
     assert same(digest(learn), digest(other))
-
-
-def test_a_file_from_before_weight_decay_loads_where_spared_parameters_are_apart(
-    tmp_path: Path,
-) -> None:
-    opt_func = partial(SGD, mom=0.9)
-    learn = learner(tmp_path, nn.Linear(3, 1), opt_func=opt_func)
-    learn.fit(1)
-    learn.save('a')
-    state = learn.opt.state_dict()
-    assert [len(g['params']) for g in state['param_groups']] == [2]
-    others = [learner(tmp_path, nn.Linear(3, 1), opt_func=opt_func, wd=0.1) for _ in range(2)]
-    for other in others:
-        other.create_opt()
-        other.opt.set_hyper('wd', 0.1)
-        assert [len(g['params']) for g in other.opt.param_groups] == [1, 1]
-        assert other.opt.differences(state) == []
-    others[0].load('a')
-    others[1].opt.load_state_dict(state)
-    others[1].model.load_state_dict(learn.model.state_dict())
-    assert same(digest(others[0])[:2], digest(others[1])[:2])
-    for it in (learn, *others):
-        it.fit(1, wd=0.2)
-    assert same(digest(learn)[:2], digest(others[0])[:2])
-    assert same(digest(learn)[:2], digest(others[1])[:2])
-
-
-def test_spared_parameters_of_several_groups_are_restored_for_a_state(tmp_path: Path) -> None:
-    def halves(m: Any) -> list[Any]:
-        return [[*m[:2].parameters()], [*m[2:].parameters()]]
-
-    options: dict[str, Any] = {'opt_func': partial(SGD, mom=0.9), 'splitter': halves}
-    learn, other = learner(tmp_path, net(), **options), learner(tmp_path, net(), **options, wd=0.1)
-    for it in (learn, other):
-        it.fit(1)
-    state = learn.opt.state_dict()
-    assert [
-        [len(g['params']) for g in it.opt.state_dict()['param_groups']] for it in (learn, other)
-    ] == [[4, 2], [1, 1, 3, 1]]
-    other.opt.load_state_dict(state)
-    momenta = [
-        [it.opt.state[p]['momentum_buffer'] for p in it.model.parameters()] for it in (learn, other)
-    ]
-    assert same(*momenta)
-    assert [len(ps) for ps in other.opt.param_lists] == [4, 2]
 
 
 def test_a_load_that_fails_counts_no_step_twice(tmp_path: Path) -> None:

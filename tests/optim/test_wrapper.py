@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from learnkit import (
     defaults,
     mse,
 )
-from learnkit.optim.hyperparams import norm_bias_params, spread
+from learnkit.optim.hyperparams import norm_bias_params
 from learnkit.testing import RegModel, synth_learner
 from tests.helpers.optimizing import data, net
 
@@ -84,11 +83,9 @@ def test_adam_is_its_formula() -> None:
         assert w.item() == pytest.approx(x, abs=1e-12)
 
 
-@pytest.mark.parametrize('wd', [0.0, 0.1])
-@pytest.mark.parametrize('decouple_wd', [False, True])
-def test_hooks_of_a_step_run_once(wd: float, decouple_wd: bool) -> None:
+def test_hooks_of_a_decoupled_step_run_once() -> None:
     seen: list[str] = []
-    learn = learner(net(), opt_func=partial(SGD, wd=wd, decouple_wd=decouple_wd))
+    learn = learner(net(), opt_func=partial(SGD, wd=0.1))
     learn.create_opt()
     learn.opt.opt.register_step_pre_hook(lambda *_: seen.append('before'))
     learn.opt.opt.register_step_post_hook(lambda *_: seen.append('after'))
@@ -195,7 +192,6 @@ def test_hypers_read_and_write_by_either_name() -> None:
     [
         (0.5, [0.5] * 3),
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
-        ((1.0, 2.0, 3.0), [1.0, 2.0, 3.0]),
         (slice(1e-4, 1e-2), [1e-4, 1e-3, 1e-2]),
         (slice(0.1), [0.01, 0.01, 0.1]),
         (torch.tensor([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
@@ -205,12 +201,6 @@ def test_one_value_a_list_or_a_slice_over_the_groups(value: Any, expected: list[
     opt = split_opt()
     opt.set_hyper('lr', value)
     assert [float(g['lr']) for g in opt.param_groups] == pytest.approx(expected)
-
-
-def test_slices_spread_evenly_on_a_log_scale() -> None:
-    values = spread(slice(1e-5, 1e-1), 5)
-    assert [b / a for a, b in pairwise(values)] == pytest.approx([10.0] * 4)
-    assert spread(slice(1e-5, 1e-1), 1) == [1e-1]
 
 
 def test_a_rate_in_a_tensor_is_filled_in_place() -> None:
@@ -322,12 +312,7 @@ def test_the_default_rate_and_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    'opt_func',
-    [
-        partial(torch.optim.SGD, lr=0.25),
-        partial(SGD, lr=0.25),
-        partial(OptimWrapper, opt=torch.optim.Adam, lr=0.25),
-    ],
+    'opt_func', [partial(SGD, lr=0.25), partial(OptimWrapper, opt=torch.optim.Adam, lr=0.25)]
 )
 def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
     used = []
@@ -339,7 +324,7 @@ def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
     assert set(used) == {0.25, 0.5}
 
 
-@pytest.mark.parametrize('opt_func', [SGD, Adam, torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize('opt_func', [SGD, torch.optim.Adam])
 def test_the_rate_may_be_a_tensor(opt_func: Any) -> None:
     ends = []
     for lr in (torch.tensor(0.125), 0.125):
@@ -430,17 +415,6 @@ def test_what_is_not_an_optimizer_is_refused(opt_func: Any, text: str) -> None:
     assert same(start, weights(model))
 
 
-def test_clearing_the_state_forgets_the_momenta() -> None:
-    learn = learner(model := net(), opt_func=partial(SGD, mom=0.9))
-    learn.fit(1)
-    learn.opt.clear_state()
-    learn.fit(1)
-    other = net()
-    for _ in range(2):
-        by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1)
-    assert same(weights(model), weights(other))
-
-
 # Closures
 
 
@@ -517,9 +491,6 @@ def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
     assert same(weights(model), lbfgs_by_hand(net(), []))
 
 
-# Override points
-
-
 class SharpnessAware(Learner):
     "Takes the gradient after a step uphill."
 
@@ -568,35 +539,3 @@ def test_an_override_of_do_grad_opt_is_its_hand_written_loop_bit_for_bit() -> No
         opt.step()
         opt.zero_grad()
     assert same(weights(model), weights(other))
-
-
-def test_overrides_of_backward_step_and_split() -> None:
-    class Odd(Learner):
-        def _split(self, b: Any) -> None:
-            self.yb, self.xb = (b[0] * 0,), (b[0],)
-
-        def _backward(self) -> None:
-            (3 * self.loss_grad).backward()
-
-        def _step(self) -> None:
-            self.opt.step()
-            self.opt.step()
-
-    learn = Odd(
-        data(),
-        model := net(),
-        lambda pred, y: (pred - y.mean()).square().mean(),
-        opt_func=torch.optim.SGD,
-        lr=0.1,
-        cbs=TrainEvalCallback,
-        default_cbs=False,
-    )
-    learn.fit(1)
-    other = net()
-    opt = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, _ in data():
-        (3 * other(x).square().mean()).backward()
-        opt.step()
-        opt.step()
-        opt.zero_grad()
-    assert same(weights(model), weights(other), tol=1e-15)

@@ -77,12 +77,8 @@ NORMS_0, NORMS_1, MIDDLE, HEAD = ALL[1:3], ALL[4:6], ALL[3:6], ALL[6:]
     [
         (True, -1, [*NORMS_0, *NORMS_1, *HEAD]),
         (False, -1, HEAD),
-        (True, 1, [*NORMS_0, *MIDDLE, *HEAD]),
         (False, 1, [*MIDDLE, *HEAD]),
-        (False, -2, [*MIDDLE, *HEAD]),
-        (False, -3, ALL),
         (False, -7, ALL),
-        (True, 0, ALL),
     ],
 )
 def test_groups_from_n_on_are_trained(
@@ -192,57 +188,13 @@ def test_groups_of_several_optimizers_are_counted_in_their_order() -> None:
     assert trained(learn) == HEAD == moved(learn)
 
 
-@pytest.mark.parametrize(
-    'opt_func',
-    [
-        Adam,
-        lambda p, lr: Lookahead(SGD(p, lr, mom=0.9), k=2),
-        torch.optim.SGD,
-        partial(torch.optim.SGD, momentum=0.9),
-        torch.optim.RMSprop,
-    ],
-)
+@pytest.mark.parametrize('opt_func', [Adam, lambda p, lr: Lookahead(SGD(p, lr, mom=0.9), k=2)])
 def test_every_optimizer_trains_after_unfreezing(opt_func: Any) -> None:
     learn = learner(opt_func=opt_func)
     learn.freeze()
     learn.fit(1)
     learn.unfreeze()
     assert moved(learn, lr=slice(1e-3, 1e-2)) == ALL
-
-
-# Modes of norm layers
-
-
-class BatchNormInEval(Callback):
-    "Keeps frozen norm layers in evaluation mode."
-
-    def before_train(self) -> None:
-        for m in self.model.modules():
-            if isinstance(m, nn.BatchNorm1d) and not m.weight.requires_grad:
-                m.eval()
-
-
-def test_the_mode_that_a_callback_set_survives_a_validation_in_mid_fit() -> None:
-    modes: list[list[bool]] = []
-
-    def note(cb: Any) -> None:
-        modes.append([cb.model[0][1].training, cb.model[1][1].training, cb.model[2].training])
-
-    def validate(cb: Any) -> None:
-        if cb.iter == 2:
-            cb.learn.validate()
-
-    cbs = [
-        Callback(before_batch=lambda cb: cb.training and note(cb)),
-        Callback(after_step=validate),
-    ]
-    learn = learner(BatchNormInEval(), *cbs, train_bn=False)
-    learn.freeze_to(1)
-    statistics = {n: b.clone() for n, b in learn.model.named_buffers()}
-    learn.fit(2)
-    assert modes == [[False, True, True]] * 10
-    changed = [n for n, b in learn.model.named_buffers() if not torch.equal(b, statistics[n])]
-    assert changed == ['1.1.running_mean', '1.1.running_var', '1.1.num_batches_tracked']
 
 
 # What is refused, or warned of
@@ -270,10 +222,9 @@ def test_freezing_one_group_freezes_nothing_and_warns() -> None:
         learn.opt.freeze()
 
 
-@pytest.mark.parametrize('n', [0.5, '1', None, True])
-def test_a_number_of_groups_is_a_whole_number(n: Any) -> None:
+def test_a_number_of_groups_is_a_whole_number() -> None:
     with pytest.raises(OptimizerError, match='whole number'):
-        learner().freeze_to(n)
+        learner().freeze_to(0.5)
 
 
 # A compiled step
@@ -312,10 +263,3 @@ def test_a_compiled_step_notices_freezing() -> None:
     assert learn.explain_step().startswith('The compiled step runs')
     for p, q in zip(plain, ours, strict=True):
         assert torch.allclose(p, q, atol=1e-6)
-
-
-def test_a_compiled_step_leaves_lookahead_alone() -> None:
-    learn = learner(opt_func=lambda p, lr: Lookahead(SGD(p, lr=lr)))
-    learn.compile(step=True, backend='eager')
-    learn.fit(1)
-    assert 'Lookahead has its own `step`' in learn.explain_step()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ConstantLR
 
-from learnkit import EMA, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit import EMA, Learner, OptimWrapper, TrainEvalCallback
 from learnkit.core.errors import OptimizerError
 from tests.helpers.comparing import same
 from tests.helpers.optimizing import data
@@ -164,63 +162,6 @@ def duel_opts(model: Duel) -> dict[str, torch.optim.Optimizer]:
         'critic': torch.optim.Adam(critic, lr=0.01),
         'generator': torch.optim.SGD(model.generator.parameters(), lr=0.02, momentum=0.5),
     }
-
-
-class DuelLearner(Learner):
-    def _do_one_batch(self) -> None:
-        real, model = self.x, self.model
-        z = torch.randn_like(real)
-        self.pred = model.fake(z)
-        self('after_pred')
-        self.loss_grad = model.critic(self.pred.detach()).mean() - model.critic(real).mean()
-        self.loss = self.loss_grad.detach().clone()
-        self('after_loss')
-        if not self.training:
-            return
-        self._backward()
-        self.opt.step(only='critic')
-        self.opt.zero_grad()
-
-        self.loss_grad = -model.critic(self.pred).mean()
-        self._backward()
-        self.opt.step(only='generator')
-        self.opt.zero_grad()
-
-
-def test_a_gan_is_its_hand_written_loop_bit_for_bit() -> None:
-    real = [(torch.randn(6, 3),) for _ in range(4)]
-    learn = DuelLearner(
-        (real, real[:2]),
-        model := Duel(),
-        opt_func=lambda params, lr: duel_opts(model),
-        wd_bn_bias=True,
-        cbs=[TrainEvalCallback, Recorder, LRScheduler(partial(ConstantLR, factor=1.0), by='batch')],
-        default_cbs=False,
-    )
-    learn.logger = print
-    torch.manual_seed(11)
-    learn.fit(3)
-    assert learn.lr_scheduler.scheduler.last_epoch == 12  # it goes by batches that had a step
-
-    other = Duel()
-    opts = duel_opts(other)
-    losses = []
-    torch.manual_seed(11)
-    for (x,) in real * 3:
-        fake = other.fake(torch.randn_like(x))
-        loss = other.critic(fake.detach()).mean() - other.critic(x).mean()
-        losses.append(loss.item())
-        loss.backward()
-        opts['critic'].step()
-        for o in opts.values():
-            o.zero_grad()
-        (-other.critic(fake).mean()).backward()
-        opts['generator'].step()
-        for o in opts.values():
-            o.zero_grad()
-    assert same(weights(model), weights(other))
-    assert learn.recorder.smooth_loss.raw == losses and len(learn.history) == 3
-    assert learn.time.st == 2 * 12  # one of each a batch
 
 
 def test_an_alternating_gan_by_step() -> None:

@@ -21,8 +21,6 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True),
     lambda ps: torch.optim.Adam(ps, 0.1),
     lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
-    lambda ps: torch.optim.RMSprop(ps, 0.1),
-    lambda ps: torch.optim.Adagrad(ps, 0.1),
 ]
 
 
