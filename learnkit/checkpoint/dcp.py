@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnkit.checkpoint.folder import PARTS, damaged_error, describe_file, file_has_size
+from learnkit.checkpoint.file import damaged_error, shorten_error
+from learnkit.checkpoint.folder import PARTS, describe_file, file_has_size
 from learnkit.core.errors import CheckpointError
 from learnkit.core.files import flush_folder
 from learnkit.distributed.comm import Comm
@@ -134,17 +135,15 @@ class Writers:
             raise CheckpointError(f'{folder} was not written by {", ".join(errors)}.') from None
 
     def _create_folder(self, folder: Path) -> None:
-        if not self.world.is_first:
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
-        folder.mkdir(parents=True)
+        if self.world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
+            folder.mkdir(parents=True)
 
     def _describe_files(self, folder: Path) -> dict[str, Any]:
         "Return size and digest of each file by its name; every rank reads its own files."
-        own = [
-            *folder.glob(f'__{self.world.rank}_*'),
-            *[folder / '.metadata'] * self.world.is_first,
-        ]
+        own = [*folder.glob(f'__{self.world.rank}_*')]
+        if self.world.is_first:
+            own.append(folder / '.metadata')
         files: dict[str, Any] = {}
         for described in self.world.gather({path.name: describe_file(path) for path in own}):
             files |= described
@@ -153,8 +152,6 @@ class Writers:
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
         "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
-        if not self.world.is_first:
-            return
         flush_folder(folder)
         missing = [
             name for name, (size, _) in files.items() if not file_has_size(folder / name, size)
@@ -199,32 +196,31 @@ def load_parts(
         for place in places:
             full_state = replace_at(full_state, place, tensors[make_part_name(place)])
     except Exception as e:  # arbitrary bytes raise almost any type of error
-        reason = next(iter(str(e).splitlines()), type(e).__name__)
-        raise damaged_error(path, f'has parts that cannot be read: {reason}') from None
+        raise damaged_error(path, f'its parts cannot be read: {shorten_error(e)}') from None
     return full_state
 
 
 def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint import FileSystemReader, load
 
-    with (folder / '.metadata').open('rb') as f:
-        metadata = _MetadataUnpickler(f).load()
+    class Reader(FileSystemReader):
+        "Reader that accepts torch's description of tensors only; torch's would run any pickle."
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (folder / '.metadata').open('rb') as f:
+                return _MetadataUnpickler(f).load()
+
+    reader = Reader(folder)
+    described = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {}
     for name in names:
-        described = metadata.state_dict_metadata[name]
-        size = described.size
-        dtype = described.properties.dtype
-        if mesh is None:
-            tensors[name] = torch.empty(size, dtype=dtype)
-        else:
-            tensors[name] = empty_on_host([*size], dtype, mesh)
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(tensors, metadata, is_coordinator=True)
-    plan = planner.finish_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
+        size, dtype = described[name].size, described[name].properties.dtype
+        is_full = mesh is None
+        tensors[name] = (
+            torch.empty(size, dtype=dtype) if is_full else empty_on_host([*size], dtype, mesh)
+        )
+    load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

@@ -8,7 +8,6 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -103,8 +102,7 @@ class SeveralProcesses(SingleProcess):
             own, total = share or (1, size)
             return 1 if own * size == total else own * size / total
         weights = self.team.sum_weights()
-        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
-        return divide(own_weight * size, weights.total())
+        return divide(weights.own * size, weights.total())
 
     @override
     def split(self, learn: LearnerLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:

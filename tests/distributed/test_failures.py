@@ -57,28 +57,6 @@ def test_the_others_raise_the_error_of_the_one_that_failed(event: str, who: int)
             assert 'ValueError: boom\nTraceback (most recent' in error and 'in fail\n' in error
 
 
-def test_each_keeps_its_own_error() -> None:
-    def both(cb: Any) -> None:
-        raise ValueError(f'boom {cb.world.rank}')
-
-    def job(rank: int) -> str:
-        return fit(rank, rank, 'before_backward', both)[0]
-
-    assert run_ranks(job, 2) == ['ValueError: boom 0', 'ValueError: boom 1']
-
-
-def test_a_rank_that_computes_learns_of_it_at_its_next_collective() -> None:
-    def job(rank: int) -> tuple[str, float, int]:
-        if rank:
-            return fit(rank, 1, 'after_pred', fail)
-        return fit(rank, 0, 'after_pred', lambda cb: time.sleep(1.5))
-
-    (first, took_s, _), (second, _, _) = run_ranks(job, 2)
-    assert second == 'ValueError: boom'
-    assert first.startswith('DistributedError: Process 1 of 2 failed in')
-    assert took_s > 1.5
-
-
 def test_a_rank_whose_own_fit_ended_well_fails_with_the_other() -> None:
     def job(rank: int) -> str:
         learn = make_learner(make_dls(16, 8), cbs=Callback(cleanup=fail) if rank else None)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from learnkit.core.batch import are_equal
 from learnkit.core.random import capture_rng
@@ -110,15 +109,6 @@ def test_every_sample_once_an_epoch_or_some_twice_or_some_left(
                 assert len(given) == len(set(given)) == n // full * full
 
 
-def test_of_a_round_that_is_repeated_the_beginning_comes_again() -> None:
-    ranks = Together(tensors, 4, uneven='pad')
-    assert [p[1] for p in ranks.epoch()] == [[16, 17], [18, 19], [20, 21], [16, 17]]
-    make = lambda s: tensors(s, n=9, bs=3, shuffle=False)
-    ranks = Together(make, 2, uneven='pad', batch_size='global')
-    assert ranks.epoch() == [[[0, 1], [3, 4], [6, 7]], [[2, 0], [5, 3], [8, 6]]]
-    assert ranks.shards[0].share(0) == (2, 4)
-
-
 def test_a_process_without_a_sample_repeats_one_that_does_not_count() -> None:
     for make in (tensors, items):
         ranks = Together(lambda s, make=make: make(s, n=9), 2)
@@ -200,33 +190,6 @@ def test_user_samplers(sampler: Any, workers: int) -> None:
     assert are_equal(ranks.rngs[0], rng)
 
 
-def test_a_sampler_of_lists_with_a_data_set_that_takes_them() -> None:
-    class Whole(Items):
-        def __getitem__(self, i: Any) -> Tensor:
-            return torch.tensor(i)
-
-    def make(bs: int) -> Make:
-        return lambda seed: DataLoader(
-            Whole(), batch_size=None, sampler=BatchSampler(range(22), bs, drop_last=False)
-        )
-
-    expected, rng = alone(make(8))
-    ranks = Together(make(4), 2)
-    assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
-    assert are_equal(ranks.rngs[0], rng)
-    assert ranks.shards[0].batch_size is None
-
-
-@pytest.mark.parametrize('kind', ['items shuffled', 'items, generator'])
-@pytest.mark.parametrize('persistent', [False, True])
-def test_workers(kind: str, persistent: bool) -> None:
-    options = {'num_workers': 2, 'persistent_workers': persistent}
-    expected, rng = alone(lambda s: make_by_kind(kind)(8)(s, **options), 3)
-    ranks = Together(lambda s: make_by_kind(kind)(4)(s, **options), 2)
-    assert [rounds_of(ranks, ranks.epoch()) for _ in range(3)] == expected
-    assert are_equal(ranks.rngs[0], rng)
-
-
 @pytest.mark.parametrize('noise', OTHERS)
 def test_workers_of_different_processes_draw_different_numbers(noise: str) -> None:
     def make(seed: int) -> Any:
@@ -239,16 +202,6 @@ def test_workers_of_different_processes_draw_different_numbers(noise: str) -> No
         ranks.take_order()
         drawn = ranks.each(lambda _, dl: [b[:, 1] for b in dl])
         assert len(torch.cat([*drawn[0], *drawn[1]]).unique()) == 22
-
-
-def test_augmentation_does_not_move_the_order() -> None:
-    def make(seed: int) -> Any:
-        return DataLoader(Items('torch'), 4, shuffle=True)
-
-    ranks = Together(make, 2)
-    parts = [ranks.epoch() for _ in range(2)]
-    assert [sorted(chain.from_iterable(p[0] + p[1])) for p in parts] == [list(range(22))] * 2
-    assert not are_equal(ranks.rngs[0]['torch'], ranks.rngs[1]['torch'])
 
 
 # ------------------------------------------------------------------------------ loaders of any kind
