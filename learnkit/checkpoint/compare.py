@@ -269,14 +269,12 @@ def _compare_tensors(a: Tensor, b: Tensor) -> str:
     indices = (_view_bytes(a) != _view_bytes(b)).any(1).nonzero().flatten()
     if not len(indices):
         return ''
-    dtype = torch.complex128 if a.is_complex() else torch.float64
-    x, y = (t.flatten()[indices].to(dtype) for t in (a, b))
-    if not (a.is_floating_point() or a.is_complex()):
-        x, y = x.long(), y.long()
-    values = f'{x[0].item()} and {y[0].item()}'
+    x, y = (t.flatten()[indices] for t in (a, b))
+    values = f'{_format_number(x[0])} and {_format_number(y[0])}'
     if a.numel() == 1:
         return values
-    gap = (x - y).abs().max().item()
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    gap = float((x.to(dtype) - y.to(dtype)).abs().max())
     size = f'at most {gap:.2g}' if gap else 'in bits alone'
     first = [int(i) for i in np.unravel_index(int(indices[0]), a.shape)]
     return f'{len(indices)} of {a.numel()} elements differ, {size} (first at {first}: {values})'
@@ -292,6 +290,12 @@ def _describe(value: Any) -> str:
         return f'{_get_dtype(value)} {list(value.shape)}'
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
+
+
+def _format_number(t: Tensor) -> str:
+    if t.is_floating_point() and t.itemsize < 4:
+        t = t.float()  # NumPy has no bfloat16 and no float8
+    return str(t.numpy()[()])
 
 
 def _get_dtype(t: Tensor) -> str:

@@ -147,11 +147,11 @@ class Writers:
         files: dict[str, Any] = {}
         for described in self.world.gather({path.name: describe_file(path) for path in own}):
             files |= described
-        self.world.run_on_all(lambda: self._check_files(folder, files))
+        self.world.run_on_all(lambda: self.world.is_first and self._check_files(folder, files))
         return files
 
     def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
-        "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
+        "Raise `CheckpointError` unless this rank, the first, sees the files of all ranks."
         flush_folder(folder)
         missing = [
             name for name, (size, _) in files.items() if not file_has_size(folder / name, size)
@@ -202,25 +202,25 @@ def load_parts(
 
 def _read(names: Iterable[str], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
     "Return the tensors of a folder by name: full tensors, or this rank's shards."
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    class Reader(FileSystemReader):
-        "Reader that accepts torch's description of tensors only; torch's would run any pickle."
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with (folder / '.metadata').open('rb') as f:
-                return _MetadataUnpickler(f).load()
-
-    reader = Reader(folder)
-    described = reader.read_metadata().state_dict_metadata
+    with (folder / '.metadata').open('rb') as f:
+        metadata = _MetadataUnpickler(f).load()
     tensors: dict[str, Any] = {}
     for name in names:
-        size, dtype = described[name].size, described[name].properties.dtype
+        described = metadata.state_dict_metadata[name]
+        size, dtype = described.size, described.properties.dtype
         is_full = mesh is None
         tensors[name] = (
             torch.empty(size, dtype=dtype) if is_full else empty_on_host([*size], dtype, mesh)
         )
-    load(tensors, storage_reader=reader, no_dist=True)
+    # not by torch's `load`, which would run any pickle in `.metadata`
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
     return tensors
 
 

@@ -152,7 +152,7 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
         raise OptionError(
             f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
             f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-            f'`{build}({arguments})`; not model={model!r}.'
+            f'`{build}({arguments})`, which returns the {name}; this is model={model!r}.'
         )
     try:
         built = model(**model_config)

@@ -96,8 +96,8 @@ def _check_kind(path: Path) -> None:
         names = archive.namelist()
     if any(n.endswith('/models/model.json') for n in names):
         raise WeightsError(
-            f'{path} is a program that `learn.export` wrote, and no weights: run it by '
-            '`torch.export.load(path).module()(x)`, if you trust it.'
+            f'{path} is a program that `learn.export` wrote: run it by `torch.export.load(path).module()(x)`, if you '
+            'trust it. Weights are written by `learn.save` and `learn.save_learner`.'
         )
     if any('/code/' in n for n in names):
         raise WeightsError(f'{path} is a TorchScript program, and no weights: `torch.jit.load`.')

@@ -155,7 +155,7 @@ def write_safetensors(
     for name, t in sorted(state.items()):
         if not isinstance(t, Tensor) or not is_dense(t):
             raise OptionError(
-                f'{name} is no dense tensor with values, as a file {SAFETENSORS} needs: use one with `.pth`.'
+                f'{name}, no dense tensor with values, has no place in a file {SAFETENSORS}: use one with `.pth`.'
             )
         t = t.detach().resolve_conj().resolve_neg()
         memory = _identify_memory(t)

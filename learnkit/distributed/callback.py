@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -220,6 +221,7 @@ class DistributedTraining(Callback):
         world = self.learn.world
         if self.sharded_already:
             check_lengths(world.gather(n_batches(learn.dls.train)))
+            learn.dls = copy(learn.dls)  # the device of the user's own stays
         else:
             learn.dls = shard_loaders(
                 learn.dls,

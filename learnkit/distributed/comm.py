@@ -116,14 +116,6 @@ class Comm:
             value if rank == self.rank else unpack(data) for rank, (_, data) in enumerate(gathered)
         ]
 
-    def collect(self, value: Any) -> list[Any]:
-        "Return the values of all ranks on rank 0, and an empty list on other ranks."
-        if self.size == 1:
-            return [value]
-        collected: list[Any] = [None] * self.size if self.is_first else []
-        dist.gather_object(pack(value), collected or None, group_dst=0, group=self.control)
-        return [unpack(data) for data in collected]
-
     def sum(
         self,
         t: Tensor,  # tensor of the same shape on every rank

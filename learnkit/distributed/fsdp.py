@@ -295,7 +295,7 @@ def shares_weights(m: nn.Module, model: nn.Module) -> bool:
         id(p) in own_params
         for other in model.modules()
         if id(other) not in own_modules
-        for p in other._parameters.values()
+        for p in other.parameters(recurse=False)
     )
 
 

@@ -198,7 +198,7 @@ class ActivationStats(HookCallback):
         part: int = 0,  # index of one of several outputs
     ) -> Any:
         "Draw a layer's histograms by batch, the 'colorful dimension' plot; return the axes."
-        hist = self.hist(idx, part)
+        hist = self.hist(idx)
         at = self._records.at
         ax = axes_or_new(ax, figsize)
         step = (at[-1] - at[0]) / max(1, len(at) - 1) or 1
@@ -216,7 +216,8 @@ class ActivationStats(HookCallback):
     ) -> Any:
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None:
-            idxs = [i for i in range(len(self.layer_names)) if self._records.parts(i)]
+            table = self._table() if self._rows else torch.empty(0, 0, 3)
+            idxs = [i for i, near in enumerate(table[..., 2].T) if not near.isnan().all()]
         idxs = as_list(idxs)
         if not idxs:
             raise OptionError('Nothing was measured yet: call fit first.')

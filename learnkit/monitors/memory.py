@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ class MemoryMonitor(Monitor):
 
     Peaks of the process are since its start, peaks of the allocator since the last call of
     `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
-    does not wait for the device. Other systems than Linux report only the peak of a process.
+    does not wait for the device. The memory of the process is logged on Linux.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MemoryMonitor(every='5ba'))
@@ -99,8 +97,8 @@ def read_resident() -> dict[str, int]:
     >>> 0 < read_resident()['current'] <= read_resident()['peak']
     True
     """
-    # on Linux `ru_maxrss` is wrong: a process starts with the peak of its parent process
-    return parse_status(STATUS.read_text()) if STATUS.exists() else _read_peak()
+    # `ru_maxrss` is wrong: a process starts with the peak of its parent process
+    return parse_status(STATUS.read_text()) if STATUS.exists() else {}
 
 
 def parse_status(
@@ -117,13 +115,3 @@ def parse_status(
         for name, key in (('current', 'VmRSS'), ('peak', 'VmHWM'))
         if key in fields
     }
-
-
-def _read_peak() -> dict[str, int]:
-    "Return the largest number of bytes by getrusage, which Windows does not have."
-    try:
-        resource = import_module('resource')
-    except ModuleNotFoundError:
-        return {}
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return {'peak': int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit}

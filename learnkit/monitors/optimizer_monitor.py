@@ -23,7 +23,6 @@ FIRST = ('exp_avg', 'momentum_buffer')  # state keys of the mean of gradients in
 SECOND = ('exp_avg_sq', 'square_avg')  # state keys of the mean of squared gradients
 PAIRS = ('update_grad', 'moment_grad')  # scalar products
 Key = tuple[str, str]  # kind of value, and name of the parameter
-SINGLE = (torch.float16, torch.bfloat16, torch.float32)  # types whose norms are computed in float32
 
 
 class LRMonitor(Monitor):
@@ -240,12 +239,10 @@ def _take_values(grad: Tensor) -> Tensor:
 
 def _sum_squares(kind: str, tensors: dict[str, Tensor]) -> dict[Key, Tensor]:
     "Return the sum of squares of each tensor, on its device; half precision is computed in float32."
-    if not tensors:
-        return {}
-    dtype = torch.float32 if all(t.dtype in SINGLE for t in tensors.values()) else None
-    norms = torch._foreach_norm(list(tensors.values()), 2, dtype)
-    squares = torch._foreach_mul(norms, norms)
-    return {(kind, name): square for name, square in zip(tensors, squares, strict=True)}
+    norms = {
+        name: torch.linalg.vector_norm(t, dtype=_at_least_single(t)) for name, t in tensors.items()
+    }
+    return {(kind, name): norm.square() for name, norm in norms.items()}
 
 
 def _at_least_single(t: Tensor) -> torch.dtype:

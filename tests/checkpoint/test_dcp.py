@@ -177,20 +177,6 @@ def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
         learner().load(last)
 
 
-def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
-    folder = copied(written, tmp_path)
-    shutil.rmtree(find_parts_folder(sorted(folder.glob('*.ckpt'))[-1]))
-    for found in run_ranks(resumed_with_warning, 2, folder):
-        assert max_difference(found, written['fsdp'][1]) == 0
-
-
-def resumed_with_warning(rank, folder):
-    if rank:
-        return fit(rank, folder, 'fsdp', True)
-    with pytest.warns(UserWarning, match='were skipped'):
-        return fit(rank, folder, 'fsdp', True)
-
-
 class Calls:
     "An object pickled as a call of `os.system`."
 

@@ -78,13 +78,6 @@ def test_where_a_name_leads(tmp_path: Path, file: str | Path, where: str) -> Non
     learn.load(file)
 
 
-def test_an_absolute_path_and_a_file_of_fastai_with_its_suffix_twice(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    assert learn.save(tmp_path / 'here' / 'a') == tmp_path / 'here' / 'a.pth'
-    torch.save(net().state_dict(), tmp_path / 'b.pth.pth')
-    learn.load(tmp_path / 'b.pth')
-
-
 @pytest.mark.parametrize('file', ['', '  ', '.', '..', 'a/', 'a\0b', None, 3])
 def test_a_name_that_cannot_be_a_file_writes_nothing(tmp_path: Path, file: Any) -> None:
     with pytest.raises(OptionError, match='cannot be a file'):

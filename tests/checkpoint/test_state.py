@@ -67,38 +67,6 @@ def test_with_iterations_and_evaluations_in_the_middle_of_epochs() -> None:
     assert [s['loop']['place'] for s in kept].count('iteration') == 1
 
 
-class Counts(Callback):
-    "Counts like a callback written for fastai: reset in `before_fit`, no `state_dict`."
-
-    def __init__(self, step: int = 1) -> None:
-        self.step = step
-
-    def before_fit(self) -> None:
-        self.seen, self.at_epoch, self.losses = 0, [], []
-
-    def before_epoch(self) -> None:
-        self.in_epoch = 0
-
-    def after_batch(self) -> None:
-        if not self.training:
-            return
-        self.seen += self.step
-        self.in_epoch += 1
-        self.losses.append(self.loss.item())
-
-    def after_epoch(self) -> None:
-        self.at_epoch.append((self.epoch, self.seen, self.in_epoch))
-
-
-def test_callbacks_without_checkpoint_support_resume_too() -> None:
-    check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
-    _, kept = train_without_stop(lambda: make(Counts()), lambda learn, r: learn.fit(2))
-    learn = make(Counts(step=10))
-    learn.fit(2, resume=kept[2])
-    # every attribute is part of the state, also an option
-    assert (learn.counts.step, learn.counts.seen) == (1, 12)
-
-
 def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
     _, kept = train_without_stop(make, lambda learn, r: learn.fit(1))
     end, _ = train_without_stop(make, lambda learn, r: learn.fit(3))
@@ -110,14 +78,6 @@ def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
     learn = make()
     with pytest.warns(UserWarning, match=r' 1 epochs, .* 3'):
         learn.fit(3, resume=kept[2])
-
-
-def test_a_finished_fit_trains_nothing_more() -> None:
-    end, kept = train_without_stop(make, lambda learn, r: learn.fit(2))
-    learn, batches = make(), []
-    learn.add_cbs([Keep(), Callback(before_batch=lambda cb: batches.append(cb.iter))])
-    learn.fit(2, resume=kept[-1])
-    assert not batches and not differences(end, learn.checkpoint_state())
 
 
 def test_a_stopped_fit_stays_stopped() -> None:

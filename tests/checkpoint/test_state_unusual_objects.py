@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import EMA, Callback, DataLoaders, Learner
+from learnkit import Callback, DataLoaders, Learner
 from learnkit.core.errors import FitError
 from tests.helpers.resuming import check_every_place
 
@@ -143,16 +143,6 @@ def test_the_check_names_attributes_that_no_checkpoint_holds(options: Any, owner
     found = make(**{name: made() for name, made in options.items()}).check_resume()
     assert not found
     assert [h for h in found.hints if h.startswith(f'`calls` of {owner} differs as well')]
-
-
-class InSubclass(EMA):
-    def before_batch(self) -> None:
-        self.calls = getattr(self, 'calls', 0) + 1
-        self.learn.opt.set_hypers(lr=0.1 / self.calls)
-
-
-def test_what_a_subclass_of_a_ready_made_callback_adds_is_held() -> None:
-    assert make(cbs=InSubclass()).check_resume()
 
 
 def test_the_check_needs_values() -> None:

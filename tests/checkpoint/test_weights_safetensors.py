@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from learnkit import DataLoaders, Learner
 from learnkit.checkpoint.compare import learn_digest
 from learnkit.core.errors import OptionError, WeightsError
-from learnkit.learner import load_learner
 from tests.helpers.comparing import same
 
 
@@ -135,15 +134,3 @@ def test_a_truncated_file(tmp_path: Path, cut: int) -> None:
     path = learn.save('a.safetensors')
     path.write_bytes(path.read_bytes()[:cut])
     refused(learn, path, 'cannot be read as safetensors: ')
-
-
-def test_a_file_that_is_not_there_or_holds_no_more_than_weights(tmp_path: Path) -> None:
-    learn = learner(tmp_path)
-    path = learn.save('resnet18.safetensors')
-    with pytest.raises(FileNotFoundError) as e:
-        learn.load('resnet81.safetensors')
-    assert e.value.__notes__ == ['The folder has resnet18.safetensors.']
-    with pytest.raises(WeightsError, match=r'`with_opt=False`'):
-        learn.load(path, with_opt=True)
-    with pytest.raises(WeightsError, match='weights without a configuration'):
-        load_learner(path, model=net())

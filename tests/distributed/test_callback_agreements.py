@@ -15,9 +15,7 @@ import torch
 
 from learnkit import (
     Callback,
-    CancelFitException,
     CancelStepException,
-    CancelTrainException,
     Learner,
 )
 from learnkit.callbacks import (
@@ -333,15 +331,3 @@ def test_a_step_that_one_leaves_out_ends_all_at_the_next_agreement(
         assert error == 'DistributedError' and n == 9 and took_s < 150
         assert message.startswith('The processes have taken 7 to 8 steps')
         assert 'self.world.any(...)' in message
-
-
-def test_a_level_left_by_one_process_raises_with_the_fix() -> None:
-    cases = {
-        cancel: lambda rank, cancel=cancel: errors_of_ranks(cancel, 'before_batch', after(5), '1s')
-        for cancel in (CancelTrainException, CancelFitException)
-    }
-    for got in each(cases).values():
-        for error, message, took_s, _ in got:
-            assert error == 'DistributedError' and 1 < took_s < 150
-            assert message.startswith('The 2 processes waited for one another')
-            assert 'self.world.any(...)' in message

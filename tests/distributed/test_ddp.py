@@ -179,18 +179,6 @@ def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / 'models').iterdir()) == ['last.pth', 'model.pth']
 
 
-def test_buffers_are_shared_before_an_evaluation() -> None:
-    def job(rank: int) -> Any:
-        learn = make_learner()
-        learn.model.insert(1, torch.nn.BatchNorm1d(16).double())
-        with learn.distributed('ddp', timeout='20s'):
-            learn.fit(2)
-        return learn.model[1].running_mean
-
-    a, b = run_ranks(job)
-    assert torch.equal(a, b)
-
-
 class Scaled(torch.nn.Module):
     "A loss with a parameter."
 

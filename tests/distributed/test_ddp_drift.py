@@ -180,22 +180,6 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
         assert all(t.startswith('DistributedError: The last run') for t in messages[1:])
 
 
-def test_a_process_alone_in_its_fit_raises_when_the_other_has_left() -> None:
-    def job(rank: int) -> str:
-        learn = make_learner()
-        try:
-            with learn.distributed('ddp', timeout='20s'):
-                learn.fit(1)
-                if rank:
-                    learn.fit(1)
-            sleep(1.0)  # the first keeps the store
-        except DistributedError as e:
-            return str(e)
-        return ''
-
-    assert run_ranks(job)[1].startswith('Process 0 of 2 has left the training')
-
-
 @pytest.mark.parametrize(
     ('what', 'message'),
     [

@@ -86,21 +86,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         assert 'DistributedError: Process 1' in children[0].stderr
 
 
-def test_a_first_rank_that_is_stopped_is_named_although_it_keeps_the_store() -> None:
-    def job(rank: int) -> None:
-        stop = fit(rank, 0, 'after_loss', lambda cb: signal.raise_signal(signal.SIGSTOP), TIMEOUT_S)
-        assert not stop[0]
-
-    with started_ranks(job, 2) as (_, second):
-        began = time.monotonic()
-        second.wait(600)
-        assert time.monotonic() - began < TIMEOUT_S + 300 and second.code
-        assert (
-            'DistributedError: Process 0 of 2, which keeps the store, does not answer'
-            in second.stderr
-        )
-
-
 def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None:
     def ask(cb: Any) -> None:
         cb.world.gather('mine')

@@ -215,7 +215,7 @@ def several_things(rank):
         try:
             learn.export()
         except ModelError as e:
-            check('export', 'once the strategy' in str(e))
+            check('export', 'is sharded' in str(e))
         else:
             wrong.append('export')
     check('the same objects', learn.model is own and all(map(is_, own.parameters(), params)))

@@ -19,7 +19,7 @@ from torch import nn
 
 from learnkit import EMA, SGD, Callback, Learner, mae
 from learnkit.checkpoint.compare import differences, learn_digest
-from learnkit.core.errors import DistributedError, LearnkitError, MissingExtraError, OptionError
+from learnkit.core.errors import DistributedError, LearnkitError, OptionError
 from learnkit.distributed.launch import environment, launch
 from learnkit.testing import synth_learner
 from tests.helpers.forks import start
@@ -264,14 +264,6 @@ def _launch_generator() -> None:
     learn = synth_learner()
     learn.dls.train = ((x, x) for _ in range(3))
     launch(learn, print)
-
-
-def test_without_cloudpickle_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'cloudpickle', None)
-    with pytest.raises(
-        MissingExtraError, match=r'^learn.launch needs cloudpickle: pip install cloudpickle$'
-    ):
-        launch(line(), print)
 
 
 def test_processes_share_the_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

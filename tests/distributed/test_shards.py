@@ -135,46 +135,6 @@ def test_without_fillers_no_loader_is_empty(make: Make, size: int, batch_size: s
         assert sorted(counted) == list(range(n)), n
 
 
-class Sizes:
-    "A batch sampler with unknown batch sizes that counts its passes."
-
-    passes = 0
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.passes += 1
-        order, i = torch.randperm(self.n).tolist(), 0
-        while i < self.n:
-            k = int(torch.randint(1, 5, ()))
-            yield order[i : i + k]
-            i += k
-
-
-@pytest.mark.parametrize('size', [2, 3])
-@pytest.mark.parametrize('workers', [0, 2])
-def test_a_batch_sampler_with_its_own_state_runs_in_each_process(size: int, workers: int) -> None:
-    def make(seed: int) -> Any:
-        return items(seed, n=40, batch_sampler=lambda s, n: Sizes(n), num_workers=workers)
-
-    expected, _ = alone(make)
-    ranks = Together(make, size)
-    for i in range(2):
-        parts = ranks.epoch()
-        rounds = [
-            list(chain.from_iterable(expected[i][j : j + size]))
-            for j in range(0, len(expected[i]), size)
-        ]
-        assert len(parts[0]) == len(rounds)
-        assert sorted(chain.from_iterable(rounds)) == list(range(40))
-        for j, of_round in enumerate(rounds):
-            pieces = [p[j] for p, dl in zip(parts, ranks.shards, strict=True) if dl.share(j)[0]]
-            assert list(chain.from_iterable(pieces)) == of_round
-            assert ranks.shards[0].share(j)[1] == len(of_round)
-    assert [whole.batch_sampler.passes for whole in ranks.wholes] == [2] * size
-
-
 @pytest.mark.parametrize('sampler', [OwnSeed, EpochCountSampler, SetEpochSampler, IndexByIndex])
 @pytest.mark.parametrize('workers', [0, 2])
 def test_user_samplers(sampler: Any, workers: int) -> None:
