@@ -226,8 +226,9 @@ def _compare(a: Any, b: Any, key_path: KeyPath) -> Iterator[tuple[KeyPath, str]]
         if text:
             yield key_path, text
     elif _encode(a, key_path) != _encode(b, key_path):
-        kinds = ['' if type(a) is type(b) else f' ({type(v).__name__})' for v in (a, b)]
-        yield key_path, f'{_describe(a)}{kinds[0]} and {_describe(b)}{kinds[1]}'
+        is_same_kind = type(a) is type(b)
+        texts = [_describe(v) + ('' if is_same_kind else _describe_kind(v)) for v in (a, b)]
+        yield key_path, ' and '.join(texts)
 
 
 def _compare_dicts(
@@ -290,6 +291,10 @@ def _describe(value: Any) -> str:
         return f'{_get_dtype(value)} {list(value.shape)}'
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
+
+
+def _describe_kind(value: Any) -> str:
+    return '' if isinstance(value, Tensor) else f' ({type(value).__name__})'
 
 
 def _format_number(t: Tensor) -> str:

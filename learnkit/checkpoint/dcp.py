@@ -184,11 +184,13 @@ def load_parts(
     path: Path,  # file of the checkpoint
     mesh: DeviceMesh | None = None,  # CPU mesh: read this rank's shards; None: read full tensors
 ) -> Mapping[str, Any]:
-    """Return a checkpoint's state with the tensors of its folder.
+    """Return a checkpoint's state with the tensors of its folder, if the checkpoint has one.
 
     Any number of ranks may have written the files. Each rank reads the rows that it needs, without communication.
     Raises `DamagedError` for files that cannot be read.
     """
+    if 'parts' not in state:
+        return state
     places = state['parts']['places']
     full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
     try:

@@ -277,7 +277,8 @@ def read_info(path: str | Path) -> dict[str, Any]:
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise damaged_error(
             path,
-            f'it was cut short, or is another file ({shorten_error(e)}): load weights by `learn.load(path)`',
+            f'it was cut short, or is another kind of file ({shorten_error(e)}). Weights are loaded by '
+            '`learn.load(path)`',
         ) from None
 
 
@@ -336,7 +337,7 @@ def _check_format(found: int, path: Path) -> None:
         return
     fix = 'update learnkit'
     if found < FORMAT:
-        fix = 'resume it with the older learnkit that wrote it, or `learn.save` its weights there'
+        fix = 'it was written by an older learnkit. Resume it there, or save its weights by `learn.save`'
     raise CheckpointError(f'{path} has format {found}, and this version reads {FORMAT}: {fix}.')
 
 

@@ -23,6 +23,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.folder import find, read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer
 from learnkit.checkpoint.weights import (
@@ -195,7 +196,9 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
                 )
             return None
         path, state, info = found
-        state = check_state(_read_parts(learn, state, path), path)
+        mesh = mesh_of(bare_model(learn.model))
+        state = load_parts(state, path, None if mesh is None else host_mesh(mesh))
+        state = check_state(state, path)
         r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:
         raise CheckpointError(
@@ -203,16 +206,6 @@ def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
             '`learn.load_checkpoint_state(state)`, and fit.'
         )
     return r
-
-
-def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    "Read the tensors in the folder next to a checkpoint's file; for a sharded model, this rank's shards."
-    if 'parts' not in state:
-        return state
-    from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
-
-    mesh = mesh_of(bare_model(learn.model))
-    return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
 def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
@@ -263,7 +256,7 @@ def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     loop = r.loop
     n = learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
-    if loop['stopping'] or (r.at == 'epoch' and i == n):
+    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
         return f'after epoch {i - 1}, its last.'
     total = f' of {n}' if n else ''
     if r.at == 'epoch':

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.compare import digest
+from learnkit.checkpoint.dcp import load_parts
 from learnkit.checkpoint.file import is_state_file, read_state, read_tensors, write_tensors
 from learnkit.checkpoint.folder import check_files
 from learnkit.checkpoint.torch_file import read_torch_file
@@ -85,11 +86,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
     "Return the state of a checkpoint, with the tensors in the folder next to its file."
     try:
         state, _ = read_state(path)
-        if 'parts' not in state:
-            return state
-        from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
-
-        check_files(path, {'parts': state['parts']})
+        check_files(path, {**state, 'files': {}})
         return load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None

@@ -230,25 +230,6 @@ def test_a_layer_that_one_rank_does_not_call(kind: type[Learner]) -> None:
         assert (got['weights'] - weights(alone)).abs().max() < 1e-10
 
 
-def test_sparse_gradients_match_one_process() -> None:
-    def looking_up(bs: int) -> Learner:
-        g = torch.Generator().manual_seed(1)
-        x, y = torch.randint(20, (101, 2), generator=g), torch.randint(3, (101,), generator=g)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.EmbeddingBag(20, 3, sparse=True, dtype=torch.float64))
-        dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, seed=3, device='cpu')
-        learn = make_learner(dls, opt_func=torch.optim.SGD, lr=0.5)
-        learn.model = model
-        return learn
-
-    alone = looking_up(8)
-    begun = weights(alone)
-    alone.fit(2)
-    assert (weights(alone) - begun).abs().max() > 0.02
-    for got in run_ranks(lambda rank: trained(looking_up(4))):
-        assert (got['weights'] - weights(alone)).abs().max() < 1e-10
-
-
 # ----------------------------------------------------------------------------------- half precision
 
 
@@ -302,33 +283,23 @@ class GAN(nn.Module):
         return self.generator(z)
 
 
-class Duel(Learner):
-    "Train the critic, then the generator, through parts of the model that no wrapper covers."
+class NoEvents(Learner):
+    "A loop that steps without the events around a step."
 
-    def _do_one_batch(self) -> None:
-        real, critic = self.x, self.model.critic
-        self.pred = self.model(real.flip(1))
-        self.improve(
-            'critic',
-            F.softplus(-critic(real)).mean() + F.softplus(critic(self.pred.detach())).mean(),
-        )
-        if self.training:
-            self.improve('generator', F.softplus(-critic(self.pred)).mean())
-
-    def improve(self, part: str, loss: Tensor) -> None:
-        self.part, self.loss_grad, self.loss = part, loss, loss.detach()
-        if self.training:
-            self._do_grad_opt()
-
-    def _step(self) -> None:
-        self.opt.step(only=self.part)
-
-
-class NoEvents(Duel):
     def _do_grad_opt(self) -> None:
         self._backward()
         self._step()
         self.opt.zero_grad()
+
+
+def test_a_step_without_its_events_is_an_error() -> None:
+    def job(rank: int) -> None:
+        learn = make_learner()
+        learn.__class__ = NoEvents
+        with pytest.raises(DistributedError, match=r'NoEvents .*`before_step`'):
+            trained(learn)
+
+    run_ranks(job)
 
 
 def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Optimizer]:
@@ -336,42 +307,6 @@ def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Op
         'critic': torch.optim.Adam(model.critic.parameters(), lr=lr),
         'generator': torch.optim.SGD(model.generator.parameters(), lr=10 * lr),
     }
-
-
-def duel(cls: type[Learner], bs: int, n: int) -> Learner:
-    train = make_data(n)[:1]
-    dls = DataLoaders.from_tensors(train, make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu')
-    learn = cls(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=GradientClip(0.5))
-    learn.logger = lambda row: None
-    learn.remove_cb(learn.progress)
-    return learn
-
-
-def test_a_user_loop_averages_gradients_or_names_the_reason() -> None:
-    def job(rank: int) -> Any:
-        with pytest.raises(DistributedError, match=r'NoEvents .*`before_step`') as e:
-            trained(duel(NoEvents, 4, 104))
-        return [
-            trained(duel(Duel, 4, 101))['weights'],
-            str(e.value),
-        ]
-
-    expected = []
-    # without the events of backward, uneven parts count alike
-    for cls, n in ((Duel, 101),):
-        alone = duel(cls, 8, n)
-        alone.fit(2)
-        expected.append(weights(alone))
-    for *got, error in run_ranks(job):
-        for a, b in zip(got, expected, strict=True):
-            assert (a - b).abs().max() < 1e-10
-        assert '_do_grad_opt' in error
-
-
-# ----------------------------------------------------------------------------------------- resuming
-
-
-# --------------------------------------------------------------------- loops written with the verbs
 
 
 class VerbDuel(Learner):
@@ -396,9 +331,11 @@ VERBS: dict[str, Callable[[], list[Callback]]] = {
 
 
 def verb_duel(bs: int, name: str) -> Learner:
-    learn = duel(VerbDuel, bs, 101)
-    learn.remove_cb(GradientClip)
-    return learn.add_cbs(VERBS[name]())
+    train = make_data(101)[:1]
+    dls = DataLoaders.from_tensors(train, make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu')
+    learn = VerbDuel(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=VERBS[name]())
+    learn.logger = lambda row: None
+    return learn.remove_cb(learn.progress)
 
 
 def test_a_loop_with_forward_and_optimize_matches_one_process() -> None:

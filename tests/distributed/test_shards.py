@@ -16,7 +16,6 @@ from learnkit.distributed.shards import shard
 from tests.helpers.positions import (
     EpochCountSampler,
     IndexByIndex,
-    Items,
     OwnSeed,
     SetEpochSampler,
     Stream,
@@ -148,20 +147,6 @@ def test_user_samplers(sampler: Any, workers: int) -> None:
     ranks = Together(make(4), 2)
     assert [rounds_of(ranks, ranks.epoch()) for _ in range(2)] == expected
     assert are_equal(ranks.rngs[0], rng)
-
-
-@pytest.mark.parametrize('noise', OTHERS)
-def test_workers_of_different_processes_draw_different_numbers(noise: str) -> None:
-    def make(seed: int) -> Any:
-        return DataLoader(Items(noise), 4, shuffle=True, num_workers=2)
-
-    for seeds in (None, 1):
-        ranks = Together(make, 2)
-        if seeds:
-            ranks.rngs[1] = ranks.rngs[0]
-        ranks.take_order()
-        drawn = ranks.each(lambda _, dl: [b[:, 1] for b in dl])
-        assert len(torch.cat([*drawn[0], *drawn[1]]).unique()) == 22
 
 
 # ------------------------------------------------------------------------------ loaders of any kind
