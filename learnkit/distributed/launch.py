@@ -18,7 +18,7 @@ from shutil import rmtree
 from tempfile import TemporaryDirectory
 from threading import Thread
 from time import monotonic, sleep, time
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -44,6 +44,7 @@ _LAUNCHER_PREFIXES = ('TORCHELASTIC_', 'GROUP_', 'ROLE_', 'SLURM_')
 _PAYLOAD = 'payload.pkl'  # file for the processes
 _TENSORS = 'payload.pt'  # file of the tensors in it
 _RESULT = 'back.ckpt'  # file of rank 0's result
+_OUTPUT = 'output{}.txt'  # file of a rank's output
 
 
 def launch(
@@ -59,8 +60,7 @@ def launch(
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_payload(learn, fn, team, folder)
-        with Workers(folder, nproc) as workers:
-            workers.wait(team.timeout.value)
+        run_processes(folder, nproc, team.timeout.value)
         result, _ = read_state(folder / _RESULT)
         learn.load_checkpoint_state(result['learner'])
         if result['unsupported']:
@@ -152,112 +152,92 @@ def _list_parts(learn: LearnerLike, fn: Any) -> Iterator[tuple[str, Any]]:
 # -- in the process that launches ------------------------------------------------------------------
 
 
-class Workers:
-    """Context manager that starts processes in new interpreters, as torchrun does, and leaves none of them.
+def run_processes(
+    folder: Path,  # folder of the launch, with the payload
+    n: int,  # number of processes
+    timeout_s: float,  # seconds to wait for the other processes after the first has exited
+) -> None:
+    """Run processes in new interpreters, as torchrun does, and print the output of rank 0; leave no process.
 
-    Each process has its own session, so that an interrupt reaches the launching process only, which then ends the
-    other processes. A process writes its output to a file; the output of rank 0 is printed."""
+    Each process has its own session, so that an interrupt reaches this process only, which interrupts the others.
+    Raises `DistributedError` if a process fails."""
+    port = free_port()
+    processes = []
+    (folder / _OUTPUT.format(0)).touch()
+    with (folder / _OUTPUT.format(0)).open('rb') as shown:
+        try:
+            for rank in range(n):
+                processes.append(_start(folder, rank, environment(rank, n, port)))
+            codes = _wait(processes, shown, timeout_s)
+        except KeyboardInterrupt:
+            for p in processes:
+                if p.poll() is None:
+                    p.send_signal(signal.SIGINT)
+            # for the cleanup of callbacks
+            _wait(processes, shown, timeout_s, end=monotonic() + GRACE_S)
+            raise
+        finally:
+            for p in processes:
+                if p.poll() is None:
+                    os.killpg(p.pid, signal.SIGKILL)  # with the workers of its loaders
+                p.communicate()
+    if any(code != 0 for code in codes):
+        raise _make_error(folder, codes, timeout_s)
 
-    def __init__(
-        self,
-        folder: Path,  # folder of the launch, with the payload
-        n: int,  # number of processes
-    ) -> None:
-        self.folder = folder
-        self.n = n
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.outputs = [folder / f'output{rank}.txt' for rank in range(n)]
-        self._n_shown = 0  # bytes of the first output that were printed
-        self._decoder = getincrementaldecoder('utf-8')('replace')
 
-    def __enter__(self) -> Workers:
-        port = free_port()
-        for rank, output in enumerate(self.outputs):
-            with output.open('wb') as f:
-                process = subprocess.Popen(
-                    [sys.executable, '-c', _SERVE_CODE, str(self.folder), *sys.path],
-                    env=environment(rank, self.n, port),
-                    stdin=subprocess.PIPE,
-                    stdout=f,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self.processes.append(process)
-        return self
-
-    def wait(
-        self,
-        timeout_s: float,  # seconds to wait for the other processes after the first has exited
-    ) -> None:
-        "Print the output of rank 0 until all processes exit; raise `DistributedError` if one fails."
-        end = inf
-        codes: list[int | None] = [None]
-        while None in codes and monotonic() < end:
-            codes = [p.poll() for p in self.processes]
-            self._show()
-            if any(codes):
-                end = min(end, monotonic() + GRACE_S)
-            elif end == inf and codes.count(None) < self.n:
-                end = monotonic() + timeout_s
-        if None in codes or any(codes):
-            self._kill()
-            raise self._make_error(codes, timeout_s)
-
-    def _show(self) -> None:
-        "Print new output of rank 0, and wait a moment."
-        sleep(0.05)
-        with self.outputs[0].open('rb') as f:
-            f.seek(self._n_shown)
-            data = f.read()
-        self._n_shown += len(data)
-        if data:
-            print(self._decoder.decode(data), end='', flush=True)
-
-    def _make_error(self, codes: list[int | None], timeout_s: float) -> DistributedError:
-        "Return the error of the process that failed first."
-        reports = [json.loads(path.read_text('utf-8')) for path in self.folder.glob('failed*.json')]
-        if reports:
-            # a `DistributedError` may be a consequence of another process's error
-            first = min(reports, key=lambda r: (r['type'] == DistributedError.__name__, r['time']))
-            return DistributedError(
-                f'Process {first["rank"]} of {self.n} has failed: {first["type"]}: '
-                f'{first["message"]}\n\n{first["traceback"]}'
-            )
-        for rank, code in enumerate(codes):
-            if code:
-                how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
-                lines = self.outputs[rank].read_text('utf-8', 'replace').splitlines(keepends=True)
-                return DistributedError(
-                    f'Process {rank} of {self.n} has ended with {how}.\n{"".join(lines[-30:])}'
-                )
-        slow = ', '.join(str(rank) for rank, code in enumerate(codes) if code is None)
-        return DistributedError(
-            f'Process {slow} of {self.n} did not end within {timeout_s:g} s of the others.'
+def _start(folder: Path, rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    "Start a process that writes its output to a file."
+    with (folder / _OUTPUT.format(rank)).open('wb') as f:
+        return subprocess.Popen(
+            [sys.executable, '-c', _SERVE_CODE, str(folder), *sys.path],
+            env=env,
+            stdin=subprocess.PIPE,  # its end ends the process
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
-    def __exit__(self, kind: Any, *rest: object) -> None:
-        "Kill the remaining processes; after an interrupt, first interrupt them so that callbacks clean up."
-        try:
-            if kind is not None and issubclass(kind, KeyboardInterrupt):
-                self._interrupt()
-        finally:
-            self._kill()
 
-    def _interrupt(self) -> None:
-        for p in self.processes:
-            if p.poll() is None:
-                p.send_signal(signal.SIGINT)
-        end = monotonic() + GRACE_S
-        while any(p.poll() is None for p in self.processes) and monotonic() < end:
-            self._show()
+def _wait(
+    processes: list[subprocess.Popen[bytes]],
+    shown: BinaryIO,  # file to print
+    timeout_s: float,
+    end: float = inf,  # time at which waiting ends
+) -> list[int | None]:
+    "Print a file until all processes have exited, or some for too long; return the exit codes."
+    decoder = getincrementaldecoder('utf-8')('replace')
+    codes: list[int | None] = [None]
+    while None in codes and monotonic() < end:
+        sleep(0.05)
+        codes = [p.poll() for p in processes]
+        print(decoder.decode(shown.read()), end='', flush=True)
+        if any(codes):
+            end = min(end, monotonic() + GRACE_S)
+        elif end == inf and codes.count(None) < len(codes):
+            end = monotonic() + timeout_s
+    return codes
 
-    def _kill(self) -> None:
-        for p in self.processes:
-            if p.poll() is None:
-                os.killpg(p.pid, signal.SIGKILL)  # with the workers of its loaders
-                p.wait()
-            if p.stdin is not None:
-                p.stdin.close()
+
+def _make_error(folder: Path, codes: list[int | None], timeout_s: float) -> DistributedError:
+    "Return the error of the process that failed first."
+    n = len(codes)
+    reports = [json.loads(path.read_text('utf-8')) for path in folder.glob('failed*.json')]
+    if reports:
+        # a `DistributedError` may be a consequence of another process's error
+        first = min(reports, key=lambda r: (r['type'] == DistributedError.__name__, r['time']))
+        return DistributedError(
+            f'Process {first["rank"]} of {n} has failed: {first["type"]}: {first["message"]}\n\n{first["traceback"]}'
+        )
+    for rank, code in enumerate(codes):
+        if code:
+            how = f'exit code {code}' if code > 0 else signal.Signals(-code).name
+            output = (folder / _OUTPUT.format(rank)).read_text('utf-8', 'replace')
+            last_lines = ''.join(output.splitlines(keepends=True)[-30:])
+            return DistributedError(f'Process {rank} of {n} has ended with {how}.\n{last_lines}')
+    slow = ', '.join(str(rank) for rank, code in enumerate(codes) if code is None)
+    return DistributedError(
+        f'Process {slow} of {n} did not end within {timeout_s:g} s of the others.'
+    )
 
 
 def free_port() -> int:

@@ -147,20 +147,6 @@ def test_what_is_made_plain(tmp_path: Path) -> None:
     assert found['conj'].item() == 1 - 2j
 
 
-def test_the_order_of_dimensions(tmp_path: Path) -> None:
-    images = torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)
-    tensors = {
-        'a': images,
-        'b': images[:2],
-        'c': torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
-        'd': torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2),
-        'e': torch.randn(2, 3, 4, dtype=torch.complex64).mT,
-    }
-    found = through(tmp_path, tensors)
-    assert all(same(found[k], v) for k, v in tensors.items())
-    assert found['b'].is_contiguous(memory_format=torch.channels_last)
-
-
 def test_only_what_a_tensor_shows_is_written(tmp_path: Path) -> None:
     big = torch.randn(1000, 1000)
     found = through(tmp_path, {'row': big[3], 'all': torch.ones(1).expand(1000)})

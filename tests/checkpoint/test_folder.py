@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from learnkit import Callback, Checkpoint, CheckpointError
+from learnkit import CheckpointError
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import (
     Entry,
@@ -21,7 +20,6 @@ from learnkit.checkpoint.folder import (
     parse_number,
     sort_by_score,
 )
-from learnkit.testing import synth_learner
 
 
 def write(
@@ -164,18 +162,3 @@ def test_what_stays(values: list[Any], keep_last: int, keep_best: int, mode: str
         out = find_superfluous(left, keep_last, keep_best)
         left = [o for o in left if o.path not in out]
     assert {e.number for e in left} == stay
-
-
-def test_a_process_that_goes_elsewhere_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def leave(cb: Any) -> None:
-        (tmp_path / f'{cb.epoch}').mkdir()
-        os.chdir(tmp_path / f'{cb.epoch}')
-
-    learn = synth_learner(n_train=2, cbs=[Checkpoint(folder='rel'), Callback(before_epoch=leave)])
-    learn.fit(3)
-    assert [e.path.parent for e in entries(tmp_path / 'rel')] == [tmp_path / 'rel'] * 3
-    assert not list(tmp_path.glob('[0-9]/*'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -87,27 +86,6 @@ def test_lazy_modules() -> None:
 
 
 # Loaders
-
-
-class Growing:
-    "A loader with one more batch in each epoch."
-
-    def __init__(self) -> None:
-        self.epoch, self.data = 0, points()
-
-    def __len__(self) -> int:
-        return 3 + self.epoch
-
-    def __iter__(self) -> Iterator[Batch]:
-        x, y = self.data
-        for i in range(len(self)):
-            yield x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]
-        self.epoch += 1
-
-
-def test_epochs_of_different_lengths() -> None:
-    kept = check_every_place(lambda: make(dls=DataLoaders(Growing(), [points()])))
-    assert [s['loop']['n_drawn'] for s in kept] == [1, 2, 3, 3, 1, 2, 3, 4, 4]
 
 
 # Learners

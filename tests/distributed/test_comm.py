@@ -44,18 +44,6 @@ SRUN = {
     'SLURM_STEP_TASKS_PER_NODE': '2(x2)',
 }
 SBATCH = {**JOB, 'SLURM_LOCALID': '0', 'SLURM_NODEID': '0', 'SLURM_PROCID': '0'}
-SALLOC = {
-    **JOB,
-    'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9',
-    'SLURM_LOCALID': '0',
-    'SLURM_NODEID': '0',
-    'SLURM_PROCID': '0',
-    'SLURM_STEPID': '4294967290',
-    'SLURM_STEP_ID': '4294967290',
-    'SLURM_STEP_NODELIST': 'n1',
-    'SLURM_STEP_NUM_NODES': '1',
-    'SLURM_STEP_NUM_TASKS': '1',
-}
 
 
 # -- variables of launchers
@@ -98,8 +86,8 @@ def test_the_first_of_the_machines_of_a_step(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize(
     'env',
-    [SBATCH, SALLOC, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
-    ids=['batch script', 'interactive shell', 'shell of the allocation', 'srun of one task'],
+    [SBATCH, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
+    ids=['batch script', 'shell of the allocation', 'srun of one task'],
 )
 def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None:
     assert launched_as(env) == {}

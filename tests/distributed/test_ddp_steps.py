@@ -284,12 +284,16 @@ class GAN(nn.Module):
 
 
 class NoEvents(Learner):
-    "A loop that steps without the events around a step."
+    "A loop that calls the model itself, and steps without the events around a step."
 
-    def _do_grad_opt(self) -> None:
-        self._backward()
-        self._step()
-        self.opt.zero_grad()
+    def _do_one_batch(self) -> None:
+        self.pred = self.model(self.x)
+        self.loss_grad = self.loss_func(self.pred, self.y)
+        self.loss = self.loss_grad.detach()
+        if self.training:
+            self._backward()
+            self._step()
+            self.opt.zero_grad()
 
 
 def test_a_step_without_its_events_is_an_error() -> None:

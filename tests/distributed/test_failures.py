@@ -11,7 +11,6 @@ import pytest
 
 from learnkit import Callback
 from learnkit.core.errors import DistributedError
-from learnkit.distributed.comm import join_ranks
 from learnkit.distributed.failures import is_lost
 from tests.helpers.distributing import make_dls, make_learner
 from tests.helpers.ranks import run_ranks, started_ranks
@@ -106,26 +105,3 @@ def test_errors_of_another_rank_are_distinguished_from_local_ones() -> None:
     outer.__context__ = lost
     errors = (lost, outer, ValueError('x'), KeyboardInterrupt(), None)
     assert [is_lost(e) for e in errors] == [True, True, False, False, False]
-
-
-def test_a_closed_comm_leaves_no_connection_open() -> None:
-    def job(rank: int) -> int:
-        import torch
-
-        world = join_ranks(200.0)
-        wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        from learnkit.distributed.ddp import Replicas
-
-        parts = Replicas()
-        parts.wrapped = wrapped
-        parts.release(make_learner())
-        began = time.monotonic()
-        if rank:
-            world.leave()
-        else:
-            with pytest.raises(RuntimeError) as e:
-                world.gather(1)
-            assert is_lost(e.value) and time.monotonic() - began < 150
-        return int('reducer' in vars(wrapped))  # the wrapper itself is still held
-
-    assert run_ranks(job, 2) == [0, 0]
